@@ -6,12 +6,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fsdp.train.data.batches import Feed
-from megatron_fsdp.train.data.feed import LoaderFeed, Microbatches
-from megatron_fsdp.train.data.order import SampleOrder
+from megatron_fsdp.train.data.batches import Feed, Microbatches, SampleOrder
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.token_file import TokenFile
-from megatron_fsdp.train.data.vocabulary import ByteVocabulary
+from megatron_fsdp.train.data.tokenizer import ByteVocabulary
 from megatron_fsdp.train.options.job import Job
 
 
@@ -35,6 +33,4 @@ def token_data(training: NDArray[Any], held_out: NDArray[Any] | None = None, hel
 def feed_of(data: TokenData, job: Job, data_index: int, unlearned: int | None = None) -> Feed:
     """The trainer's feed over them; targets of the id `unlearned` do not count."""
     order = SampleOrder(len(data.training), job.seq_length, job.options.training.seed)
-    return LoaderFeed(
-        Microbatches(data.training_file, order, job.batch, data_index, unlearned), num_workers=0, pins=False
-    )
+    return Feed(Microbatches(data.training_file, order, job.batch, data_index, unlearned), num_workers=0, pins=False)

@@ -59,13 +59,8 @@ class RunCheckpoints:
                 options.save, keep_last=options.keep_last, in_background=options.async_save
             )
 
-    @property
-    def saves(self) -> bool:
-        """Whether there is a folder to save to."""
-        return self._checkpointer is not None
-
     def __enter__(self) -> Self:
-        if self.saves:
+        if self._checkpointer is not None:
             self._handlers = {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
         return self
 
@@ -105,7 +100,7 @@ class RunCheckpoints:
             self._meet_later_ones(newest, steps)
         if options.save is not None:
             folder = options.save
-            self._replaceable = agree(run.rank, lambda: numbers_in(folder, above=steps))
+            self._replaceable = agree(run.rank, lambda: _numbers_in(folder, above=steps))
         if options.dump_param_to_param_group_map is not None:
             folder = options.dump_param_to_param_group_map
             dump_param_to_param_group_map(run.trained.model, run.trained.optimizer, folder)
@@ -113,9 +108,9 @@ class RunCheckpoints:
         return self._state.progress
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after a step, as long as it is not the last one."""
+        """Tell whether to save after a step, as long as it is not the last one."""
         every = self._options.save_interval
-        return self.saves and every is not None and step % every == 0
+        return self._checkpointer is not None and every is not None and step % every == 0
 
     def save(self, progress: Progress) -> None:
         """Save, if there is a folder and this step was not saved yet.
@@ -224,7 +219,7 @@ class RunCheckpoints:
         finetunes = options.finetune and not is_own
         without_optimizer = finetunes or (options.no_save_optim if is_own else options.no_load_optim)
         without_rng = finetunes or (options.no_save_rng if is_own else options.no_load_rng)
-        with in_options(), own_group_options(run.trained.optimizer):
+        with in_options(), _own_group_options(run.trained.optimizer):
             report: LoadReport = load_checkpoint(
                 run.trained.model,
                 None if without_optimizer else run.trained.optimizer,
@@ -274,7 +269,7 @@ _OPTION_OF = {
 
 
 @contextmanager
-def own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep what this run says of each parameter group over the block, whatever is loaded in it.
 
     An optimizer's `load_state_dict` brings back weight decay, betas and so on as they were saved, and what was given to
@@ -290,7 +285,7 @@ def own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def in_options() -> Iterator[None]:
-    """Errors of the library with the trainer's options where they name arguments.
+    """Name the trainer's options in errors of the library that name arguments.
 
     Raises:
         CheckpointError: The block raised it.
@@ -306,7 +301,7 @@ def in_options() -> Iterator[None]:
         raise CheckpointError(message) from error
 
 
-def numbers_in(folder: Path, above: int) -> frozenset[int]:
+def _numbers_in(folder: Path, above: int) -> frozenset[int]:
     """The steps above one that folders of checkpoints here are named after, whole or not."""
     found = (iteration_of(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return frozenset(number for number in found if number is not None and number > above)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.train.data.batches import Batch, Feed, factors_per_sample, factors_per_token
+from megatron_fsdp.train.data.batches import Batch, Feed
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.evaluation import evaluate
@@ -22,10 +22,8 @@ from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.recovery.nan_guard import NanGuard
 from megatron_fsdp.train.recovery.pulse import Pulse
-from megatron_fsdp.train.reporting.exposed import ExposedCommunication
-from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
-from megatron_fsdp.train.reporting.readings import peak_bytes
-from megatron_fsdp.train.reporting.speed import Speed
+from megatron_fsdp.train.reporting.measure import ExposedCommunication, peak_bytes
+from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord
 
 
 class Watcher(Protocol):
@@ -54,7 +52,7 @@ class Keeper(Protocol):
         """Load what there is to load, and tell how far it is."""
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step."""
+        """Tell whether to save after this step."""
 
     def save(self, progress: Progress) -> None:
         """Save."""
@@ -123,17 +121,15 @@ class StepResult:
 
 
 @dataclass
-class _Pace:
-    """Steps that were not shown yet, and the clock."""
+class _Clock:
+    """Seconds in training steps, earlier runs included; evaluations and saves do not count."""
 
-    progress: Progress
-    started: float = field(default_factory=time.perf_counter)
-    results: list[tuple[Progress, StepResult]] = field(default_factory=list)
+    before_s: float
+    started_s: float = field(default_factory=time.perf_counter)
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training so far."""
-        return self.progress.elapsed_s + time.perf_counter() - self.started
+        return self.before_s + time.perf_counter() - self.started_s
 
 
 def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], bool] = lambda _: False) -> Outcome:
@@ -147,56 +143,55 @@ def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], boo
     """
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, watcher.say)
-    with run.pulse.resting():
-        pace = _Pace(keeper.start())
-    watcher.start(pace.progress)
-    pace = make_up(run, watcher, pace, lacks)
     exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
     limit_s = math.inf if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
+    with run.pulse.resting():
+        done = keeper.start()
+    watcher.start(done)
+    _make_up(run, watcher, done, lacks)
+    clock, records = _Clock(done.elapsed_s), list[StepRecord]()
     counters, is_interrupted = None, False
-    while pace.progress.steps < job.train_iters and not training.skip_train:
+    while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
+        step = done.steps + 1
+        run.pulse.beat(step)
+        scale = 1.0 if run.trained.scale is None else run.trained.scale.value
         before = None if run.trained.inside is None else run.trained.inside.traffic()
-        last = pace.results[-1][0] if pace.results else pace.progress
-        run.pulse.beat(last.steps + 1)
-        is_shown = (last.steps + 1) % job.options.reporting.log_interval == 0 or last.steps + 1 == job.train_iters
+        is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
         with exposed.step(is_measured=is_shown):
-            result = train_step(run, last, guard, (keeper.is_interrupted, pace.elapsed_s >= limit_s))
+            result = train_step(run, done, guard, (keeper.is_interrupted, clock.elapsed_s >= limit_s))
         if before is not None and run.trained.inside is not None:
             counters = run.trained.inside.traffic().since(before)
-        now = Progress(
-            last.steps + 1, last.samples + job.batch.total, last.skipped + (not result.is_finite), pace.elapsed_s
-        )
-        pace.results.append((now, result))
+        last_s = done.elapsed_s
+        done = Progress(step, done.samples + job.batch.total, done.skipped + (not result.is_finite), clock.elapsed_s)
+        records.append(_record_of(run, done, result, done.elapsed_s - last_s, scale))
         is_interrupted = result.is_interrupted
-        is_last = is_interrupted or result.is_late or now.steps == job.train_iters
-        is_last = is_last or (training.exit_interval is not None and now.steps % training.exit_interval == 0)
-        is_save = keeper.is_due(now.steps)
-        is_check = training.eval_interval is not None and now.steps % training.eval_interval == 0
+        is_last = is_interrupted or result.is_late or step == job.train_iters or _is_due(step, training.exit_interval)
+        is_save, is_check = keeper.is_due(step), _is_due(step, training.eval_interval)
         if is_last or is_check or is_save or is_shown:
-            watcher.on_steps(records_of(run, pace, exposed.take_share()))
+            watcher.on_steps(_measured(run, records, exposed.take_share()))
             with run.pulse.resting():
                 if is_save or is_last:
-                    keeper.save(now)
+                    keeper.save(done)
                 if (is_check or is_last) and not is_interrupted:
-                    watcher.on_evaluation(Evaluation(now.steps, evaluate(run.job, run.trained, run.data)))
-            pace = _Pace(now)
+                    watcher.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
+            clock, records = _Clock(done.elapsed_s), []
         if is_last:
             break
-    return Outcome(pace.progress, counters, is_interrupted)
+    return Outcome(done, counters, is_interrupted)
 
 
-def make_up(run: Run, watcher: Watcher, pace: _Pace, lacks: Callable[[int], bool]) -> _Pace:
-    """Evaluate first where it was due after the last step and the run was ended in between; the clock begins after."""
-    steps, training = pace.progress.steps, run.job.options.training
-    is_due = training.eval_interval is not None and steps % training.eval_interval == 0
-    if training.skip_train or not steps or not (is_due or steps == run.job.train_iters):
-        return pace
-    if not agree(run.rank, lambda: lacks(steps)):
-        return pace
-    with run.pulse.resting():
-        watcher.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
-    return _Pace(pace.progress)
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
+
+
+def _make_up(run: Run, watcher: Watcher, done: Progress, lacks: Callable[[int], bool]) -> None:
+    """Evaluate first where it was due after the last step and the run was ended in between."""
+    steps, training = done.steps, run.job.options.training
+    is_due = steps > 0 and (_is_due(steps, training.eval_interval) or steps == run.job.train_iters)
+    if is_due and not training.skip_train and agree(run.rank, lambda: lacks(steps)):
+        with run.pulse.resting():
+            watcher.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
 
 
 def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> StepResult:
@@ -214,9 +209,9 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
     for group in run.trained.optimizer.param_groups:
         group["lr"] = run.job.schedule.rate(done.steps)
     batches = run.feed.batches(done.samples)
-    loss = run.trained.accumulate(batches, loss_factors(run, batches))
+    loss = run.trained.accumulate(batches, _loss_factors(run, batches))
     norm = run.trained.clip(run.job.options.optimizer.clip_grad)
-    result = exchange(run, loss, norm, sum(batch.checksum for batch in batches), flags)
+    result = _exchange(run, loss, norm, sum(batch.checksum for batch in batches), flags)
     guard.judge(done.steps + 1, result.loss, result.grad_norm, run.trained)
     if result.is_finite:
         run.trained.update()
@@ -225,22 +220,20 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
     return result
 
 
-def loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
+def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
     """What each token's loss counts, so that all ranks' sums add up to the loss of the step."""
     training, trained = run.job.options.training, run.trained
     if not training.calculate_per_token_loss:
-        return [factors_per_sample(batch, run.job.batch.total) for batch in batches]
-    counted = torch.stack([batch.weights.sum() for batch in batches]).sum().double()
+        return [batch.factors_per_sample(run.job.batch.total) for batch in batches]
+    tokens = float(run.job.tokens_per_step)
     if run.job.options.data.eod_mask_loss:  # else every sample counts all its tokens
-        total = counted.to(trained.device)
+        total = torch.stack([batch.weights.sum() for batch in batches]).sum().double().to(trained.device)
         dist.all_reduce(total)
         tokens = float(total) * trained.data_size / run.rank.count
-    else:
-        tokens = float(run.job.tokens_per_step)
-    return [factors_per_token(batch, tokens) for batch in batches]
+    return [batch.factors_per_token(tokens) for batch in batches]
 
 
-def exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[bool, bool]) -> StepResult:
+def _exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[bool, bool]) -> StepResult:
     """Let all ranks know the same of a step; waits for the device."""
     interrupted, late = flags
     share = run.trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
@@ -252,39 +245,30 @@ def exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[b
     return StepResult(total, float(norm), whole, interrupts > 0, lates > 0)
 
 
-def records_of(run: Run, pace: _Pace, exposed_share: float = math.nan) -> list[StepRecord]:
-    """What is shown of the steps since the last time; all ranks together.
+def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scale: float) -> StepRecord:
+    """What is known of a step as soon as it is done."""
+    speed = run.speed or Speed(run.job.tokens_per_step)
+    return StepRecord(
+        step=done.steps,
+        samples=done.samples,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        learning_rate=run.job.schedule.rate(done.steps - 1),
+        skipped=done.skipped,
+        data_checksum=result.checksum,
+        tokens_per_s=speed.tokens_per_s(step_s),
+        step_s=step_s,
+        peak_bytes=0,
+        elapsed_s=done.elapsed_s,
+        tflops=speed.tflops(step_s),
+        mfu=speed.mfu(step_s),
+        loss_scale=scale,
+    )
 
-    Args:
-        run: What is trained.
-        pace: The steps.
-        exposed_share: Measured in the last of them.
-    """
-    job, last = run.job, len(pace.results) - 1
-    speed = run.speed or Speed(job.tokens_per_step)
+
+def _measured(run: Run, records: Sequence[StepRecord], exposed_share: float) -> list[StepRecord]:
+    """The same with what is measured only where steps are shown, the share in the last of them; collective."""
     peak = torch.tensor([float(peak_bytes(run.trained))], dtype=torch.float64, device=run.trained.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    befores = [pace.progress, *(now for now, _ in pace.results)]
-    records = []
-    for i, (now, result) in enumerate(pace.results):
-        step_s = now.elapsed_s - befores[i].elapsed_s
-        records.append(
-            StepRecord(
-                step=now.steps,
-                samples=now.samples,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                learning_rate=job.schedule.rate(now.steps - 1),
-                skipped=now.skipped,
-                data_checksum=result.checksum,
-                tokens_per_s=speed.tokens_per_s(step_s),
-                step_s=step_s,
-                peak_bytes=int(peak.item()),
-                loss_scale=1.0 if run.trained.scale is None else run.trained.scale.value,
-                elapsed_s=now.elapsed_s,
-                tflops=speed.tflops(step_s),
-                mfu=speed.mfu(step_s),
-                exposed_share=exposed_share if i == last else math.nan,
-            )
-        )
-    return records
+    found = [replace(record, peak_bytes=int(peak.item())) for record in records]
+    return [*found[:-1], replace(found[-1], exposed_share=exposed_share)]

@@ -25,7 +25,7 @@ from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.model_checks import needs_transformers
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import check_backend, resolve
-from megatron_fsdp.train.reporting.writers.build import require_writers
+from megatron_fsdp.train.reporting.writers import require_writers
 
 _AFTER_HANG_MINUTES = 1.0
 

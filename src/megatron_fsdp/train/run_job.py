@@ -17,32 +17,23 @@ from rich.text import Text
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import RunCheckpoints
-from megatron_fsdp.train.data.feed import make_feed
+from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.build import build
-from megatron_fsdp.train.evaluation import evaluate, evaluating
-from megatron_fsdp.train.generate import generate
+from megatron_fsdp.train.evaluation import evaluate, evaluating, generate
 from megatron_fsdp.train.launch.failures import note_interruption
 from megatron_fsdp.train.launch.machines import goes_on_without_others
 from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
 from megatron_fsdp.train.loop import Outcome, Run, train
-from megatron_fsdp.train.models.flops import model_flops
+from megatron_fsdp.train.models.build import model_flops
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import flag_for
 from megatron_fsdp.train.recovery.hangs import HangWatch
 from megatron_fsdp.train.recovery.memory import telling_of_memory
 from megatron_fsdp.train.recovery.pulse import Pulse
 from megatron_fsdp.train.recovery.resuming import Origin, find_origin, with_saved_batch
-from megatron_fsdp.train.reporting.applied import (
-    APPLIED_FILE,
-    applied,
-    applied_rows,
-    engine_words,
-    preset_rows,
-    tracker_config,
-)
-from megatron_fsdp.train.reporting.comparison import Measurement, Plan, Row, compare
 from megatron_fsdp.train.reporting.console import (
+    ConsoleWatcher,
     format_bytes,
     library_messages,
     make_console,
@@ -51,14 +42,30 @@ from megatron_fsdp.train.reporting.console import (
     show_comparison,
     show_header,
 )
-from megatron_fsdp.train.reporting.display import ConsoleWatcher
-from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
-from megatron_fsdp.train.reporting.peak import Peak, find_peak
-from megatron_fsdp.train.reporting.plot import plot_run
-from megatron_fsdp.train.reporting.readings import describe_peak, exchanges_pairwise, optimizer_bytes, peak_bytes
-from megatron_fsdp.train.reporting.recorder import Recorder
-from megatron_fsdp.train.reporting.speed import Speed
-from megatron_fsdp.train.reporting.writers.build import build_writers, require_writers
+from megatron_fsdp.train.reporting.measure import (
+    Measurement,
+    Peak,
+    Plan,
+    Row,
+    compare,
+    describe_peak,
+    exchanges_pairwise,
+    find_peak,
+    optimizer_bytes,
+    peak_bytes,
+)
+from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, to_json
+from megatron_fsdp.train.reporting.recorder import (
+    APPLIED_FILE,
+    Recorder,
+    applied,
+    applied_rows,
+    engine_words,
+    plot_run,
+    preset_rows,
+    tracker_config,
+)
+from megatron_fsdp.train.reporting.writers import build_writers, require_writers
 from megatron_fsdp.train.results_folder import SUMMARY_FILE, results_folder, saving_alone
 
 TEMPERATURE = 0.7

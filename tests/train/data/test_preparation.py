@@ -1,35 +1,46 @@
 """From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
-import errno
-import fcntl
 import json
 import os
-import time
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megatron_fsdp.checkpoint.file_ops import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import preparation
-from megatron_fsdp.train.data.indexed import IndexedWriter
 from megatron_fsdp.train.data.preparation import (
+    SIDE_FILE,
+    Encoded,
     TokenData,
+    encode_documents,
     folder_name,
+    pieces,
     prepare_data,
     read_data,
+    sample_texts,
+    side_of,
     tokens_folder,
     write_data,
 )
-from megatron_fsdp.train.data.prepared import SIDE_FILE
-from megatron_fsdp.train.data.sources import find_source
-from megatron_fsdp.train.data.tokenizer import train_bpe
+from megatron_fsdp.train.data.sources import Document, find_source
+from megatron_fsdp.train.data.token_file import IndexedWriter, TokenFile
+from megatron_fsdp.train.data.tokenizer import ByteVocabulary, train_bpe
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.split import Split, parse_split
 from tests.conftest import RunRanks
 
 TEXTS = [f"text number {i} of many\n" for i in range(200)]
@@ -205,16 +216,13 @@ def test_tokens_are_made_once_and_used_again(folder: Path, tmp_path: Path, monke
     assert not (tmp_path / "one").exists()
 
 
-@pytest.mark.parametrize("has_crc", [True, False])
 @pytest.mark.parametrize("name", ["training.bin", "held_out.bin"])
-def test_tokens_that_were_damaged_are_refused(folder: Path, tmp_path: Path, name: str, has_crc: bool) -> None:
+def test_tokens_that_were_damaged_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
     job = job_of(folder)
     prepare(job, tmp_path)
     (made,) = tmp_path.glob("tokens-*")
-    if not has_crc:  # as an earlier version left them
-        said = json.loads((made / SIDE_FILE).read_text())
-        assert said.pop("crc32") > 0
-        (made / SIDE_FILE).write_text(json.dumps(said))
+    said = json.loads((made / SIDE_FILE).read_text())
+    (made / SIDE_FILE).write_text(json.dumps({**said, "crc32": 7}))  # as earlier versions left them
     prepare(job, tmp_path)
     content = bytearray((made / name).read_bytes())
     content[len(content) // 2] ^= 4
@@ -228,7 +236,7 @@ def test_tokens_that_were_damaged_are_refused(folder: Path, tmp_path: Path, name
 def test_ids_of_the_user_are_not_read_again(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(pair, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "7,2,1")
     prepare(job, tmp_path / "out")
-    monkeypatch.setattr("megatron_fsdp.train.data.prepared.digest", None)  # may not be called
+    monkeypatch.setattr(preparation, "digest", None)  # may not be called
     prepare(job, tmp_path / "out")
 
 
@@ -266,32 +274,21 @@ def test_a_preparation_that_ends_early_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("has_locks", [True, False])
-def test_what_a_killed_preparation_left_is_no_tokens_and_is_removed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
-) -> None:
+def test_what_a_killed_preparation_left_is_no_tokens_and_is_removed(folder: Path, tmp_path: Path) -> None:
     job, out = job_of(folder), tmp_path / "out"
     name = folder_name(job.options, find_source(folder))
-    for left, age_s in ((f".{name}.old", 7200.0), (f".{name}.new", 0.0), (f".{name}.under-way", 0.0)):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here, elsewhere = f".{name}.{platform.node()}", f".{name}.another-machine.x.{ended.pid}"
+    old, under_way, unseen = f"{here}.x.{ended.pid}", f"{here}.x.{os.getppid()}", f"{here}.y.{ended.pid}"
+    for left in (old, under_way, unseen, elsewhere):
         (out / left).mkdir(parents=True)
         (out / left / "training.bin").write_bytes(b"half")
-        for path in (out / left / "training.bin", out / left):
-            os.utime(path, (time.time() - age_s,) * 2)
-    claim = os.open(out / f".{name}.under-way", os.O_RDONLY)
-    fcntl.flock(claim, fcntl.LOCK_EX)
-    if not has_locks:
-        monkeypatch.setattr(fcntl, "flock", without_locks)
-    try:
+    with ExitStack() as held:
+        assert claim(out / unseen, held)  # as by a container on this machine
         for _ in range(2):  # also where the tokens are there already
             assert sorted(text_of(prepare(job, out))) == sorted(TEXTS)
-            young = [] if has_locks else [f".{name}.new"]
-            assert sorted(path.name for path in out.iterdir()) == [*young, f".{name}.under-way", name]
-    finally:
-        os.close(claim)
-
-
-def without_locks(*_: object) -> None:
-    raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            assert sorted(path.name for path in out.iterdir()) == sorted([under_way, unseen, elsewhere, name])
 
 
 def test_when_another_machine_is_faster_its_tokens_are_used(
@@ -434,3 +431,129 @@ def test_a_rank_that_cannot_see_the_tokens_is_named(run_ranks: RunRanks, folder:
     assert found[0] == found[1]
     assert found[0].startswith("rank 1: ")
     assert "tokens are made by the first rank of each machine" in found[0]
+
+
+DOCUMENTS = [f"text number {i}" for i in range(400)]
+SPLIT = Split(0.95, 0.05)
+LINES = [f"line {i:04}" for i in range(800)]  # of one length, so that shares of texts are shares of tokens
+
+
+def documents(texts: list[str]) -> Iterator[Document]:
+    return (iter([text]) if text else iter(()) for text in texts)
+
+
+def encode(texts: list[str], split: Split, folder: Path) -> Encoded:
+    return encode_documents(documents(texts), ByteVocabulary(), split, folder)
+
+
+def texts_in(file: TokenFile) -> list[str]:
+    return bytes(file.open().tolist()).decode().split("\0")[:-1]
+
+
+def test_training_and_held_out_texts_are_disjoint_and_complete(tmp_path: Path) -> None:
+    found = encode(DOCUMENTS, SPLIT, tmp_path)
+    training, held_out = texts_in(found.training), texts_in(found.held_out)
+    assert sorted(training + held_out) == sorted(DOCUMENTS)
+    assert [text for text in DOCUMENTS if text in set(training)] == training  # in their order
+    assert 5 <= len(held_out) <= 40  # 5 % of 400 is 20
+    assert found.held_out_bytes == found.held_out.count == sum(len(text) + 1 for text in held_out)
+    assert not found.is_cut
+
+
+def test_the_split_depends_on_content_and_not_on_order(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, other = encode(DOCUMENTS, SPLIT, tmp_path / "a"), encode(DOCUMENTS[::-1], SPLIT, tmp_path / "b")
+    assert set(texts_in(one.held_out)) == set(texts_in(other.held_out))
+
+
+def test_copies_of_a_text_lie_on_one_side(tmp_path: Path) -> None:
+    found = encode([f"text number {i % 200}" for i in range(400)], SPLIT, tmp_path)
+    training, held_out = texts_in(found.training), texts_in(found.held_out)
+    assert set(training) & set(held_out) == set()
+    assert all(side.count(text) == 2 for side in (training, held_out) for text in side)
+
+
+def test_a_third_share_is_left_aside(tmp_path: Path) -> None:
+    found = encode(DOCUMENTS, parse_split("50,25,25"), tmp_path)
+    counts = len(texts_in(found.training)), len(texts_in(found.held_out))
+    assert 160 <= counts[0] <= 240
+    assert 70 <= counts[1] <= 130
+    assert 70 <= 400 - sum(counts) <= 130
+
+
+def test_of_a_few_documents_none_is_left_aside() -> None:
+    found = list(pieces(documents(DOCUMENTS[:99]), parse_split("1,1,98")))
+    assert len(found) == 99
+    assert len(list(pieces(documents(DOCUMENTS[:100]), parse_split("1,1,98")))) < 10
+
+
+def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
+    found = encode(["0123456789" * 10], SPLIT, tmp_path)
+    assert found.is_cut
+    assert bytes(found.training.open().tolist()).decode() == "0123456789" * 9 + "012345"
+    assert bytes(found.held_out.open().tolist()) == b"6789\0"
+    assert found.held_out_bytes == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["training.bin", "training.idx"]
+
+
+def test_a_huge_document_is_not_held_out_whole(tmp_path: Path) -> None:
+    huge = next(text for text in ("x" * n for n in range(2000, 9000)) if side_of(text, SPLIT) == "held_out")
+    found = encode([*DOCUMENTS[:50], huge], SPLIT, tmp_path)
+    total = found.training.count + found.held_out.count
+    assert total == sum(len(text) + 1 for text in (*DOCUMENTS[:50], huge))
+    assert found.held_out.count == round(0.05 * total)
+
+
+@pytest.mark.parametrize(("held_out", "is_cut"), [(20, False), (21, True), (1, True), (2, False)])
+def test_shares_may_be_off_by_a_factor_of_four(tmp_path: Path, held_out: int, is_cut: bool) -> None:
+    sides = {side: [text for text in LINES if side_of(text, SPLIT) == side] for side in ("training", "held_out")}
+    chosen = [*sides["training"][: 100 - held_out], *sides["held_out"][:held_out]]
+    assert encode(chosen, SPLIT, tmp_path).is_cut is is_cut
+
+
+def test_no_text_at_all_is_no_tokens(tmp_path: Path) -> None:
+    found = encode(["", ""], SPLIT, tmp_path)
+    assert (found.training.count, found.held_out.count, found.held_out_bytes) == (0, 0, 0)
+
+
+@given(cuts=st.lists(st.integers(1, 6), min_size=1, max_size=6), batch=st.integers(1, 9))
+def test_pieces_and_batches_do_not_change_bytes(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], batch: int
+) -> None:
+    texts = [["é" * n, "ab\n", "c"][: n % 3 + 1] for n in cuts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation, "_BATCH", batch)
+        found = encode_documents(map(iter, texts), ByteVocabulary(), SPLIT, tmp_path_factory.mktemp("tokens"))
+    both = [*found.training.open().tolist(), *found.held_out.open().tolist()]
+    if found.is_cut:  # all on one side before the cut, or in the order of sides
+        assert sorted(bytes(both).split(b"\0")) == sorted([*("".join(parts).encode() for parts in texts), b""])
+    else:
+        assert len(both) == sum(len("".join(parts).encode()) + 1 for parts in texts)
+
+
+def test_a_sample_for_a_tokenizer_is_spread_bounded_and_without_held_out_texts() -> None:
+    size = sum(map(len, DOCUMENTS))
+    chosen = sample_texts(documents(DOCUMENTS), SPLIT, size, limit=size // 10)
+    held_out = {text for text in DOCUMENTS if side_of(text, SPLIT) == "held_out"}
+    assert chosen == [text for text in DOCUMENTS[::10] if text not in held_out]
+    assert sample_texts(documents(DOCUMENTS), SPLIT, size, limit=size) == [
+        text for text in DOCUMENTS if text not in held_out
+    ]
+
+
+def test_a_sample_of_held_out_texts_only_has_them() -> None:
+    text = next(text for text in DOCUMENTS if side_of(text, SPLIT) == "held_out")
+    assert sample_texts(documents([text]), SPLIT, 10) == [text]
+
+
+def test_bytes_of_tokens_are_counted_or_projected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bpe = train_bpe(DOCUMENTS, vocab_size=300)
+    found = encode_documents(documents(DOCUMENTS), bpe, SPLIT, tmp_path)
+    assert found.held_out_bytes == sum(len(text) + 1 for text in DOCUMENTS if side_of(text, SPLIT) == "held_out")
+    cut = encode_documents(documents(["".join(DOCUMENTS)]), bpe, SPLIT, tmp_path)
+    expected = len(bpe.decode(cut.held_out.open().tolist())) + 1
+    assert (cut.is_cut, cut.held_out_bytes) == (True, expected)
+    monkeypatch.setattr(preparation, "_COUNTED", cut.held_out.count // 2)
+    projected = encode_documents(documents(["".join(DOCUMENTS)]), bpe, SPLIT, tmp_path).held_out_bytes
+    assert projected == pytest.approx(expected, rel=0.05)

@@ -1,22 +1,19 @@
+"""What `--data-path` may name, and the documents in it."""
+
+import errno
+import json
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data.prepared import SIDE_FILE
-from megatron_fsdp.train.data.sources import (
-    LIBRARY_BYTES,
-    SavedDataset,
-    TextFiles,
-    TokenIds,
-    find_source,
-    is_of_a_run,
-    listing,
-    walk,
-)
-from megatron_fsdp.train.reporting.applied import APPLIED_FILE
+from megatron_fsdp.train.data import sources
+from megatron_fsdp.train.data.preparation import SIDE_FILE
+from megatron_fsdp.train.data.sources import LIBRARY_BYTES, Documents, Source, find_source, is_of_a_run
+from megatron_fsdp.train.reporting.recorder import APPLIED_FILE
 from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE
 
 
@@ -27,8 +24,7 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> None:
         path.write_bytes(content)
 
 
-def names(source: object) -> list[str]:
-    assert isinstance(source, TextFiles | SavedDataset | TokenIds)
+def names(source: Source) -> list[str]:
     return [path.relative_to(source.root).as_posix() for path in source.files]
 
 
@@ -47,7 +43,7 @@ def test_what_a_run_writes_is_not_what_it_reads(tmp_path: Path) -> None:
 
 def test_a_link_to_nothing_has_no_size_and_no_time(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("nowhere")
-    assert listing(find_source(tmp_path)) == [(str(tmp_path / "a"), -1, -1)]
+    assert find_source(tmp_path).listing() == [(str(tmp_path / "a"), -1, -1)]
 
 
 def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path: Path) -> None:
@@ -62,7 +58,7 @@ def test_default_is_the_standard_library_without_tests() -> None:
     found = names(source)
     assert "argparse.py" in found
     assert not any("site-packages" in name or name.startswith("test/") or not name.endswith(".py") for name in found)
-    assert sum(size for _, size, _ in listing(source)) <= LIBRARY_BYTES == 24 * 1024**2
+    assert sum(size for _, size, _ in source.listing()) <= LIBRARY_BYTES == 24 * 1024**2
 
 
 def test_default_has_whole_files_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,58 +82,53 @@ def test_missing_path_is_refused_by_name() -> None:
 @pytest.mark.parametrize("said", ["ids.part", "ids.part.bin", "ids.part.idx"])
 def test_a_pair_is_found_by_prefix_or_either_file(tmp_path: Path, said: str) -> None:
     write_files(tmp_path, {"ids.part.bin": b"", "ids.part.idx": b""})
-    expected = TokenIds(tmp_path / "ids.part", (tmp_path / "ids.part.bin", tmp_path / "ids.part.idx"), is_indexed=True)
+    expected = Source("indexed", tmp_path / "ids.part", (tmp_path / "ids.part.bin", tmp_path / "ids.part.idx"))
     assert find_source(tmp_path / said) == expected
 
 
 def test_an_npy_is_token_ids_and_another_file_is_text(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.npy": b"", "a.txt": b""})
-    assert find_source(tmp_path / "a.npy") == TokenIds(tmp_path / "a.npy", (tmp_path / "a.npy",), is_indexed=False)
-    assert find_source(tmp_path / "a.txt") == TextFiles(tmp_path / "a.txt", (tmp_path / "a.txt",))
+    assert find_source(tmp_path / "a.npy") == Source("npy", tmp_path / "a.npy", (tmp_path / "a.npy",))
+    assert find_source(tmp_path / "a.txt") == Source("texts", tmp_path / "a.txt", (tmp_path / "a.txt",))
 
 
 @pytest.mark.parametrize("marks", [["dataset_dict.json"], ["state.json", "dataset_info.json"]])
 def test_a_saved_data_set_is_known_by_its_files(tmp_path: Path, marks: list[str]) -> None:
     write_files(tmp_path, dict.fromkeys((*marks, "train/data.arrow"), b"{}"))
     source = find_source(tmp_path)
-    assert isinstance(source, SavedDataset)
+    assert source.kind == "dataset"
     assert names(source) == sorted([*marks, "train/data.arrow"])
 
 
 def test_half_the_marks_are_a_folder_of_text(tmp_path: Path) -> None:
     write_files(tmp_path, {"state.json": b"{}"})
-    assert isinstance(find_source(tmp_path), TextFiles)
+    assert find_source(tmp_path).kind == "texts"
 
 
 def test_listing_changes_with_size_and_time(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": b"abc"})
     os.utime(tmp_path / "a", ns=(0, 1_000_000_000))
-    assert listing(find_source(tmp_path)) == [(str(tmp_path / "a"), 3, 1_000_000_000)]
+    assert find_source(tmp_path).listing() == [(str(tmp_path / "a"), 3, 1_000_000_000)]
 
 
 def test_a_file_that_went_away_is_refused(tmp_path: Path) -> None:
-    gone = TextFiles(tmp_path, (tmp_path / "gone",))
+    gone = Source("texts", tmp_path, (tmp_path / "gone",))
     with pytest.raises(ConfigurationError, match="gone cannot be read"):
-        listing(gone)
-
-
-def test_walk_enters_what_it_is_not_told_to_skip(tmp_path: Path) -> None:
-    write_files(tmp_path, {"site-packages/a": b"", "b": b""})
-    assert [path.name for path in walk(tmp_path, skipped=frozenset())] == ["b", "a"]
+        gone.listing()
 
 
 def test_links_to_folders_are_followed_and_each_folder_is_entered_once(tmp_path: Path) -> None:
-    write_files(tmp_path, {"texts/a": b"", "texts/in/b": b"", "elsewhere/c": b"", "out/d": b""})
-    texts = tmp_path / "texts"
+    write_files(tmp_path, {"sources/a": b"", "sources/in/b": b"", "elsewhere/c": b"", "out/d": b""})
+    sources = tmp_path / "sources"
     for name, target in {
         "away": "elsewhere",
-        "circle": "texts",
-        "in/up": "texts",
-        "same": "texts/in",
+        "circle": "sources",
+        "in/up": "sources",
+        "same": "sources/in",
         "to": "out",
     }.items():
-        (texts / name).symlink_to(tmp_path / target, target_is_directory=True)
-    assert names(find_source(texts, [tmp_path / "out"])) == ["a", "away/c", "in/b"]
+        (sources / name).symlink_to(tmp_path / target, target_is_directory=True)
+    assert names(find_source(sources, [tmp_path / "out"])) == ["a", "away/c", "in/b"]
 
 
 def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
@@ -148,7 +139,6 @@ def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
     kept = ["a.txt", "other/applied.json", "iter_0000010/b", "saved/note.txt", "tokens-3/data.json"]
     write_files(tmp_path, dict.fromkeys([*left, *kept], b""))
     source = find_source(tmp_path)
-    assert isinstance(source, TextFiles)
     assert sorted(names(source)) == sorted(kept)
     found = [path.relative_to(tmp_path).as_posix() for path in source.left_out]
     assert found == ["cache/tokens-2", "runs/old", "saved/iter_0000010"]
@@ -160,3 +150,213 @@ def test_the_marks_of_results_are_what_a_run_writes() -> None:
     assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin", "training.idx"])
     assert is_of_a_run("x", [APPLIED_FILE, SUMMARY_FILE])  # of a run that took no step
     assert not is_of_a_run("x", [MARK_FILE])
+
+
+def read(path: Path, key: str = "text") -> list[str]:
+    source = find_source(path)
+    return ["".join(document) for document in Documents(source, key)]
+
+
+def save_dataset(folder: Path, rows: dict[str, list[object]], parts: tuple[str, ...] = ()) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    if not parts:
+        datasets.Dataset.from_dict(rows).save_to_disk(str(folder))
+        return
+    made = {part: datasets.Dataset.from_dict({**rows, "part": [part] * len(rows["text"])}) for part in parts}
+    datasets.DatasetDict(made).save_to_disk(str(folder))
+
+
+def test_every_text_file_is_a_document_and_others_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"good \xc3\xa9\r\nx")
+    (tmp_path / "b").write_bytes(b"\xff\xfe\xfd")
+    (tmp_path / "c").write_bytes(b"nul\0byte")
+    (tmp_path / "d").write_bytes(b"")
+    source = find_source(tmp_path)
+    documents = Documents(source, "text")
+    assert ["".join(document) for document in documents] == ["good é\r\nx", ""]
+    assert [path.name for path in documents.skipped] == ["b", "c"]
+    assert not documents.uses_key
+    assert len(list(documents)) == 2
+    assert len(documents.skipped) == 2  # of the last time, not of both
+
+
+def test_pipes_and_links_to_nothing_are_counted_and_never_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("good")
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "c.json").symlink_to("nowhere")
+    source = find_source(tmp_path)
+    documents = Documents(source, "text")
+    assert ["".join(document) for document in documents] == ["good"]
+    assert [path.name for path in documents.skipped] == ["b.jsonl", "c.json"]
+
+
+def test_a_nul_of_json_does_not_end_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one\\u0000two"}\n')
+    assert read(tmp_path / "a.jsonl") == ["one\N{REPLACEMENT CHARACTER}two"]
+
+
+def raise_input_output_error(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_json_lines_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    monkeypatch.setattr(Path, "open", raise_input_output_error)
+    with pytest.raises(ConfigurationError, match=r"a\.jsonl cannot be read .Input/output error.: mend it"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_a_single_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xff")
+    with pytest.raises(ConfigurationError, match="a is no UTF-8 text: give a text file, or token ids"):
+        read(tmp_path / "a")
+
+
+def test_long_files_come_in_pieces_that_end_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE", 8)
+    (tmp_path / "a").write_text("0123456789\nab\ncd\nefghijklmnopqrstuvwxyz0123456789")
+    (document,) = Documents(find_source(tmp_path), "text")
+    pieces = list(document)
+    assert "".join(pieces) == (tmp_path / "a").read_text()
+    assert pieces[0] == "0123456789\n"
+    assert max(map(len, pieces)) == 16
+
+
+def test_bad_bytes_far_into_a_file_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE", 4)
+    (tmp_path / "a").write_bytes(b"a" * 30000 + b"\xff")
+    (tmp_path / "b").write_bytes(b"a" * 30000)
+    documents = Documents(find_source(tmp_path), "text")
+    assert ["".join(document) for document in documents] == ["a" * 30000]
+    assert documents.skipped == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize("text", ["", "abc", "a" * 50, "ab\n" * 20, "0123456789ab\n" + "c" * 40 + "\nd"])
+def test_texts_in_memory_are_cut_and_lose_nothing(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE", 10)
+    (tmp_path / "a.json").write_text(json.dumps([text]))
+    (document,) = Documents(find_source(tmp_path), "text")
+    pieces = list(document)
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= 21 for piece in pieces)
+
+
+def test_json_lines_give_their_field_and_blank_lines_nothing(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "é\n", "n": 1}), "", json.dumps({"text": "b"})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert read(tmp_path / "a.jsonl") == ["é\n", "b"]
+    assert read(tmp_path) == ["é\n", "b"]
+
+
+def test_json_key_names_the_field(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "b", "text": "t"}\n')
+    assert read(tmp_path, "body") == ["b"]
+
+
+def test_a_json_file_is_lines_only_where_it_begins_with_one(tmp_path: Path) -> None:
+    (tmp_path / "lines.json").write_text('{"text": "t"}\n{"text": "u"}\n')
+    (tmp_path / "whole.json").write_text('{\n  "text": "t"\n}\n')
+    (tmp_path / "list.json").write_text("[1, 2]\n")
+    assert read(tmp_path / "lines.json") == ["t", "u"]
+    assert read(tmp_path / "whole.json") == ['{\n  "text": "t"\n}\n']
+    assert read(tmp_path / "list.json") == ["[1, 2]\n"]
+
+
+def test_the_ends_of_names_may_be_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "a.JSONL").write_text('{"text": "t"}\n{"text": "u"}\n')
+    (tmp_path / "b.JSON").write_text('{"text": "v"}\n')
+    assert read(tmp_path) == ["t", "u", "v"]
+
+
+def test_a_json_array_gives_its_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('\n[\n  {"text": "t", "n": 1},\n  {"text": "\\ud83d"}\n]\n')
+    (tmp_path / "b.json").write_text('["u", "v"]')
+    (tmp_path / "c.json").write_text('["u", 1]')
+    (tmp_path / "d.json").write_text('["u", ')
+    assert read(tmp_path) == ["t", "\ufffd", "u", "v", '["u", 1]', '["u", ']
+    with pytest.raises(
+        ConfigurationError, match=r"object 1 of .*a\.json has no text in the field 'body': give .*'text'"
+    ):
+        read(tmp_path, "body")
+
+
+def test_a_json_array_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_LARGEST_ARRAY", 9)
+    (tmp_path / "a.json").write_text('["u", "v"]')
+    with pytest.raises(ConfigurationError, match=r"a\.json begins as one JSON array, and its 10 bytes .* JSON lines"):
+        read(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "t"}\n')
+    assert read(tmp_path) == ["a\ufeff", "t"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "a"', r"line 2 of .*a\.jsonl is not JSON"),
+        ("[" * 100_000, r"line 2 of .*a\.jsonl is not JSON \(maximum recursion depth"),
+        ("[1]", r"line 2 of .*a\.jsonl is list and no object: give objects with a field 'text'"),
+        ('{"body": "a"}', r"line 2 of .*a\.jsonl has no text in the field 'text': give --json-key with one of 'body'"),
+        ('{"text": 3}', r"line 2 of .*no text in the field 'text': give --json-key with a field that holds text"),
+    ],
+)
+def test_a_wrong_line_is_refused_by_its_number(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n' + line + "\n")
+    with pytest.raises(ConfigurationError, match=said):
+        read(tmp_path)
+
+
+def test_halves_of_characters_in_json_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n')
+    assert read(tmp_path) == ["a\ufffd b", "😀"]
+
+
+def test_a_saved_data_set_gives_its_column(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "set", {"text": [f"t{i}" for i in range(300)] + [None], "n": list(range(301))})
+    assert read(tmp_path / "set") == [f"t{i}" for i in range(300)]
+    assert Documents(find_source(tmp_path / "set"), "text").size >= sum(len(f"t{i}") for i in range(300))
+
+
+def test_of_several_parts_train_is_read(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "set", {"text": ["a"]}, ("test", "train"))
+    assert read(tmp_path / "set", "part") == ["train"]
+    save_dataset(tmp_path / "one", {"text": ["a"]}, ("other",))
+    assert read(tmp_path / "one", "part") == ["other"]
+
+
+def test_parts_without_train_and_columns_without_text_are_refused(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "set", {"text": ["a"], "n": [1]}, ("left", "right"))
+    with pytest.raises(ConfigurationError, match="has the parts left, right and none is called train: give the folder"):
+        read(tmp_path / "set")
+    with pytest.raises(ConfigurationError, match="no text in a column 'n': give --json-key with one of 'text', 'part'"):
+        read(tmp_path / "set" / "left", "n")
+    with pytest.raises(ConfigurationError, match="no text in a column 'body'"):
+        read(tmp_path / "set" / "left", "body")
+
+
+def test_without_the_package_a_data_set_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"needs the package datasets, which is not installed; run .*, or give text",
+    ):
+        read(tmp_path)
+
+
+def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "none", {"text": []})
+    with pytest.raises(ConfigurationError, match=r"cannot be read by `datasets` .*, as where it has no rows"):
+        read(tmp_path / "none")
+
+
+def test_a_damaged_data_set_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="cannot be read by `datasets`"):
+        read(tmp_path)

@@ -20,12 +20,11 @@ from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Feed
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.build import build
-from megatron_fsdp.train.engines.optimizers import build_optimizer
+from megatron_fsdp.train.engines.trained import build_optimizer
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train
-from megatron_fsdp.train.models.build import model_shape
+from megatron_fsdp.train.models.build import model_shape, transformers_config
 from megatron_fsdp.train.models.decoder import Decoder
-from megatron_fsdp.train.models.transformers_config import transformers_config
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.model_checks import uses_transformers
 from megatron_fsdp.train.options.options import Layer, assemble

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_fsdp.train.engines.optimizers import build_optimizer
+from megatron_fsdp.train.engines.trained import build_optimizer
 from megatron_fsdp.train.loop import train
 from tests.conftest import RunRanks
 from tests.train.engines.runs import (
@@ -23,9 +23,9 @@ from tests.train.engines.runs import (
     prepare,
     results_of,
     some_feed,
+    train_with_checkpoints,
     whole_weights,
 )
-from tests.train.engines.test_resuming import train_with_checkpoints
 
 UNITS = {"use_megatron_fsdp": True}
 FSDP2 = {"use_torch_fsdp2": True}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp.train.engines.loss_scale import GROWTH_INTERVAL, LossScale
+from megatron_fsdp.train.engines.trained import GROWTH_INTERVAL, LossScale
 from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.recovery.nan_guard import NonFiniteStepError
 from tests.conftest import RunRanks

@@ -1,61 +1,71 @@
-from types import SimpleNamespace
+"""The count of operations beside counts by hand: groups of heads, biases, tied weights, recomputation, experts."""
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from megatron_fsdp.train.models.decoder import Decoder, ModelShape
-from megatron_fsdp.train.models.flops import model_flops, sample_flops
+from megatron_fsdp.train.models.build import model_flops
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
 
-
-def job_of(*flags: str) -> Job:
-    return resolve(parse_options(["--preset", "tiny", *flags]), World(2, "cpu"))
-
-
-def formula(shape: ModelShape, length: int) -> int:
-    """6 operations for each weight of a matrix and token; 12 for each layer, width and pair of positions (PaLM, B)."""
-    block = 4 * shape.dim**2 + 3 * shape.dim * shape.hidden_dim
-    weights = shape.num_layers * block + shape.dim * shape.vocab_size  # looking up the embedding multiplies nothing
-    return 6 * length * weights + 12 * shape.num_layers * shape.dim * length**2
+LAYERS, WIDTH, HEADS, INNER, IDS, LENGTH = 2, 32, 4, 48, 64, 16
+FLAGS = (
+    f"--num-layers {LAYERS} --hidden-size {WIDTH} --num-attention-heads {HEADS} --ffn-hidden-size {INNER} "
+    f"--seq-length {LENGTH} --make-vocab-size-divisible-by {IDS} --micro-batch-size 1 --train-iters 1 --lr 1e-3"
+)
+ROTARY = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+OTHERS = f"{ROTARY} --transformer-impl transformers"
 
 
-@pytest.mark.parametrize("length", [1, 64, 257])
-@pytest.mark.parametrize("shape", [ModelShape(257, 2, 64, 2, 176), ModelShape(1000, 3, 32, 1, 48)])
-def test_count_is_that_of_the_formula(shape: ModelShape, length: int) -> None:
-    with torch.device("meta"):
-        model = Decoder(shape)
-    assert sample_flops(model, length) == formula(shape, length)
+def count(flags: str, vocab_size: int = IDS) -> float:
+    job = resolve(parse_options([*FLAGS.split(), *flags.split()]), World(1, "cpu"))
+    return model_flops(job, vocab_size)
 
 
-def test_a_model_may_return_an_object_with_logits() -> None:
-    class Wrapped(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
+def by_hand(attention: int, feed_forward: int, mixed: int = WIDTH) -> int:
+    """Of a sample: forward is a multiply-add for each weight and token, and backward two; attention multiplies twice.
 
-        def forward(self, tokens: Tensor) -> SimpleNamespace:
-            return SimpleNamespace(logits=self.inner(tokens))
-
-    shape = ModelShape(100, 1, 16, 1, 16)
-    with torch.device("meta"):
-        model = Wrapped(Decoder(shape))
-    assert sample_flops(model, 8) == formula(shape, 8)
+    Args:
+        attention: Weights of the projections of a layer.
+        feed_forward: Weights of its feed-forward layer that a token meets.
+        mixed: Width of all heads of queries together.
+    """
+    weights = LAYERS * (attention + feed_forward) + WIDTH * IDS
+    products = LAYERS * 2 * LENGTH * LENGTH * mixed
+    return 3 * 2 * (LENGTH * weights + products)
 
 
-def test_a_job_counts_its_decoder_with_the_vocabulary_as_it_is_rounded_up() -> None:
-    job, state = job_of("--make-vocab-size-divisible-by", "128"), torch.get_rng_state()
-    assert model_flops(job, 257) == formula(ModelShape(384, 2, 64, 2, 176), 64)
-    assert torch.equal(torch.get_rng_state(), state)  # counting draws no numbers
+FULL_HEADS, GROUPED = 4 * WIDTH * WIDTH, 2 * WIDTH * WIDTH + 2 * WIDTH * 16  # two groups of width 8
+GELU, GATED = 2 * WIDTH * INNER, 3 * WIDTH * INNER
 
 
-def test_models_of_transformers_count_alike() -> None:
-    """Llama has the products of the decoder of its shape; of Mixtral's experts each token takes two, and a router."""
-    pytest.importorskip("transformers")
-    job = job_of("--transformer-impl", "transformers", "--no-qk-layernorm")
-    assert model_flops(job, 257) == formula(ModelShape(384, 2, 64, 2, 176), 64)
-    experts = job_of("--transformer-impl", "transformers", "--no-qk-layernorm", "--num-experts", "4")
-    two_experts_and_router = 6 * 64 * 2 * (3 * 64 * 176 + 64 * 4)
-    assert model_flops(experts, 257) == model_flops(job, 257) + two_experts_and_router
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "",
+            by_hand(FULL_HEADS, GELU),
+        ),  # adding biases and looking up vectors cost nothing
+        ("--untie-embeddings-and-output-weights", by_hand(FULL_HEADS, GELU)),
+        (f"{ROTARY} --num-query-groups 2", by_hand(GROUPED, GATED)),
+        (f"{OTHERS} --num-query-groups 2", by_hand(GROUPED, GATED)),
+        ("--kv-channels 6", by_hand(4 * WIDTH * 24, GELU, mixed=24)),
+        ("--recompute-granularity full", by_hand(FULL_HEADS, GELU)),
+        (f"{OTHERS} --recompute-granularity full", by_hand(FULL_HEADS, GATED)),
+        (f"{OTHERS} --num-experts 8 --moe-router-topk 3", by_hand(FULL_HEADS, 3 * GATED + WIDTH * 8)),
+        (
+            f"{OTHERS} --qk-layernorm --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 16",
+            by_hand(FULL_HEADS, 2 * 3 * WIDTH * 16 + WIDTH * 8),
+        ),
+    ],
+)
+def test_count_is_that_by_hand(flags: str, expected: int) -> None:
+    if "transformers" in flags:
+        pytest.importorskip("transformers")
+    assert count(flags) == expected
+
+
+def test_the_vocabulary_counts_as_it_is_rounded_up_and_no_numbers_are_drawn() -> None:
+    state = torch.get_rng_state()
+    assert count("", vocab_size=IDS - 7) == by_hand(FULL_HEADS, GELU)
+    assert torch.equal(torch.get_rng_state(), state)

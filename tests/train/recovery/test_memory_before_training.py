@@ -11,7 +11,7 @@ from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.recovery import resuming
 from megatron_fsdp.train.recovery.memory import is_out_of_memory
-from megatron_fsdp.train.reporting import peak
+from megatron_fsdp.train.reporting import measure
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, this_rank, train, write_text
@@ -20,7 +20,7 @@ _OF_TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: 
 PLACES: dict[str, tuple[Any, str, Exception]] = {
     "tokens": (preparation, "encode_documents", MemoryError()),
     "opening": (preparation, "read_data", OSError(12, os.strerror(12))),
-    "peak": (peak, "measure_cpu", RuntimeError(_OF_TORCH)),
+    "peak": (measure, "measure_cpu", RuntimeError(_OF_TORCH)),
 }
 TOLD = {
     "tokens": "out of memory on rank 0 while it made the tokens of --data-path: MemoryError\n",

@@ -1,16 +1,159 @@
-"""The recorder and its files over restarts: every step stands there exactly once, and no writer ends a run."""
+"""What was applied, what a run keeps of its steps over restarts, and its pictures."""
 
+import json
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from megatron_fsdp.errors import MissingPackageError
+from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, read_lines, read_records
-from megatron_fsdp.train.reporting.recorder import Recorder
-from megatron_fsdp.train.reporting.writers.json_lines import JsonLines
-from megatron_fsdp.train.reporting.writers.writer import Careful
+from megatron_fsdp.train.reporting.measure import Peak
+from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord, read_lines, read_records, to_json
+from megatron_fsdp.train.reporting.recorder import (
+    Recorder,
+    applied,
+    applied_rows,
+    engine_words,
+    plot_run,
+    preset_rows,
+    smooth,
+    tracker_config,
+)
+from megatron_fsdp.train.reporting.writers import Careful, JsonLines
+from tests.support.array_tokens import token_data
 from tests.train.reporting.records import record
+
+
+def job_of(*flags: str, ranks: int = 2, bf16: bool = False) -> Job:
+    return resolve(parse_options(["--preset", "tiny", *flags]), World(ranks, "cpu", multiplies_bf16=bf16))
+
+
+def row_of(job: Job, name: str) -> str:
+    """A line of the header."""
+    return dict(rows_of(job))[name]
+
+
+def rows_of(job: Job) -> list[tuple[str, str]]:
+    tokens = np.zeros(1000, dtype=np.uint16)
+    data = token_data(tokens, tokens[:100], 100)
+    rank = Rank(0, 2, torch.device("cpu"), 0)
+    speed = Speed(job.tokens_per_step, 4.09e8, 2, 0.2)
+    return applied_rows(job, rank, data, Path("runs/x"), speed, Peak(0.2, "measured"))
+
+
+def test_header_says_what_was_given_by_whom_and_what_became_of_it(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("lr: 0.25\nqk_layernorm: false\n")
+    job = job_of("--config", str(config), "--train-iters", "20", "--no-overlap-grad-reduce", "--use-sharp")
+    assert rows_of(job) == [
+        ("engine", "megatron_fsdp, optim_grads_params"),
+        ("ranks", "2 on cpu"),
+        ("batch", "global 8 = 2 ranks x 1 microbatch x 4"),
+        (
+            "dtypes",
+            "compute float32, main weights float32, main gradients float32, gradient communication float32",
+        ),
+        ("text", "source of the Python standard library"),
+        ("tokens", "1,000 to train on, 100 held out"),
+        ("steps", "20 of 512 tokens and 0.000409 TFLOP"),
+        ("peak", "0.2 TFLOP/s per rank, measured"),
+        ("results", "runs/x"),
+        ("as applied", f"--no-qk-layernorm --lr 0.25 (config {config})"),
+        ("as applied", "--train-iters 20 --no-overlap-grad-reduce (command line)"),
+        *(("notice", notice) for notice in job.notices),
+    ]
+    assert any("--use-sharp has no effect" in notice for notice in job.notices)
+    ((name, line),) = preset_rows(job.options)
+    assert name == "preset tiny"
+    assert "--num-layers 2 --hidden-size 64" in line
+    assert "--min-lr 0.0003 " in line
+    assert "--train-iters" not in line  # the command line won
+
+
+def test_words_with_spaces_are_quoted() -> None:
+    job = job_of("--prompt", "def main", "--data-path", "a b")
+    assert ("as applied", "--prompt 'def main' --data-path 'a b' (command line)") in rows_of(job)
+    assert ("as applied", "--prompt '' (command line)") in rows_of(job_of("--prompt", ""))
+
+
+def test_batch_arithmetic_comes_out_even_or_says_what_fills_up() -> None:
+    assert row_of(job_of("--global-batch-size", "24"), "batch") == "global 24 = 2 ranks x 3 microbatches x 4"
+    assert row_of(job_of("--global-batch-size", "10"), "batch") == (
+        "global 10 = 2 ranks x 2 microbatches x 4 - 6 that only fill up"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--bf16",), ("bfloat16", "float32", "float32", "bfloat16")),
+        (
+            ("--bf16", "--no-grad-reduce-in-bf16", "--megatron-fsdp-main-params-dtype", "bf16"),
+            ("bfloat16", "bfloat16", "float32", "float32"),
+        ),
+        (("--fp16", "--no-grad-reduce-in-bf16"), ("float16", "float32", "float32", "float32")),
+        (
+            ("--bf16", "--no-grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32"),
+            ("bfloat16", "float32", "float32", "float32"),
+        ),
+    ],
+)
+def test_dtypes_are_those_that_the_engine_will_use(flags: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    names = ("compute", "main weights", "main gradients", "gradient communication")
+    assert row_of(job_of(*flags), "dtypes") == ", ".join(map(" ".join, zip(names, expected, strict=True)))
+
+
+def test_engines_and_sizes_in_words() -> None:
+    replicated = ("--no-use-megatron-fsdp", "--data-parallel-sharding-strategy", "no_shard")
+    assert engine_words(job_of(*replicated)) == "ddp, buckets"
+    assert engine_words(job_of(*replicated, "--use-distributed-optimizer")) == "ddp, buckets, distributed optimizer"
+    cut = job_of(
+        "--use-torch-fsdp2",
+        "--no-use-megatron-fsdp",
+        "--transformer-impl",
+        "transformers",
+        "--tensor-model-parallel-size",
+        "2",
+        ranks=4,
+    )
+    assert engine_words(cut) == "torch FSDP2"
+    assert row_of(cut, "ranks") == "2 on cpu: data 2 x tensor 2"
+    assert row_of(job_of(), "ranks") == "2 on cpu"
+
+
+def test_the_file_has_every_option_with_its_value_and_origin() -> None:
+    job = job_of("--train-iters", "20", "--bf16", "--ddp-bucket-size", "1000")
+    found = json.loads(to_json(applied(job)), parse_constant=pytest.fail)
+    assert found["options"]["train_iters"] == 20
+    assert found["options"]["ddp_bucket_size"] == 1000
+    assert found["options"]["log_interval"] == 5
+    assert found["origins"]["train_iters"] == "command line"
+    assert found["origins"]["hidden_size"] == "preset tiny"
+    assert "log_interval" not in found["origins"]
+    assert found["batch"] == {"micro": 4, "total": 8, "ranks": 2, "microbatches": 1, "filled": 0}
+    assert (found["engine"], found["dtype"], found["train_iters"]) == ("megatron_fsdp", "bfloat16", 20)
+    assert found["ddp"]["megatron_fsdp_grad_comm_dtype"] == "bfloat16"
+    flat = tracker_config(found)
+    assert (flat["train_iters"], flat["batch.total"], flat["sizes.data"]) == (20, 8, 2)
+
+
+def test_passwords_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET_TOKEN", "zq7secret")
+    job = job_of("--mlflow-tracking-uri", "https://user:zq7secret@host:5000/path")
+    for text in (to_json(applied(job)), str(rows_of(job)), str(tracker_config(applied(job)))):
+        assert "zq7secret" not in text
+        assert "https://host:5000/path" in text
+    for address in ("runs/mlflow", "sqlite:///runs.db"):
+        assert applied(job_of("--mlflow-tracking-uri", address))["options"]["mlflow_tracking_uri"] == address
 
 
 class Display:
@@ -122,3 +265,53 @@ def test_passwords_in_what_a_tracker_says_are_not_shown(capsys: pytest.CaptureFi
 
     Careful(fail, "MLflow", print).start(Progress())
     assert "(no answer from 'https://host:5000/api', nor from http://host/a@b)" in capsys.readouterr().out
+
+
+def test_moving_average_is_unbiased_from_the_start() -> None:
+    assert smooth([4.0, 4.0, 4.0]) == [4.0, 4.0, 4.0]
+    assert smooth([1.0, 3.0], factor=0.5) == [1.0, (0.25 * 1.0 + 0.5 * 3.0) / 0.75]
+
+
+def test_moving_average_passes_over_skipped_steps() -> None:
+    found = smooth([math.nan, 1.0, math.inf, 3.0], factor=0.5)
+    assert math.isnan(found[0])
+    assert found[1:] == [1.0, 1.0, (0.25 * 1.0 + 0.5 * 3.0) / 0.75]
+
+
+@pytest.mark.full(short=["1.25"])
+@pytest.mark.parametrize("tflops", [1.25, math.nan])
+def test_pictures_are_png_of_the_stated_size(tmp_path: Path, tflops: float) -> None:
+    records = [record(i, tflops=tflops, loss=math.nan if i == 2 else 5.0) for i in (1, 2, 3)]
+    paths = plot_run(tmp_path, records, [Evaluation(3, 1.8)], "title")
+    assert [path.name for path in paths] == ["loss.png", "throughput.png", "memory.png"]
+    for path in paths:
+        content = path.read_bytes()
+        assert content[:8] == b"\x89PNG\r\n\x1a\n"
+        assert (int.from_bytes(content[16:20]), int.from_bytes(content[20:24])) == (1200, 675)
+
+
+def test_curves_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.update({path.name: figure}))
+    plot_run(tmp_path, [record(1), record(2, peak_bytes=3 * 2**20)], [Evaluation(2, 2.25)], "title")
+    loss, throughput, memory = (drawn[f"{name}.png"].axes for name in ("loss", "throughput", "memory"))
+    lines = {str(line.get_label()): line.get_xydata().tolist() for line in loss[0].lines}
+    assert lines["training, each step"] == [[1.0, 5.0], [2.0, 2.5]]
+    assert lines["held-out text"] == [[2.0, 2.25]]
+    assert throughput[0].lines[0].get_xydata().tolist() == [[1.0, 64.0], [2.0, 64.0]]
+    left, right = throughput[0].get_ylim()[1], throughput[1].get_ylim()[1]
+    assert right / left == pytest.approx(1.25 / 64.0)
+    assert memory[0].lines[0].get_xydata().tolist() == [[1.0, 1.0], [2.0, 3.0]]
+    assert memory[0].get_ylabel().endswith("(MiB)")
+    plot_run(tmp_path, [record(1), record(2, peak_bytes=3 * 2**30)], [], "title")
+    (memory,) = drawn["memory.png"].axes
+    assert memory.lines[0].get_xydata().tolist() == [[1.0, 2**-10], [2.0, 3.0]]
+    assert memory.get_ylabel().endswith("(GiB)")
+
+
+def test_missing_matplotlib_is_said_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match="a picture needs the package matplotlib, which is not installed"):
+        plot_run(tmp_path, [record(1)], [], "title")

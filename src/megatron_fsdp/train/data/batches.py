@@ -1,11 +1,109 @@
-"""Microbatches of token ids, and what feeds them to the training loop."""
+"""Microbatches of token ids: which samples a step sees, in which order, and what feeds them to the training loop.
+
+A sample is `length + 1` tokens of the concatenated documents; neighbours share one token, which is the last target of
+the one and the first input of the other. Sample n of all steps is number k of epoch e, (e, k) = divmod(n, samples), and
+lies at place P_e(k), where P_e shuffles the places. So the number n is all that has to be remembered to go on, and the
+samples of a step do not depend on the number of ranks.
+"""
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import itertools
+import os
+import signal
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_fsdp.train.data.preparation import TokenData
+from megatron_fsdp.train.data.token_file import TokenArray, TokenFile
+from megatron_fsdp.train.options.batch import BatchPlan
+from megatron_fsdp.train.options.job import Job
+
+_ROUNDS = 6
+_STEPS_AHEAD = 2
+
+Place = tuple[int, int]
+"""The first sample of a step, and the number of a microbatch in it."""
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A bijection of 0 ... count - 1 that looks random and is computed value by value, without memory.
+
+    A balanced Feistel network (Luby and Rackoff 1988) permutes the smallest power of four that is not below `count`;
+    what falls outside goes through again until it falls inside (cycle walking; Black and Rogaway 2002), at most four
+    times on average.
+
+    Attributes:
+        count: 1 or more.
+        key: Which of the permutations; at most 64 bytes.
+    """
+
+    count: int
+    key: bytes
+
+    def __call__(self, index: int) -> int:
+        """Return where `index` goes, both from 0 to count - 1."""
+        half = max(1, ((self.count - 1).bit_length() + 1) // 2)
+        found = self._walk(index, half)
+        while found >= self.count:
+            found = self._walk(found, half)
+        return found
+
+    def _walk(self, value: int, half: int) -> int:
+        mask = (1 << half) - 1
+        left, right = value >> half, value & mask
+        for number in range(_ROUNDS):
+            message = number.to_bytes(1, "little") + right.to_bytes(8, "little")
+            mixed = hashlib.blake2b(message, digest_size=8, key=self.key).digest()
+            left, right = right, left ^ (int.from_bytes(mixed, "little") & mask)
+        return left << half | right
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Where every sample of a run begins.
+
+    Attributes:
+        tokens: How many there are to train on; at least length + 1.
+        length: Targets of a sample.
+        seed: Of the shuffles.
+    """
+
+    tokens: int
+    length: int
+    seed: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        return (self.tokens - 1) // self.length
+
+    def start(self, number: int) -> int:
+        """Return the token at which a sample begins, by its number over all steps and epochs.
+
+        What is left over at the end, less than a sample, is left out; where samples begin moves from epoch to epoch
+        within this rest, so that no token is always left out.
+        """
+        epoch, index = divmod(number, self.samples)
+        key = hashlib.blake2b(f"{self.seed}:{epoch}".encode(), digest_size=32).digest()
+        rest = (self.tokens - 1) % self.length
+        shift = int.from_bytes(key[:8], "little") % (rest + 1)
+        return shift + self.length * Permutation(self.samples, key)(index)
+
+    def dropout_seed(self, number: int) -> int:
+        """Return 63 bits to seed generators with before a forward whose first sample has this number over all steps."""
+        digest = hashlib.blake2b(f"{self.seed}:dropout:{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -39,23 +137,150 @@ class Batch:
         inputs, targets, weights = (tensor.pin_memory() for tensor in (self.inputs, self.targets, self.weights))
         return replace(self, inputs=inputs, targets=targets, weights=weights)
 
+    def factors_per_sample(self, total_samples: int) -> Tensor:
+        """Return [samples, length] float32 by which token losses add up to the mean over samples of their means."""
+        return self.weights / self.counts[:, None].clamp(min=1.0) / total_samples
 
-class Feed(Protocol):
-    """Gives a rank its microbatches; which samples they hold depends on the seed and the number of the sample only."""
+    def factors_per_token(self, total_tokens: float) -> Tensor:
+        """Return [samples, length] float32 by which token losses add up to the mean over all tokens that count."""
+        return self.weights / max(1.0, total_tokens)
+
+
+def cut_samples(tokens: TokenArray, starts: Sequence[int | None], length: int, unlearned: int | None = None) -> Batch:
+    """Return the samples of `length` tokens that begin at these places.
+
+    Args:
+        tokens: The text.
+        starts: Where samples begin; None: one that only fills up, which is the first of the text with weights 0.
+        length: Targets of a sample.
+        unlearned: A target that does not count; None: all do.
+    """
+    rows = np.stack([tokens[start or 0 : (start or 0) + length + 1] for start in starts]).astype(np.int64)
+    is_real = [start is not None for start in starts]
+    checksum = sum(zlib.crc32(row.tobytes()) for row, real in zip(rows, is_real, strict=True) if real)
+    samples = torch.from_numpy(rows)
+    inputs, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    weights = torch.tensor(is_real, dtype=torch.float32)[:, None].expand(targets.shape).clone()
+    if unlearned is not None:
+        weights *= targets != unlearned
+    return Batch(inputs, targets, weights, checksum)
+
+
+class Microbatches(Dataset[Batch]):
+    """The microbatches of one data-parallel rank, by their places; the same whoever reads them, and when."""
+
+    def __init__(
+        self, tokens: TokenFile, order: SampleOrder, plan: BatchPlan, data_index: int, unlearned: int | None = None
+    ) -> None:
+        """Cut samples out of a file.
+
+        Args:
+            tokens: To train on.
+            order: Where samples begin.
+            plan: Which samples of a step are this rank's.
+            data_index: Which data-parallel rank.
+            unlearned: A target that does not count; None: all do.
+        """
+        self.plan = plan
+        self._file, self._order, self._index, self._unlearned = tokens, order, data_index, unlearned
+        self._tokens: TokenArray | None = None
+
+    def __getitem__(self, place: Place) -> Batch:
+        if self._tokens is None:  # mapped by each process that reads
+            self._tokens = self._file.open()
+        first, microbatch = place
+        numbers = self.plan.positions(self._index, microbatch)
+        starts = [None if number is None else self._order.start(first + number) for number in numbers]
+        batch = cut_samples(self._tokens, starts, self._order.length, self._unlearned)
+        return replace(batch, dropout_seed=self._order.dropout_seed(first + self.plan.place(self._index, microbatch)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokens": None}
+
+
+class Feed:
+    """Gives a rank its microbatches through torch's `DataLoader`: processes that work ahead, and pinned memory.
+
+    Steps in their order are prepared ahead; after a jump, workers begin anew at the new place.
+    """
+
+    def __init__(self, microbatches: Microbatches, *, num_workers: int, pins: bool) -> None:
+        """Feed from so many processes (0: from this one, when asked), into pinned memory if `pins`."""
+        self._microbatches, self._num_workers, self._pins = microbatches, num_workers, pins
+        self._iterator: Iterator[Batch] | None = None
+        self._next = 0
 
     def batches(self, first_sample: int) -> list[Batch]:
         """Return this rank's microbatches of the step whose first sample, over all steps and ranks, has this number."""
+        if self._iterator is None or first_sample != self._next:
+            self.close()
+            self._iterator = self._start(first_sample)
+        plan = self._microbatches.plan
+        self._next = first_sample + plan.total
+        return list(itertools.islice(self._iterator, plan.microbatches))
 
     def close(self) -> None:
         """End workers."""
+        self._iterator = None  # its workers end with it
+        atexit.unregister(self.close)
+
+    def _start(self, first_sample: int) -> Iterator[Batch]:
+        plan, workers = self._microbatches.plan, self._num_workers
+        loader: DataLoader[Batch] = DataLoader(
+            self._microbatches,
+            batch_size=None,
+            sampler=_places(first_sample, plan),
+            num_workers=workers,
+            pin_memory=self._pins,
+            worker_init_fn=_outlive_interrupts,
+            generator=torch.Generator(),  # the default one belongs to the model
+            prefetch_factor=-(-_STEPS_AHEAD * plan.microbatches // workers) if workers else None,
+        )
+        atexit.register(self.close)  # before multiprocessing waits for workers that do not hear its SIGTERM
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns of forks, which do not use it
+        return iter(loader)
 
 
-def factors_per_sample(batch: Batch, total_samples: int) -> Tensor:
-    """Return [samples, length] float32 by which token losses add up to the mean over samples of their means."""
-    counts = batch.counts[:, None].clamp(min=1.0)
-    return batch.weights / counts / total_samples
+def make_feed(data: TokenData, job: Job, data_index: int, *, pins: bool = False) -> Feed:
+    """Return the microbatches of a data-parallel rank.
+
+    Args:
+        data: The tokens.
+        job: How samples are cut and ordered, and how many workers there are.
+        data_index: Which data-parallel rank; ranks that share it get equal batches.
+        pins: Whether batches lie in pinned memory, for an accelerator.
+    """
+    options = job.options
+    order = SampleOrder(len(data.training), job.seq_length, options.training.seed)
+    unlearned = data.vocabulary.end_id if options.data.eod_mask_loss else None
+    microbatches = Microbatches(data.training_file, order, job.batch, data_index, unlearned)
+    return Feed(microbatches, num_workers=options.data.num_workers, pins=pins)
 
 
-def factors_per_token(batch: Batch, total_tokens: float) -> Tensor:
-    """Return [samples, length] float32 by which token losses add up to the mean over all tokens that count."""
-    return batch.weights / max(1.0, total_tokens)
+def held_out_batches(
+    data: TokenData, length: int, max_samples: int, plan: BatchPlan, data_index: int
+) -> Iterator[Batch]:
+    """Yield a data-parallel rank's part of the held-out samples: evenly spaced, never overlapping.
+
+    Every rank gets the same number of batches, since evaluating a sharded model takes all ranks; what is missing is
+    filled up with samples that do not count, so that the mean does not depend on the number of ranks.
+    """
+    available = (len(data.held_out) - 1) // length
+    count = min(available, max_samples)
+    starts = [i * available // count * length for i in range(count)]
+    whole = BatchPlan(plan.micro, count, plan.ranks)
+    for i in range(whole.microbatches):
+        places = whole.positions(data_index, i)
+        yield cut_samples(data.held_out, [None if place is None else starts[place] for place in places], length)
+
+
+def _places(first: int, plan: BatchPlan) -> Iterator[Place]:
+    """The places of all steps from one on, without an end."""
+    for step in itertools.count(first, plan.total):
+        yield from ((step, microbatch) for microbatch in range(plan.microbatches))
+
+
+def _outlive_interrupts(_worker: int) -> None:
+    """Leave it to the rank what Ctrl-C or a SIGTERM to all processes means; a worker ends with its rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

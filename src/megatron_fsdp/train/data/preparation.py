@@ -1,42 +1,48 @@
-"""Before training: tokens and vocabulary, made once on each machine, kept for later runs, the same on all ranks."""
+"""Before training: texts become token files, split and encoded once on each machine, kept, the same on all ranks."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import itertools
 import json
+import math
 import os
+import platform
 import shutil
-import time
 import uuid
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal
 
+import numpy as np
+
+from megatron_fsdp.checkpoint.file_ops import claim
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data.encoding import count_bytes, cut_end, encode_documents, sample_texts
-from megatron_fsdp.train.data.indexed import open_indexed
-from megatron_fsdp.train.data.prepared import (
-    SIDE_FILE,
-    TOKENIZER_FILE,
-    Prepared,
-    read_prepared,
-    require_unchanged,
-    write_prepared,
+from megatron_fsdp.train.data.sources import Document, Documents, Source, find_source
+from megatron_fsdp.train.data.token_file import (
+    IndexedWriter,
+    TokenArray,
+    TokenFile,
+    bin_of,
+    digest,
+    dtype_for,
+    idx_of,
+    npy_tokens,
+    open_indexed,
 )
-from megatron_fsdp.train.data.sources import SavedDataset, Source, TextFiles, TokenIds, find_source, listing
-from megatron_fsdp.train.data.texts import Documents, dataset_bytes
-from megatron_fsdp.train.data.token_file import TokenArray, TokenFile, crc32_of, digest, npy_tokens
 from megatron_fsdp.train.data.tokenizer import (
     BPE_VOCAB_SIZE,
+    ByteVocabulary,
+    IdVocabulary,
     TokenizerVocabulary,
+    Vocabulary,
     load_tokenizer,
     said_ends,
     tokenizer_file,
     train_bpe,
 )
-from megatron_fsdp.train.data.vocabulary import ByteVocabulary, IdVocabulary, Vocabulary
 from megatron_fsdp.train.launch.machines import require_same, work_on_machines
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
@@ -45,7 +51,15 @@ from megatron_fsdp.train.options.split import Split, parse_split
 from megatron_fsdp.train.recovery.memory import telling_of_memory_for_data
 
 VERSION = 3  # of the folder of tokens; raise it when the same text gives other tokens
-_FORGOTTEN_S = 3600.0  # after so long without a change a preparation was killed, where locks cannot tell
+SIDE_FILE = "data.json"
+TOKENIZER_FILE = "tokenizer.json"
+SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
+_BATCH = 2**23  # characters encoded in one go
+_UNFAIR = 4.0  # a side may have so many times more, or less, than its share
+_FEW = 100  # documents; fewer cannot be cut into three shares by their hashes
+_COUNTED = 2**20  # tokens whose bytes are counted where that takes decoding
+
+Side = Literal["training", "held_out", "aside"]
 
 
 @dataclass(frozen=True)
@@ -110,11 +124,7 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
 
 
 def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
-    """Return where tokens are or will be, and what they are made from.
-
-    Args:
-        options: Of the run.
-        folder: Of results.
+    """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from.
 
     Raises:
         ConfigurationError: There is nothing to make them from.
@@ -134,7 +144,7 @@ def folder_name(options: Options, source: Source) -> str:
     if data.tokenizer_model is not None:
         file = tokenizer_file(data.tokenizer_model)
         model = [hashlib.sha256(file.read_bytes()).hexdigest(), *said_ends(file)]
-    facts = [VERSION, listing(source), data.json_key, data.tokenizer_type, data.vocab_size, model, data.split]
+    facts = [VERSION, source.listing(), data.json_key, data.tokenizer_type, data.vocab_size, model, data.split]
     return f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
@@ -150,28 +160,39 @@ def write_data(options: Options, folder: Path) -> None:
             are there were damaged.
     """
     made, source = tokens_folder(options, folder)
-    place = made.parent
-    _remove_forgotten(place, made.name)
-    if (made / SIDE_FILE).exists():
-        require_unchanged(made)
-        return
-    temporary, claim = place, -1
+    place, mine = made.parent, f".{made.name}.{platform.node()}."
+    with ExitStack() as held:
+        for left in place.glob(f"{mine}*"):  # of runs on this machine that were killed while they made the same tokens
+            if not _is_alive(int(left.suffix[1:])) and claim(left, held):
+                shutil.rmtree(left, ignore_errors=True)
+        if (made / SIDE_FILE).exists():
+            _require_unchanged(made)
+            return
+        temporary = place / f"{mine}{uuid.uuid4().hex[:8]}.{os.getpid()}"
+        held.callback(shutil.rmtree, temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            claim(temporary, held)
+            _write_side_file(_prepare(options, source, temporary), temporary)
+            if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
+                raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
+            temporary.rename(made)
+        except OSError as error:
+            if not (made / SIDE_FILE).exists():  # else another machine was faster
+                raise ConfigurationError(
+                    f"tokens of --data-path cannot be made in {place} ({error}): where it cannot be written, give "
+                    "another --data-cache-path or --out"
+                ) from error
+
+
+def _is_alive(process: int) -> bool:
     try:
-        temporary, claim = _new_temporary(place, made.name)
-        write_prepared(_prepare(options, source, temporary), temporary)
-        if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
-            raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
-        temporary.rename(made)
-    except OSError as error:
-        if not (made / SIDE_FILE).exists():  # else another machine was faster
-            raise ConfigurationError(
-                f"tokens of --data-path cannot be made in {place} ({error}): where it cannot be written, give another "
-                "--data-cache-path or --out"
-            ) from error
-    finally:
-        if claim != -1:
-            shutil.rmtree(temporary, ignore_errors=True)
-            os.close(claim)
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def read_data(job: Job, folder: Path) -> TokenData:
@@ -185,194 +206,326 @@ def read_data(job: Job, folder: Path) -> TokenData:
         ConfigurationError: It is damaged, or too little for one sample.
     """
     made, source = tokens_folder(job.options, folder)
-    prepared = read_prepared(made)
+    prepared = _read_side_file(made)
     for name, file in (("training", prepared.training), ("held-out", prepared.held_out)):
         if file.count <= job.seq_length:
             raise ConfigurationError(
                 f"the {name} text has {file.count:,} tokens and one sample needs {job.seq_length + 1:,}: give "
                 f"--data-path more text, --split other shares than {job.options.data.split}, or a lower --seq-length"
             )
+    notes = list(prepared.notes)
+    if source.left_out:  # not kept with the tokens, which are the same with more such folders
+        count = len(source.left_out)
+        words = "1 folder of an earlier run is" if count == 1 else f"{count} folders of earlier runs are"
+        notes.append(f"{words} left out, first {source.left_out[0]}")
+    vocabulary: Vocabulary = IdVocabulary(prepared.vocab_size)
+    if prepared.end:
+        vocabulary = TokenizerVocabulary.read(made / TOKENIZER_FILE, prepared.end)
+    elif job.options.data.tokenizer_type == "byte":
+        vocabulary = ByteVocabulary()
     return TokenData(
         prepared.training.open(),
         prepared.held_out.open(),
         prepared.held_out_bytes,
-        _read_vocabulary(job.options, prepared, made),
+        vocabulary,
         prepared.checksum,
         prepared.training,
-        (*prepared.notes, *_left_out_notes(source)),
+        tuple(notes),
     )
 
 
-def _prepare(options: Options, source: Source, folder: Path) -> Prepared:
-    split = parse_split(options.data.split)
-    if isinstance(source, TokenIds):
-        return _prepare_ids(options, source, split, folder)
-    kind = options.data.tokenizer_type
-    if kind == "NullTokenizer":
+@dataclass(frozen=True)
+class _Prepared:
+    """What a preparation found, and the side file of tokens says.
+
+    Attributes:
+        training: Tokens to train on.
+        held_out: Tokens to evaluate on.
+        held_out_bytes: UTF-8 bytes that these stand for, ends of texts counted as one; 0: not known.
+        vocab_size: Ids are below it.
+        end: The token that ends a text, where there is a tokenizer file; else empty.
+        checksum: Of all ids.
+        notes: What else a person should know.
+    """
+
+    training: TokenFile
+    held_out: TokenFile
+    held_out_bytes: int
+    vocab_size: int
+    end: str
+    checksum: str
+    notes: tuple[str, ...] = ()
+
+
+def _write_side_file(prepared: _Prepared, folder: Path) -> None:
+    """Leave the side file in a folder; files of tokens there are named relative to it."""
+    values = asdict(prepared)
+    for name, file in (("training", prepared.training), ("held_out", prepared.held_out)):
+        is_inside = file.path.is_relative_to(folder)
+        values[name]["path"] = str(file.path.relative_to(folder) if is_inside else file.path.absolute())
+    (folder / SIDE_FILE).write_text(json.dumps(values, indent=2), encoding="utf-8")
+
+
+def _read_side_file(folder: Path) -> _Prepared:
+    path = folder / SIDE_FILE
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values.pop("crc32", None)  # of earlier versions
+        for name in ("training", "held_out"):
+            values[name] = TokenFile(**{**values[name], "path": folder / values[name]["path"]})
+        return _Prepared(**{**values, "notes": tuple(values["notes"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"--data-path {source.root} is text, and --tokenizer-type NullTokenizer takes token ids: give the prefix "
-            "of a .bin and .idx, or an .npy; or another tokenizer"
+            f"{path} cannot be read ({error}): tokens are made by the first rank of each machine, so --out and "
+            "--data-cache-path have to be folders that all ranks of a machine see; or it was damaged: remove its folder"
+        ) from None
+
+
+def _require_unchanged(folder: Path) -> None:
+    """Compare the ids in a folder with what they added up to when they were made.
+
+    Ids of the user that lie elsewhere are not read again: the folder is named after their size and time.
+    """
+    prepared = _read_side_file(folder)
+    if not prepared.training.path.is_relative_to(folder):
+        return
+    if digest((prepared.training, prepared.held_out), 2**31) != prepared.checksum:
+        raise ConfigurationError(
+            f"the tokens in {folder} were damaged: they do not have the checksum in {SIDE_FILE}; remove the folder, "
+            "and they are made again"
         )
-    documents = Documents(source, options.data.json_key)
-    vocabulary = _vocabulary_of(options, documents, split)
+
+
+def _prepare(options: Options, source: Source, folder: Path) -> _Prepared:
+    split, data = parse_split(options.data.split), options.data
+    notes: list[str] = []
+    vocabulary: Vocabulary
+    if source.has_ids:
+        vocabulary = _vocabulary_of_ids(options, source)
+        sides = split_ids(source, split)
+        held_out_bytes = _count_bytes(sides[1], vocabulary) if isinstance(vocabulary, TokenizerVocabulary) else 0
+    else:
+        documents = Documents(source, data.json_key)
+        vocabulary = _vocabulary_of_texts(options, documents, split)
+        encoded = encode_documents(documents, vocabulary, split, folder)
+        sides, held_out_bytes = (encoded.training, encoded.held_out), encoded.held_out_bytes
+        _require_texts(options, documents, sum(side.count for side in sides))
+        notes = _notes(documents, is_cut=encoded.is_cut)
+    end = ""
     if isinstance(vocabulary, TokenizerVocabulary):
         vocabulary.save(folder / TOKENIZER_FILE)
-    encoded = encode_documents(documents, vocabulary, split, folder)
-    if encoded.training.count + encoded.held_out.count == 0:
-        _refuse_nothing(documents, options.data.split)
+        end = vocabulary.end
+    checksum = digest(sides, vocabulary.vocab_size)
+    return _Prepared(*sides, held_out_bytes, vocabulary.vocab_size, end, checksum, tuple(notes))
+
+
+def _require_texts(options: Options, documents: Documents, tokens: int) -> None:
+    """Refuse texts that give no tokens, and a field that nothing was looked for in."""
+    data, root = options.data, documents.source.root
+    if tokens == 0 and any(next(document, None) is not None for document in documents):
+        raise ConfigurationError(
+            f"--split {data.split} leaves all texts of --data-path {root} aside: give a smaller third number, or more "
+            "texts"
+        )
+    if tokens == 0:
+        raise ConfigurationError(f"--data-path {root} holds no UTF-8 text: give a file or a folder with some")
     if options.is_given("json_key") and not documents.uses_key:
         raise ConfigurationError(
-            f"--json-key {options.data.json_key} does nothing, since --data-path {source.root} holds no JSON lines and "
-            "no data set: leave it out"
+            f"--json-key {data.json_key} does nothing, since --data-path {root} holds no JSON lines and no data set: "
+            "leave it out"
         )
-    return Prepared(
-        encoded.training,
-        encoded.held_out,
-        encoded.held_out_bytes,
-        vocabulary.vocab_size,
-        vocabulary.end if isinstance(vocabulary, TokenizerVocabulary) else "",
-        digest((encoded.training, encoded.held_out), vocabulary.vocab_size),
-        _notes(documents, is_cut=encoded.is_cut),
-        crc32_of((encoded.training, encoded.held_out)),
-    )
 
 
-def _refuse_nothing(documents: Documents, split: str) -> NoReturn:
-    """Say why there are no tokens at all.
-
-    Raises:
-        ConfigurationError: Always.
-    """
-    root = documents.source.root
-    if any(next(document, None) is not None for document in documents):
-        raise ConfigurationError(
-            f"--split {split} leaves all texts of --data-path {root} aside: give a smaller third number, or more texts"
-        )
-    raise ConfigurationError(f"--data-path {root} holds no UTF-8 text: give a file or a folder with some")
-
-
-def _vocabulary_of(options: Options, documents: Documents, split: Split) -> Vocabulary:
-    data, source = options.data, documents.source
-    if data.tokenizer_model is not None:
-        return load_tokenizer(data.tokenizer_model)
-    if data.tokenizer_type == "byte":
-        return ByteVocabulary()
-    if isinstance(source, SavedDataset):
-        size = dataset_bytes(source.root, data.json_key)
-    else:
-        size = sum(size for _, size, _ in listing(source))
-    return train_bpe(sample_texts(documents, split, size), data.vocab_size or BPE_VOCAB_SIZE)
-
-
-def _notes(documents: Documents, *, is_cut: bool) -> tuple[str, ...]:
+def _notes(documents: Documents, *, is_cut: bool) -> list[str]:
     notes = []
     if documents.skipped:
         count, first = len(documents.skipped), documents.skipped[0]
         notes.append(f"{count} {'file is' if count == 1 else 'files are'} no UTF-8 text and left out, first {first}")
     if is_cut:
         notes.append("documents are too few or too unequal to split, so the end of the text is held out")
-    return tuple(notes)
+    return notes
 
 
-def _left_out_notes(source: Source) -> tuple[str, ...]:
-    """What is said of folders of earlier runs; not kept with the tokens, which are the same with more such folders."""
-    if not isinstance(source, TextFiles) or not source.left_out:
-        return ()
-    count = len(source.left_out)
-    words = "1 folder of an earlier run is" if count == 1 else f"{count} folders of earlier runs are"
-    return (f"{words} left out, first {source.left_out[0]}",)
-
-
-def _prepare_ids(options: Options, source: TokenIds, split: Split, folder: Path) -> Prepared:
-    """Token ids stay where they are; they are read once, for a checksum and for ids that no token has."""
+def _vocabulary_of_texts(options: Options, documents: Documents, split: Split) -> Vocabulary:
     data = options.data
-    vocabulary: Vocabulary
-    if data.tokenizer_model is not None:
-        vocabulary = load_tokenizer(data.tokenizer_model)
-        vocabulary.save(folder / TOKENIZER_FILE)
-    elif data.tokenizer_type == "NullTokenizer":
-        vocabulary = IdVocabulary(data.vocab_size or 0)
-    else:
+    if data.tokenizer_type == "NullTokenizer":
         raise ConfigurationError(
-            f"--data-path {source.root} holds token ids, and --tokenizer-type {data.tokenizer_type} takes text: give "
-            "--tokenizer-type NullTokenizer with --vocab-size, or HuggingFaceTokenizer with the one that made them"
+            f"--data-path {documents.source.root} is text, and --tokenizer-type NullTokenizer takes token ids: give "
+            "the prefix of a .bin and .idx, or an .npy; or another tokenizer"
         )
-    training, held_out = split_indexed(source.root, split) if source.is_indexed else split_npy(source.root, split)
-    return Prepared(
-        training,
-        held_out,
-        count_bytes(held_out, vocabulary) if isinstance(vocabulary, TokenizerVocabulary) else 0,
-        vocabulary.vocab_size,
-        vocabulary.end if isinstance(vocabulary, TokenizerVocabulary) else "",
-        digest((training, held_out), vocabulary.vocab_size),
+    if data.tokenizer_model is not None:
+        return load_tokenizer(data.tokenizer_model)
+    if data.tokenizer_type == "byte":
+        return ByteVocabulary()
+    return train_bpe(sample_texts(documents, split, documents.size), data.vocab_size or BPE_VOCAB_SIZE)
+
+
+def _vocabulary_of_ids(options: Options, source: Source) -> Vocabulary:
+    data = options.data
+    if data.tokenizer_model is not None:
+        return load_tokenizer(data.tokenizer_model)
+    if data.tokenizer_type == "NullTokenizer":
+        return IdVocabulary(data.vocab_size or 0)
+    raise ConfigurationError(
+        f"--data-path {source.root} holds token ids, and --tokenizer-type {data.tokenizer_type} takes text: give "
+        "--tokenizer-type NullTokenizer with --vocab-size, or HuggingFaceTokenizer with the one that made them"
     )
 
 
-def split_npy(path: Path, split: Split) -> tuple[TokenFile, TokenFile]:
-    """Hold out the end of an .npy; what is left aside comes after it."""
-    whole = npy_tokens(path)
-    return cut_end(whole.part(0, round(whole.count * (1 - split.aside))), split)
+def split_ids(source: Source, split: Split) -> tuple[TokenFile, TokenFile]:
+    """Hold out the last documents of a pair, or the end of an .npy or of a single document; what is aside comes last.
 
-
-def split_indexed(prefix: Path, split: Split) -> tuple[TokenFile, TokenFile]:
-    """Hold out the last documents, or, of a single one, its end; what is left aside comes after them."""
-    found = open_indexed(prefix)
-    stop = round(found.documents * (1 - split.aside))
-    cut = round(found.documents * split.training)
-    if not 0 < cut < stop:
-        return cut_end(found.tokens.part(0, round(found.tokens.count * (1 - split.aside))), split)
-    places = found.document_start(cut), found.document_start(stop)
-    return found.tokens.part(0, places[0]), found.tokens.part(*places)
-
-
-def _read_vocabulary(options: Options, prepared: Prepared, made: Path) -> Vocabulary:
-    if prepared.end:
-        return TokenizerVocabulary.read(made / TOKENIZER_FILE, prepared.end)
-    if options.data.tokenizer_type == "byte":
-        return ByteVocabulary()
-    return IdVocabulary(prepared.vocab_size)
-
-
-def _new_temporary(place: Path, name: str) -> tuple[Path, int]:
-    """A folder for tokens that are being made, and a descriptor that claims it until it is closed, or its process ends.
-
-    Raises:
-        OSError: It cannot be made.
+    Ids stay where they are.
     """
-    while True:
-        temporary = place / f".{name}.{uuid.uuid4().hex[:8]}"
-        temporary.mkdir(parents=True)
-        claim = os.open(temporary, os.O_RDONLY)
-        with suppress(OSError):  # the file system knows no locks of folders
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if temporary.exists():  # else another machine took it for forgotten before it was claimed
-            return temporary, claim
-        os.close(claim)
-
-
-def _remove_forgotten(place: Path, name: str) -> None:
-    """Remove what killed preparations of the same tokens left."""
-    for left in place.glob(f".{name}.*"):
-        with suppress(OSError):  # another one removes it
-            if _is_forgotten(left):
-                shutil.rmtree(left)
-
-
-def _is_forgotten(left: Path) -> bool:
-    """Whether nobody claims a folder; where the file system knows no locks, whether it has not changed for long.
-
-    Raises:
-        OSError: It is gone.
-    """
-    descriptor = os.open(left, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        changes = [file.stat().st_mtime for file in (left, *left.iterdir())]
-        return time.time() - max(changes) > _FORGOTTEN_S
+    if source.kind == "npy":
+        whole = npy_tokens(source.root)
     else:
-        return True
-    finally:
-        os.close(descriptor)
+        pair = open_indexed(source.root)
+        whole = pair.tokens
+        cut, stop = round(pair.documents * split.training), round(pair.documents * (1 - split.aside))
+        if 0 < cut < stop:
+            places = pair.document_start(cut), pair.document_start(stop)
+            return whole.part(0, places[0]), whole.part(*places)
+    return _cut_end(whole.part(0, round(whole.count * (1 - split.aside))), split)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document.
+
+    Attributes:
+        text: Of the part.
+        side: Where the document goes.
+        is_last: Whether the document ends with it.
+    """
+
+    text: str
+    side: Side
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token files that were written.
+
+    Attributes:
+        training: To train on.
+        held_out: To evaluate on.
+        held_out_bytes: UTF-8 bytes that the held-out tokens stand for, ends of texts counted as one.
+        is_cut: Whether the end of the whole was held out, since whole documents would have missed the shares.
+    """
+
+    training: TokenFile
+    held_out: TokenFile
+    held_out_bytes: int
+    is_cut: bool
+
+
+def side_of(beginning: str, split: Split) -> Side:
+    """Decide by the hash of a document's first piece: copies lie on one side, and order does not matter."""
+    digest = hashlib.sha256(beginning.encode()).digest()
+    place = int.from_bytes(digest[:8], "big") / 2**64
+    if place < split.held_out:
+        return "held_out"
+    return "aside" if place < split.held_out + split.aside else "training"
+
+
+def pieces(documents: Iterable[Document], split: Split) -> Iterator[Piece]:
+    """Yield the pieces of all documents but those that are left aside, in order; of a few, none is left aside."""
+    found = iter(documents)
+    first = list(itertools.islice(found, _FEW))
+    if len(first) < _FEW:
+        split = replace(split, aside=0.0)
+    for document in itertools.chain(first, found):
+        text = next(document, None)
+        if text is None:
+            continue
+        side = side_of(text, split)
+        while text is not None and side != "aside":
+            following = next(document, None)
+            yield Piece(text, side, following is None)
+            text = following
+
+
+def sample_texts(documents: Iterable[Document], split: Split, size: int, limit: int = SAMPLE_BYTES) -> list[str]:
+    """Return about `limit` bytes of text to train a tokenizer on, spread evenly over `size` bytes.
+
+    Held-out texts are left out, unless there is nothing else.
+    """
+    every = max(1, math.ceil(size / limit))
+    chosen = [piece for number, piece in enumerate(pieces(documents, split)) if number % every == 0]
+    return [piece.text for piece in chosen if piece.side == "training"] or [piece.text for piece in chosen]
+
+
+def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, split: Split, folder: Path) -> Encoded:
+    """Write all documents as tokens, each followed by the end of a text.
+
+    Args:
+        documents: Gone through once.
+        vocabulary: Has an end of a text.
+        split: Which share goes where, by documents; where that misses the shares by far (few documents, or very
+            unequal ones), the end of the whole is held out instead.
+        folder: Empty.
+    """
+    dtype, held_out_bytes = dtype_for(vocabulary.vocab_size), 0
+    end = np.array([vocabulary.end_id], dtype)
+    first, second = folder / "training", folder / "held_out"
+    with IndexedWriter(first, dtype) as training:
+        with IndexedWriter(second, dtype) as held_out:
+            for batch in _batches(pieces(documents, split)):
+                for piece, ids in zip(batch, vocabulary.encode([piece.text for piece in batch]), strict=True):
+                    writer = held_out if piece.side == "held_out" else training
+                    writer.add(ids)
+                    if piece.is_last:
+                        writer.add(end)
+                        writer.end_document()
+                    if piece.side == "held_out":
+                        held_out_bytes += len(piece.text.encode()) + piece.is_last
+        is_cut = not _is_fair(training.tokens, held_out.tokens, split)
+        if is_cut:
+            if held_out.tokens:
+                training.add_all(open_indexed(second))
+            bin_of(second).unlink()
+            idx_of(second).unlink()
+    whole = TokenFile(bin_of(first), dtype.str, 0, training.tokens)
+    if not is_cut:
+        return Encoded(whole, TokenFile(bin_of(second), dtype.str, 0, held_out.tokens), held_out_bytes, is_cut)
+    sides = _cut_end(whole, split)
+    return Encoded(*sides, _count_bytes(sides[1], vocabulary), is_cut)
+
+
+def _is_fair(training: int, held_out: int, split: Split) -> bool:
+    """Whether both sides have their share of the tokens, roughly."""
+    wanted = split.held_out / (split.training + split.held_out)
+    found = held_out / max(1, training + held_out)
+    return training > 0 and wanted / _UNFAIR <= found <= min(wanted * _UNFAIR, 1 - (1 - wanted) / _UNFAIR)
+
+
+def _cut_end(whole: TokenFile, split: Split) -> tuple[TokenFile, TokenFile]:
+    """Cut tokens where they are: the end, at least one token of it, is held out."""
+    share = split.held_out / (split.training + split.held_out)
+    cut = whole.count - min(whole.count, max(1, round(whole.count * share)))
+    return whole.part(0, cut), whole.part(cut, whole.count)
+
+
+def _count_bytes(tokens: TokenFile, vocabulary: Vocabulary) -> int:
+    """How many UTF-8 bytes tokens stand for: counted for the first million, and as many each for the rest."""
+    first = tokens.part(0, min(tokens.count, _COUNTED)).open()
+    if not len(first):
+        return 0
+    ends = int(np.count_nonzero(first == vocabulary.end_id))
+    counted = len(vocabulary.decode(first.tolist()).encode()) + ends
+    return round(counted * tokens.count / len(first))
+
+
+def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in found:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

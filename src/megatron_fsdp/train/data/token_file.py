@@ -1,12 +1,20 @@
-"""Token ids in a file: where they lie, how to map them into memory, what they add up to."""
+"""Token ids on disk, mapped into memory: raw stretches, `.npy` files, and Megatron's pair of files.
+
+The pair is the one format that is written here: PREFIX.bin holds ids, PREFIX.idx says where. The index, little-endian:
+the magic `MMIDIDX` and two zero bytes, the version (u64), the code of the ids' type (u8), the number of sequences S
+(u64) and of ends of documents D (u64); then S int32 lengths in tokens, S int64 places in bytes, and D int64 numbers of
+sequences at which documents end, the first of them 0. S bytes of modes may follow.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Iterator
+import struct
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +24,13 @@ from megatron_fsdp.errors import ConfigurationError
 TokenArray = NDArray[np.integer]
 """[tokens] ids of any integer type."""
 
-_BLOCK = 4 * 1024**2  # tokens looked at in one go
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOATS = {6: "float64", 7: "float32"}
+_LONGEST = 2**30  # tokens of a sequence, whose length is an int32
+_BLOCK = 4 * 1024**2  # tokens, or sequences, looked at in one go
 
 
 @dataclass(frozen=True)
@@ -35,63 +49,50 @@ class TokenFile:
     offset: int
     count: int
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an id."""
+        return np.dtype(self.dtype).itemsize
+
     def open(self) -> TokenArray:
         """Map the ids into memory, read-only.
 
         Raises:
             ConfigurationError: The file is gone, or shorter than it was.
         """
-        dtype = np.dtype(self.dtype)
+        needed = self.offset + self.count * self.itemsize
         try:
             size = self.path.stat().st_size
-            if size < self.offset + self.count * dtype.itemsize:
+            if size < needed:
                 raise ConfigurationError(
-                    f"{self.path} has {size:,} bytes where {self.offset + self.count * dtype.itemsize:,} are needed: "
-                    "it was damaged; remove its folder, or make the file again"
+                    f"{self.path} has {size:,} bytes where {needed:,} are needed: it was damaged; remove its folder, "
+                    "or make the file again"
                 )
             if self.count == 0:  # nothing can be mapped
-                return np.empty(0, dtype)
-            return np.memmap(self.path, dtype, mode="r", offset=self.offset, shape=(self.count,))
+                return np.empty(0, self.dtype)
+            return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.count,))
         except OSError as error:
             raise ConfigurationError(f"{self.path} cannot be read ({error.strerror}): it holds the tokens") from None
 
     def part(self, start: int, stop: int) -> TokenFile:
         """Return the stretch from one token to another, counted from the begin of this one."""
-        return TokenFile(self.path, self.dtype, self.offset + start * np.dtype(self.dtype).itemsize, stop - start)
+        return TokenFile(self.path, self.dtype, self.offset + start * self.itemsize, stop - start)
 
 
 def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
-    """Return the smallest type for ids below this that Megatron's files have: uint8, uint16, int32."""
-    choices: tuple[tuple[int, np.dtype[np.integer]], ...] = (
-        (2**8, np.dtype(np.uint8)),
-        (2**16, np.dtype("<u2")),
-        (2**31, np.dtype("<i4")),
-    )
-    for limit, dtype in choices:
+    """Return the smallest type for ids below this that Megatron's files have: uint8, uint16, int32.
+
+    Raises:
+        ConfigurationError: There are more ids than int32 holds.
+    """
+    for limit, name in ((2**8, "|u1"), (2**16, "<u2"), (2**31, "<i4")):
         if vocab_size <= limit:
-            return dtype
+            return np.dtype(name)
     raise ConfigurationError(f"invalid --vocab-size {vocab_size:,}: give at most {2**31:,}")
 
 
-def npy_tokens(path: Path) -> TokenFile:
-    """Find the token ids in an `.npy` file; only its header is read.
-
-    Raises:
-        ConfigurationError: It is no array of one dimension that holds whole numbers.
-    """
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigurationError(f"{path} is no .npy file of numbers ({error}): give token ids") from None
-    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ConfigurationError(
-            f"{path} holds {array.dtype} of shape {array.shape}: give token ids, whole numbers in one dimension"
-        )
-    return TokenFile(path, array.dtype.str, int(array.offset), len(array))
-
-
 def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
-    """Return a checksum of the ids of all files, in hex, after a look at each of them.
+    """Look at all ids, and return a checksum of them in hex; the same ids have one checksum in any type.
 
     Args:
         files: Read once, block by block.
@@ -103,27 +104,192 @@ def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
     found = hashlib.blake2b(digest_size=16)
     for file in files:
         found.update(f"{file.count}:".encode())
-        for start, block in _blocks(file.open()):
-            lowest, highest = int(block.min()), int(block.max())
-            if lowest < 0 or highest >= vocab_size:
-                place = start + int(np.argmax((block < 0) | (block >= vocab_size)))
+        tokens = file.open()
+        for start in range(0, len(tokens), _BLOCK):
+            block = tokens[start : start + _BLOCK]
+            if int(block.min()) < 0 or int(block.max()) >= vocab_size:
+                place = int(np.argmax((block < 0) | (block >= vocab_size)))
                 raise ConfigurationError(
-                    f"token {place:,} of {file.path} has id {int(block[place - start])}, and ids are 0 to "
+                    f"token {start + place:,} of {file.path} has id {int(block[place])}, and ids are 0 to "
                     f"{vocab_size - 1}: give the tokenizer, or the --vocab-size, that the file was made with"
                 )
-            found.update(block.astype("<i4", copy=False).tobytes())  # the same ids have one checksum in any type
+            found.update(block.astype("<i4", copy=False).tobytes())
     return found.hexdigest()
 
 
-def crc32_of(files: tuple[TokenFile, ...]) -> int:
-    """Return the CRC-32 of the bytes of all files, one after another: many times as fast as `digest`."""
-    found = 0
-    for file in files:
-        for _, block in _blocks(file.open()):
-            found = zlib.crc32(block.data, found)
+def npy_tokens(path: Path) -> TokenFile:
+    """Find the token ids in an `.npy` file; only its header is read.
+
+    Raises:
+        ConfigurationError: It is no array of one dimension that holds whole numbers.
+    """
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigurationError(f"{path} is no .npy file of numbers ({error}): give token ids") from None
+    if not isinstance(found, np.memmap) or found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ConfigurationError(
+            f"{path} holds {found.dtype} of shape {found.shape}: give token ids, whole numbers in one dimension"
+        )
+    return TokenFile(path, found.dtype.str, int(found.offset), len(found))
+
+
+def bin_of(prefix: Path) -> Path:
+    """Return the file of ids of a pair."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_of(prefix: Path) -> Path:
+    """Return the index of a pair."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A pair of files that fit together.
+
+    Attributes:
+        tokens: All ids, document after document.
+        lengths: [S] int32, tokens of each sequence; in memory only where it is looked at.
+        pointers: [S] int64, byte at which each begins.
+        ends: [D] int64, sequences before each document; the last entry is S.
+    """
+
+    tokens: TokenFile
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return len(self.ends) - 1
+
+    def document_start(self, document: int) -> int:
+        """Return how many tokens lie before a document; before the one after the last: all."""
+        sequence = int(self.ends[document])
+        is_end = sequence == len(self.pointers)
+        return self.tokens.count if is_end else int(self.pointers[sequence]) // self.tokens.itemsize
+
+
+def open_indexed(prefix: Path) -> Indexed:
+    """Map a pair of files into memory; neither is read whole.
+
+    Raises:
+        ConfigurationError: A file is missing, is of another kind, or does not fit to the other.
+    """
+    index, ids = idx_of(prefix), bin_of(prefix)
+    for path in (index, ids):
+        if not path.is_file():
+            raise ConfigurationError(f"{path} does not exist: {prefix}.bin and {prefix}.idx belong together")
+    dtype, sequences, ends = _read_header(index)
+    offsets = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * ends])
+    size = index.stat().st_size
+    if size not in (offsets[3], offsets[3] + sequences):
+        raise ConfigurationError(
+            f"{index} has {size:,} bytes and its header says {offsets[3]:,}: it was damaged; make it again"
+        )
+    if sequences == 0:
+        raise ConfigurationError(f"{index} holds no sequence: give token files with text in them")
+    found = Indexed(
+        TokenFile(ids, dtype.str, 0, ids.stat().st_size // dtype.itemsize),
+        np.memmap(index, "<i4", "r", int(offsets[0]), (sequences,)),
+        np.memmap(index, "<i8", "r", int(offsets[1]), (sequences,)),
+        np.memmap(index, "<i8", "r", int(offsets[2]), (ends,)),
+    )
+    _check(found, index)
     return found
 
 
-def _blocks(tokens: TokenArray) -> Iterator[tuple[int, TokenArray]]:
-    for start in range(0, len(tokens), _BLOCK):
-        yield start, tokens[start : start + _BLOCK]
+def _read_header(index: Path) -> tuple[np.dtype[np.integer], int, int]:
+    """Type of the ids, number of sequences, number of ends of documents."""
+    with index.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or not head.startswith(MAGIC):
+        raise ConfigurationError(f"{index} does not begin as Megatron's index files do: give the prefix of such a pair")
+    _, version, code, sequences, ends = _HEADER.unpack(head)
+    if version != VERSION:
+        raise ConfigurationError(f"{index} has version {version} and only {VERSION} is known: write it with that one")
+    if code not in _DTYPES:
+        kind = _FLOATS.get(code, f"the unknown code {code}")
+        raise ConfigurationError(f"{index} says that ids are {kind}: give whole numbers (codes {sorted(_DTYPES)})")
+    return np.dtype(_DTYPES[code]), sequences, ends
+
+
+def _check(found: Indexed, index: Path) -> None:
+    """Every sequence has to begin where the one before it ends, so that the ids are one stretch."""
+    expected = 0
+    for start in range(0, len(found.lengths), _BLOCK):
+        sizes = found.lengths[start : start + _BLOCK].astype(np.int64) * found.tokens.itemsize
+        stops = expected + np.cumsum(sizes)
+        if not np.array_equal(found.pointers[start : start + _BLOCK], stops - sizes):
+            raise ConfigurationError(f"{index}: sequences do not lie one after another: write the pair again")
+        expected = int(stops[-1])
+    size = found.tokens.path.stat().st_size
+    if expected != size:
+        raise ConfigurationError(
+            f"{found.tokens.path} has {size:,} bytes and its index says {expected:,}: they are not of one pair, or "
+            "one was damaged; make them again"
+        )
+    ends = found.ends
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(found.lengths) or bool(np.any(np.diff(ends) < 0)):
+        raise ConfigurationError(f"{index}: ends of documents do not go from 0 to {len(found.lengths)}: make it again")
+
+
+class IndexedWriter:
+    """Writes a pair of files piece by piece; the index is written at the end, so half a pair cannot be opened.
+
+    Only the lengths of sequences are kept in memory, four bytes each.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[np.integer]) -> None:
+        """Write to PREFIX.bin and PREFIX.idx, where nothing should be yet."""
+        self._prefix, self._dtype = prefix, dtype
+        self._code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
+        self._file: BinaryIO = bin_of(prefix).open("wb")
+        self._lengths, self._ends, self._open = array("i"), array("q", [0]), 0
+        self.tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if raised is None:
+            self._write_index()
+
+    def add(self, ids: TokenArray) -> None:
+        """Append ids to the document that is being written."""
+        self._file.write(ids.astype(self._dtype, copy=False).tobytes())
+        self.tokens += len(ids)
+        self._open += len(ids)
+        while self._open > _LONGEST:
+            self._lengths.append(_LONGEST)
+            self._open -= _LONGEST
+
+    def end_document(self) -> None:
+        """Say that the document is complete."""
+        if self._open:
+            self._lengths.append(self._open)
+            self._open = 0
+        self._ends.append(len(self._lengths))
+
+    def add_all(self, other: Indexed) -> None:
+        """Append all documents of another pair, whose ids have the same type."""
+        tokens = other.tokens.open()
+        for document in range(other.documents):
+            start, stop = other.document_start(document), other.document_start(document + 1)
+            for place in range(start, stop, _LONGEST):
+                self.add(tokens[place : min(stop, place + _LONGEST)])
+            self.end_document()
+
+    def _write_index(self) -> None:
+        lengths, ends = np.asarray(self._lengths, "<i4"), np.asarray(self._ends, "<i8")
+        sizes = lengths.astype("<i8") * self._dtype.itemsize
+        pointers = (np.cumsum(sizes) - sizes).astype("<i8")
+        with idx_of(self._prefix).open("wb") as file:
+            file.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(ends)))
+            for part in (lengths, pointers, ends):
+                file.write(part.tobytes())

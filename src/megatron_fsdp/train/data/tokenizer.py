@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library: a byte-level BPE trained on the spot, or one that is on disk."""
+"""Text to token ids and back: bytes, ids that are there already, or a tokenizer of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -22,8 +22,42 @@ _FILE = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
+class ByteVocabulary:
+    """Every byte is a token; NUL, which text does not contain, ends a text."""
+
+    vocab_size = 256
+    end_id = 0
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Return the UTF-8 bytes of each text (uint8), without an end."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of these bytes without ends; what is not valid UTF-8 becomes a replacement character."""
+        return bytes(i for i in ids if i != self.end_id).decode(errors="replace")
+
+
+class IdVocabulary:
+    """Ids without a meaning; as text they are numbers with spaces between them, as with Megatron's NullTokenizer."""
+
+    end_id = None  # not known
+
+    def __init__(self, vocab_size: int) -> None:
+        """Take ids below a size."""
+        self.vocab_size = vocab_size
+
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Return the numbers in each text; words that are no id are left out."""
+        words = [[int(word) for word in text.split() if word.isdecimal()] for text in texts]
+        return [np.array([i for i in ids if i < self.vocab_size], dtype_for(self.vocab_size)) for ids in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the numbers."""
+        return " ".join(map(str, ids))
+
+
 class TokenizerVocabulary:
-    """A tokenizer and the token that ends a text; see `Vocabulary`.
+    """A tokenizer and the token that ends a text.
 
     Attributes:
         end: The token that ends a text.
@@ -32,18 +66,12 @@ class TokenizerVocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, end: str) -> None:
-        """Wrap a tokenizer.
-
-        Args:
-            tokenizer: Its rules about what to put around a text, and where to cut it off, are not used.
-            end: A token of it.
-        """
+        """Wrap a tokenizer that has the token `end`; its rules for cutting off and padding texts are not used."""
         self._tokenizer = tokenizer
-        tokenizer.no_truncation()  # some files ask for it, for a model's inputs
+        tokenizer.no_truncation()
         tokenizer.no_padding()
-        self.end = end
-        self.end_id = tokenizer.get_vocab(with_added_tokens=True)[end]
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        self.end, self.end_id, self.vocab_size = end, ids[end], max(ids.values()) + 1
 
     @classmethod
     def read(cls, path: Path, end: str) -> TokenizerVocabulary:
@@ -51,7 +79,7 @@ class TokenizerVocabulary:
         return cls(Tokenizer.from_file(str(path)), end)
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Return the ids of each text, in the smallest type that holds them."""
+        """Return the ids of each text without an end, in the smallest type that holds them."""
         dtype = dtype_for(self.vocab_size)
         return [np.array(found.ids, dtype) for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
@@ -64,8 +92,11 @@ class TokenizerVocabulary:
         self._tokenizer.save(str(path))
 
 
+Vocabulary = ByteVocabulary | IdVocabulary | TokenizerVocabulary
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> TokenizerVocabulary:
-    """Learn a byte-level BPE (Sennrich et al. 2016) of at most so many tokens; small texts give fewer."""
+    """Train a byte-level BPE (Sennrich et al. 2016) of at most so many tokens; small texts give fewer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -6,7 +6,6 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.engines.sharded import shard_decoder
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.ranks import Rank
-from megatron_fsdp.train.models.build import build_decoder
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.model_checks import needs_transformers, uses_transformers
 
@@ -25,12 +24,10 @@ def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
     """
     is_ours = not uses_transformers(job.options.model)
     if is_ours and job.engine != "torch_fsdp2":
-        return shard_decoder(job, rank, build_decoder(job, vocab_size, rank.device))
+        return shard_decoder(job, rank, vocab_size)
     require("transformers", needs_transformers(job.options) or "this model")
-    from megatron_fsdp.train.engines import fsdp2, sharded_pipeline, transformers_sharded
+    from megatron_fsdp.train.engines import fsdp2, transformers_sharded
 
-    if job.engine != "torch_fsdp2" and job.sizes.pipeline > 1:
-        return sharded_pipeline.shard_stages(job, rank, vocab_size)
     if job.engine != "torch_fsdp2":
         return transformers_sharded.shard_transformers(job, rank, vocab_size)
     if is_ours:

@@ -21,36 +21,24 @@ from megatron_fsdp.automodel import (
 from megatron_fsdp.automodel.fsdp2_units import shard_by_layers
 from megatron_fsdp.automodel.gradient_clipping import gather_gradients
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
-from megatron_fsdp.train.engines.context_cut import ContextCut
-from megatron_fsdp.train.engines.loss_scale import make_loss_scale
-from megatron_fsdp.train.engines.microbatches import MicrobatchModel
-from megatron_fsdp.train.engines.optimizers import build_optimizer
 from megatron_fsdp.train.engines.pipeline import LossInOrder, PipelineModel, pipeline_config
-from megatron_fsdp.train.engines.stepping import Place, call_transformers
+from megatron_fsdp.train.engines.trained import ContextCut, MicrobatchModel, Place, build_optimizer, call_transformers
 from megatron_fsdp.train.engines.transformers_sharded import backend_of, recompute_layers
 from megatron_fsdp.train.launch.ranks import Rank
-from megatron_fsdp.train.models.build import build_decoder
-from megatron_fsdp.train.models.transformers_config import check_fits, transformers_config
+from megatron_fsdp.train.models.build import build_decoder, check_fits, transformers_config
 from megatron_fsdp.train.options.job import Job
 
 
 class Fsdp2Model(MicrobatchModel):
-    """A model that FSDP2 shards; see `Trained`."""
-
-    inside = None
+    """A model that FSDP2 shards."""
 
     def __init__(self, job: Job, place: Place, model: nn.Module) -> None:
         """Take a sharded model with its weights."""
-        training = job.options.training
-        super().__init__(place, make_loss_scale(training.fp16, training.initial_loss_scale))
-        self.model = model
-        self.optimizer = connect_optimizer(model, build_optimizer(model, job.options.optimizer))
+        optimizer = connect_optimizer(model, build_optimizer(model, job.options.optimizer))
+        super().__init__(job, place, model, optimizer)
 
     def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
         return accumulation_context(self.model, is_last, defer_grad_sync=True)
-
-    def _gradient_factor(self) -> float:
-        return float(self.data_size * self._place.cut.size)
 
     def _scale_gradients(self, factor: float) -> None:
         gather_gradients(self.model).scale(factor)
@@ -60,7 +48,7 @@ class Fsdp2Model(MicrobatchModel):
 
 
 def policy_of(job: Job) -> MixedPrecisionPolicy:
-    """Dtypes: weights and optimizer in float32, compute as the job says, gradients travel in float32 or bfloat16."""
+    """Return the dtypes: weights and optimizer in float32, compute and what gradients travel in as the job says."""
     return MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.fsdp2_reduce_dtype, output_dtype=None)
 
 
@@ -82,8 +70,7 @@ def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model:
         torch.manual_seed(job.options.training.seed)
         draw_missing(twin, decoder, [decoder], set(), rank.device)
     _reshard_as_told(decoder, job)
-    place = Place(rank.device, rank.index, rank.count, decoder.shape.vocab_size)
-    return Fsdp2Model(job, place, decoder)
+    return Fsdp2Model(job, Place(rank.device, rank.index, rank.count), decoder)
 
 
 def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model | PipelineModel:
@@ -99,7 +86,7 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2M
         ConfigurationError: The model cannot be built or cut so.
     """
     config = transformers_config(job.options.model, vocab_size)
-    known = check_fits(config, vocab_size, job.seq_length)
+    check_fits(config, vocab_size, job.seq_length)
     torch.manual_seed(job.options.training.seed)
     loss = LossInOrder()
     model = _build(job, rank, config, loss)
@@ -108,7 +95,7 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2M
         _reshard_as_told(part, job)
     context = model.mesh_context
     cut = ContextCut(context.axis("cp")) if job.sizes.context > 1 else ContextCut()
-    place = Place(context.device, context.data_rank, context.sizes.dp, known, call_transformers, cut)
+    place = Place(context.device, context.data_rank, context.sizes.dp, call_transformers, cut)
     return PipelineModel(job, place, model, loss) if job.sizes.pipeline > 1 else Fsdp2Model(job, place, model)
 
 

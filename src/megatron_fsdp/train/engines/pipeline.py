@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_fsdp.automodel import Pipeline, PipelineConfig, clip_grad_norm_, connect_optimizer
 from megatron_fsdp.automodel.gradient_clipping import gather_gradients
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.train.data.batches import Batch
-from megatron_fsdp.train.engines.loss_scale import make_loss_scale
-from megatron_fsdp.train.engines.microbatches import token_losses
-from megatron_fsdp.train.engines.optimizers import build_optimizer
-from megatron_fsdp.train.engines.stepping import Place, SteppedModel, seed_dropout, to_device
+from megatron_fsdp.train.engines.trained import Place, Trained, build_optimizer, seed_dropout, to_device, token_losses
 from megatron_fsdp.train.options.job import Job
 
 
@@ -39,17 +39,22 @@ class LossInOrder:
 
 
 def pipeline_config(job: Job, loss: LossInOrder) -> PipelineConfig:
-    """How microbatches pass: alternating forward and backward, where there are enough of them to fill the stages."""
+    """Let microbatches alternate forward and backward, where there are enough of them to fill the stages."""
     fills = job.batch.microbatches >= job.sizes.pipeline
     return PipelineConfig("1f1b" if fills else "gpipe", pp_microbatch_size=job.batch.micro, loss_fn=loss)
 
 
-class PipelineModel(SteppedModel):
-    """A pipeline with one stage per rank, whichever engine shards it; see `Trained`."""
+class PipelineModel(Trained):
+    """A pipeline with one stage per rank, each sharded by FSDP2 or a wrapped model of this package."""
 
-    inside = None
-
-    def __init__(self, job: Job, place: Place, pipeline: Pipeline, loss: LossInOrder) -> None:
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        pipeline: Pipeline,
+        loss: LossInOrder,
+        stage: DistributedDataParallel | None = None,
+    ) -> None:
         """Take a pipeline with its weights.
 
         Args:
@@ -57,31 +62,30 @@ class PipelineModel(SteppedModel):
             place: Of this rank.
             pipeline: Made with `pipeline_config`.
             loss: That of its configuration.
+            stage: The wrapper of this package around the stage of this rank; None: FSDP2 shards it.
         """
-        training = job.options.training
-        super().__init__(place, make_loss_scale(training.fp16, training.initial_loss_scale))
-        self._pipeline, self._loss = pipeline, loss
+        part = pipeline.parts[0]  # under the names of the whole model
+        optimizer = build_optimizer(part, job.options.optimizer, undecayed=pipeline.tied_copies)
+        connected = connect_optimizer(pipeline, optimizer) if stage is None else DistributedOptimizer(optimizer, stage)
+        super().__init__(job, place, part if stage is None else stage, connected)
+        self._pipeline, self._loss, self._stage = pipeline, loss, stage
         self._fewest = pipeline.pp_mesh.size() if pipeline.config.pp_schedule == "1f1b" else 1
-        self.optimizer = self._connected(
-            build_optimizer(pipeline.parts[0], job.options.optimizer, undecayed=pipeline.tied_copies)
-        )
-
-    def _connected(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer of this stage, connected as its engine wants it."""
-        return connect_optimizer(self._pipeline, optimizer)
-
-    @property
-    def model(self) -> nn.Module:
-        """The stage of this rank, under the names of the whole model."""
-        return self._pipeline.parts[0]
+        self._sums = stage is not None and job.options.training.calculate_per_token_loss
+        self._defers = stage is not None and stage.resolved.strategy <= ShardingStrategy.optim
+        if stage is not None and self._defers:
+            pipeline.finish_gradients = stage.finish_grad_sync
 
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
-        """See `Trained`."""
+        """See `Trained`; gradients of strategies without sharded gradients are reduced once."""
         weight = self._loss_weight
         self._loss.factors = [self._place.cut.take(to_device(factor, self.device)) * weight for factor in factors]
         stage = self._pipeline.pp_mesh.get_local_rank()
         seed_dropout(batches[0], stage * self._place.cut.size + self._place.cut.index)
-        loss = self._run(self._pipeline.step, batches)
+        once: AbstractContextManager[None] = nullcontext()
+        if self._stage is not None and self._defers:
+            once = self._stage.no_sync()
+        with once:
+            loss = self._run(self._pipeline.step, batches)
         self._loss.seen.clear()
         return self._place.cut.add_up(loss / weight)
 
@@ -109,8 +113,8 @@ class PipelineModel(SteppedModel):
         others: dict[str, Any] = {} if positions is None else {"position_ids": positions}
         return step(inputs, shift_labels=targets, num_label_tokens=1, **others)
 
-    def _gradient_factor(self) -> float:
-        return float(self.data_size * self._place.cut.size)
+    def _gradient_divisor(self) -> float:
+        return 1.0 if self._sums else super()._gradient_divisor()
 
     def _scale_gradients(self, factor: float) -> None:
         gather_gradients(self._pipeline).scale(factor)

@@ -13,49 +13,35 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
-from megatron_fsdp.train.engines.loss_scale import make_loss_scale
-from megatron_fsdp.train.engines.microbatches import MicrobatchModel
-from megatron_fsdp.train.engines.optimizers import build_optimizer
-from megatron_fsdp.train.engines.stepping import Place
+from megatron_fsdp.train.engines.trained import MicrobatchModel, Place, build_optimizer
 from megatron_fsdp.train.launch.ranks import Rank
-from megatron_fsdp.train.models.decoder import Block, Decoder
+from megatron_fsdp.train.models.build import build_decoder
+from megatron_fsdp.train.models.decoder import Block
 from megatron_fsdp.train.options.job import Job
 
 MESH_DIM = "dp"
 
 
 class ShardedModel(MicrobatchModel):
-    """A model of this package's engine; see `Trained`."""
+    """A model of this package's engine."""
 
     model: DistributedDataParallel
 
     def __init__(self, job: Job, place: Place, model: DistributedDataParallel) -> None:
-        """Take a wrapped model.
-
-        Args:
-            job: How it is trained.
-            place: Of this rank.
-            model: With its weights.
-        """
-        training = job.options.training
-        super().__init__(place, make_loss_scale(training.fp16, training.initial_loss_scale))
-        self.model = model
-        self.optimizer = DistributedOptimizer(build_optimizer(model, job.options.optimizer), model)
-        self._sums = training.calculate_per_token_loss
+        """Take a wrapped model with its weights."""
+        optimizer = DistributedOptimizer(build_optimizer(model, job.options.optimizer), model)
+        super().__init__(job, place, model, optimizer)
+        self.inside = model
+        self._sums = job.options.training.calculate_per_token_loss
         self._defers = model.resolved.strategy <= ShardingStrategy.optim
-
-    @property
-    def inside(self) -> DistributedDataParallel:
-        """See `Trained`."""
-        return self.model
 
     def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
         """Gradients of strategies without sharded gradients are reduced once."""
         return self.model.no_sync() if self._defers and not is_last else contextlib.nullcontext()
 
-    def _gradient_factor(self) -> float:
+    def _gradient_divisor(self) -> float:
         """The engine averages over ranks, unless it was told to sum; the loss of a step is a sum."""
-        return 1.0 if self._sums else float(self.data_size * self._place.cut.size)
+        return 1.0 if self._sums else super()._gradient_divisor()
 
     def _scale_gradients(self, factor: float) -> None:
         self.model.scale_gradients(factor)
@@ -70,10 +56,9 @@ def wrap(
     mesh: DeviceMesh,
     dim: str,
     *,
-    units: Sequence[type[nn.Module]] | None,
-    tp_dim: str | None = None,
-    expert_mesh: DeviceMesh | None = None,
+    units: Sequence[type[nn.Module]] | None = None,
     init_meta: bool | str = False,
+    **cuts: Any,
 ) -> DistributedDataParallel:
     """Shard a model as the configuration of a job says.
 
@@ -83,36 +68,33 @@ def wrap(
         mesh: Of ranks.
         dim: Data-parallel dimension of the mesh.
         units: Classes of the modules to gather together, with units; None: what the model declares.
-        tp_dim: Tensor-parallel dimension.
-        expert_mesh: Of experts, where each rank has other ones.
         init_meta: As `init_model_with_meta_device` of `fully_shard_model`.
+        cuts: `tp_dim` and `expt_device_mesh` of `DistributedDataParallel`.
     """
-    has_units: dict[str, Any] = {}
     if job.engine == "megatron_fsdp" and units is not None:
-        has_units["fsdp_unit_modules"] = list(units)
+        cuts["fsdp_unit_modules"] = list(units)
     return DistributedDataParallel(
         job.ddp,
         model,
         mesh,
         dp_dim=dim,
-        tp_dim=tp_dim,
-        expt_device_mesh=expert_mesh,
         calculate_per_token_loss=job.options.training.calculate_per_token_loss,
         init_model_with_meta_device=init_meta,
-        **has_units,
+        **cuts,
     )
 
 
-def shard_decoder(job: Job, rank: Rank, decoder: Decoder) -> ShardedModel:
+def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:
     """Shard the decoder of this package, data-parallel over all ranks.
 
     Args:
         job: How.
         rank: This process.
-        decoder: The same on every rank, on its device; on the meta device where the job says so.
+        vocab_size: Token ids of the data.
     """
+    decoder = build_decoder(job, vocab_size, rank.device)
     torch.manual_seed(job.options.training.seed)  # from here, what is on the meta device is drawn
     mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(MESH_DIM,))
     init_meta = job.options.parallel.init_model_with_meta_device
     model = wrap(job, decoder, mesh, MESH_DIM, units=[Block], init_meta=init_meta)
-    return ShardedModel(job, Place(rank.device, rank.index, rank.count, decoder.shape.vocab_size), model)
+    return ShardedModel(job, Place(rank.device, rank.index, rank.count), model)

@@ -1,47 +1,185 @@
-"""What the training loop asks of a model that is sharded and of its optimizer, whichever engine shards it."""
+"""A sharded model and its optimizer as the training loop sees them, whichever engine shards them.
+
+`Trained` has what every engine does between backward and the next forward: unscale, clip, step or skip.
+`MicrobatchModel` adds forward and backward one microbatch at a time; pipelines have their own (`pipeline.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.train.data.batches import Batch
-from megatron_fsdp.train.engines.loss_scale import LossScale
+from megatron_fsdp.train.models.decoder import split_for_decay
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.training import OptimizerOptions
+
+Call = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
+"""From a model, token ids [samples, length] and their positions (None: from 0) to logits."""
+
+GROWTH_INTERVAL = 1000
+"""Steps without overflow after which the scale of the loss is doubled; Megatron-LM's `--loss-scale-window`."""
 
 
-class Trained(Protocol):
-    """A model over ranks and its optimizer. Every method is called by all ranks together.
+def call_decoder(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the logits of this package's decoder, [samples, length, vocabulary]; its positions are always from 0."""
+    assert positions is None
+    logits: Tensor = model(tokens)
+    return logits
+
+
+def call_transformers(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the logits of a causal language model of transformers, [samples, length, vocabulary]."""
+    where = {} if positions is None else {"position_ids": positions}
+    logits: Tensor = model(input_ids=tokens, use_cache=False, **where).logits
+    return logits
+
+
+@dataclass
+class LossScale:
+    """What the loss is multiplied by in float16, so that small gradients do not vanish (Micikevicius 2018).
+
+    It is halved by an overflow, and doubled after `GROWTH_INTERVAL` steps without one. `torch.amp.GradScaler` looks for
+    infinity in the gradients of each rank and optimizer; here all ranks know the norm of all gradients anyway, so
+    nothing is looked for twice, and every engine, pipelines included, is scaled alike.
 
     Attributes:
-        optimizer: Of the model's parameters; its groups take the learning rate.
-        device: Where this rank computes.
-        data_index: Which data-parallel rank this is; ranks that share it (tensor, pipeline, context) get equal batches.
-        data_size: Data-parallel ranks.
-        vocab_size: Token ids that the model knows, rounding up included.
-        scale: Of the loss, in float16; None in other dtypes. Part of a checkpoint.
+        value: The scale; 1 or more.
+        good_steps: Steps since it last changed.
     """
 
-    optimizer: torch.optim.Optimizer
+    value: float
+    good_steps: int = 0
+
+    def has_overflowed(self, loss: float, grad_norm: float) -> bool:
+        """Tell whether a step failed through the scale alone; loss (not scaled) and norm are those of all ranks."""
+        return math.isfinite(loss) and not math.isfinite(grad_norm) and self.value > 1.0
+
+    def grow(self) -> None:
+        """Note a step that was taken."""
+        self.good_steps += 1
+        if self.good_steps == GROWTH_INTERVAL:
+            self.value, self.good_steps = self.value * 2.0, 0
+
+    def shrink(self) -> None:
+        """Note a step that was not."""
+        self.value, self.good_steps = max(1.0, self.value / 2.0), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what a checkpoint has."""
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+
+
+@dataclass(frozen=True)
+class ContextCut:
+    """How a microbatch is cut along its sequences over context-parallel ranks, and put together again.
+
+    Attributes:
+        mesh: One dimension, of the ranks that share sequences; None: this rank is alone, and nothing is cut.
+    """
+
+    mesh: DeviceMesh | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def index(self) -> int:
+        """Which of them this rank is."""
+        return 0 if self.mesh is None else int(self.mesh.get_local_rank())
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of [samples, length]; ranks were given the same."""
+        if self.mesh is None:
+            return whole
+        from megatron_fsdp.automodel.context_parallel.layout import SequenceLayout  # imports transformers
+
+        return SequenceLayout(self.size).cut(whole, self.index, 1)
+
+    def positions(self, samples: int, length: int, device: torch.device) -> Tensor | None:
+        """Return positions in the whole sequence, [samples, length / ranks]; None where the model counts by itself."""
+        if self.mesh is None:
+            return None
+        return self.take(torch.arange(length, device=device).expand(samples, length)).contiguous()
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return the whole of [samples, length / ranks], on every rank."""
+        if self.mesh is None:
+            return part
+        from megatron_fsdp.automodel import unshard_sequence  # imports transformers
+
+        return unshard_sequence(part, self.mesh)
+
+    def add_up(self, share: Tensor) -> Tensor:
+        """Return the sum over the ranks of a number, on every rank."""
+        if self.mesh is not None:
+            dist.all_reduce(share, group=self.mesh.get_group())
+        return share
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank lies, and how its model is called.
+
+    Attributes:
+        device: Where it computes.
+        data_index: Which data-parallel rank it is.
+        data_size: Data-parallel ranks.
+        call: From token ids to logits.
+        cut: Over context-parallel ranks.
+    """
+
     device: torch.device
     data_index: int
     data_size: int
-    vocab_size: int
-    scale: LossScale | None
+    call: Call = call_decoder
+    cut: ContextCut = field(default_factory=ContextCut)
 
-    @property
-    def model(self) -> nn.Module:
-        """What checkpoints and `describe` take."""
 
-    @property
-    def inside(self) -> DistributedDataParallel | None:
-        """The wrapper of this package, which knows memory, traffic and phases; None with another engine."""
+class Trained(ABC):
+    """A model over ranks and its optimizer. Every method is called by all ranks together.
 
+    Attributes:
+        model: What checkpoints and `describe` take.
+        optimizer: Of the model's parameters; its groups take the learning rate.
+        inside: The wrapper of this package, which knows memory, traffic and phases; None with another engine.
+        device: Where this rank computes.
+        data_index: Which data-parallel rank this is; ranks that share it (tensor, pipeline, context) get equal batches.
+        data_size: Data-parallel ranks.
+        scale: Of the loss, in float16; None in other dtypes, whose range is that of float32. Part of a checkpoint.
+    """
+
+    inside: DistributedDataParallel | None = None
+
+    def __init__(self, job: Job, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take a sharded model with its weights, and its optimizer."""
+        training = job.options.training
+        self.model, self.optimizer = model, optimizer
+        self.device, self.data_index, self.data_size = place.device, place.data_index, place.data_size
+        self.scale = LossScale(max(1.0, training.initial_loss_scale)) if training.fp16 else None
+        self._place = place
+
+    @abstractmethod
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
-        """Forward and backward of all microbatches of a step, and the reduction of gradients.
+        """Run forward and backward of all microbatches of a step, and reduce gradients.
 
         Args:
             batches: This rank's microbatches, on the CPU.
@@ -52,17 +190,145 @@ class Trained(Protocol):
             This rank's share of the loss, float32, no gradient; shares of data-parallel ranks add up to the loss.
         """
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
-
-    def update(self) -> None:
-        """Step the optimizer and drop the gradients; the scale of the loss may grow."""
-
-    def skip(self) -> None:
-        """Drop the gradients; the scale of the loss shrinks."""
-
+    @abstractmethod
     def token_losses(self, batch: Batch) -> Tensor:
         """Return [samples, length] float32 losses without gradients, the same on ranks that share the batch."""
 
+    @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return [1, length, vocabulary] for token ids [1, length], without gradients; None where it cannot."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
+        if self.scale is not None and self.scale.value != 1.0:
+            self._scale_gradients(1.0 / self.scale.value)
+        return self._clip(max_norm if max_norm > 0 else float("inf"))
+
+    def update(self) -> None:
+        """Step the optimizer and drop the gradients; the scale of the loss may grow."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scale is not None:
+            self.scale.grow()
+
+    def skip(self) -> None:
+        """Drop the gradients; the scale of the loss shrinks."""
+        self.optimizer.zero_grad()
+        if self.scale is not None:
+            self.scale.shrink()
+
+    @property
+    def _loss_weight(self) -> float:
+        """What the loss is multiplied by before backward, so that gradients are those of the sum over ranks, scaled."""
+        return self._gradient_divisor() * (1.0 if self.scale is None else self.scale.value)
+
+    def _gradient_divisor(self) -> float:
+        """What the engine divides the sum of gradients over ranks by: most average."""
+        return float(self.data_size * self._place.cut.size)
+
+    @abstractmethod
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+
+    @abstractmethod
+    def _clip(self, max_norm: float) -> Tensor:
+        """Clip and measure all gradients."""
+
+
+class MicrobatchModel(Trained):
+    """A model over ranks that takes one microbatch at a time."""
+
+    @abstractmethod
+    def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a microbatch."""
+
+    def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
+        """See `Trained`."""
+        weight = self._loss_weight
+        total = torch.zeros((), device=self.device)
+        for i, (batch, factor) in enumerate(zip(batches, factors, strict=True)):
+            seed_dropout(batch, self._place.cut.index)
+            with self._microbatch(i == len(batches) - 1):
+                part = self._place.cut.take(to_device(factor, self.device))
+                loss = (self._losses(batch) * part).sum()
+                (loss * weight).backward()
+            total += loss.detach()
+        return self._place.cut.add_up(total)
+
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        """See `Trained`."""
+        return self._place.cut.join(self._losses(batch))
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """See `Trained`; context-parallel ranks have no whole logits."""
+        if self._place.cut.size > 1:
+            return None
+        return self._place.call(self.model, tokens.to(self.device), None)
+
+    def _losses(self, batch: Batch) -> Tensor:
+        """Loss of each token that this rank has, [samples, length / context-parallel ranks]."""
+        place = self._place
+        samples, length = batch.inputs.shape
+        positions = place.cut.positions(samples, length, self.device)
+        logits = place.call(self.model, place.cut.take(to_device(batch.inputs, self.device)), positions)
+        return token_losses(logits, place.cut.take(to_device(batch.targets, self.device)))
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each token in float32, [samples, length].
+
+    Args:
+        logits: [samples, length, vocabulary] of any dtype.
+        targets: [samples, length] token ids.
+    """
+    losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return losses.view_as(targets)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of a batch to where the model computes; out of pinned memory, beside what the host does."""
+    return tensor.to(device, non_blocking=True)
+
+
+def seed_dropout(batch: Batch, part: int = 0) -> None:
+    """Let what is dropped in the next forward follow from the batch, whatever was drawn before, here or elsewhere.
+
+    Tensor-parallel ranks have the same batch, and have to drop the same.
+
+    Args:
+        batch: What is computed next.
+        part: Which part of it, where ranks compute different parts; these drop independently.
+    """
+    torch.manual_seed(batch.dropout_seed + part)  # accelerators too
+
+
+def build_optimizer(
+    model: nn.Module, options: OptimizerOptions, *, undecayed: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    """Return AdamW or SGD, with groups with weight decay (matrices) and without (norms, biases, embeddings).
+
+    Args:
+        model: Whose parameters are updated.
+        options: Which optimizer, and how.
+        undecayed: Further names without weight decay, such as a head that is a copy of the embeddings.
+    """
+    parameters = dict(model.named_parameters())
+    decay, keep = split_for_decay(model)
+    groups = _groups([parameters[name] for name in decay if name not in undecayed], options.weight_decay)
+    groups += _groups([parameters[name] for name in [*keep, *(n for n in decay if n in undecayed)]], 0.0)
+    rate = 0.0 if options.lr is None else options.lr
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=options.sgd_momentum)
+    betas = (options.adam_beta1, options.adam_beta2)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=options.adam_eps, fused=True)
+
+
+def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """One group per mesh, since fused steps do not mix meshes; experts lie on one of their own."""
+    by_mesh: dict[Hashable, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
+    return [{"params": found, "weight_decay": weight_decay} for found in by_mesh.values()]

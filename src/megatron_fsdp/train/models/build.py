@@ -1,18 +1,25 @@
-"""The decoder of this package for the options of a run."""
+"""From the options of a run to a model: this package's decoder or a configuration of transformers, and its cost."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.plan.experts_stand_in import balanced_experts
+from megatron_fsdp.plan.models import build_from_config, read_config
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape, recompute
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.model import ModelOptions
-
-
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """Round the size of a vocabulary up, as `--make-vocab-size-divisible-by` says."""
-    return -(-vocab_size // multiple) * multiple
+from megatron_fsdp.train.options.model_checks import uses_transformers
 
 
 def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:
@@ -25,13 +32,13 @@ def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:
     Raises:
         ConfigurationError: A size is missing, or sizes do not fit each other.
     """
-    num_layers, dim, num_heads = required_sizes(options)
+    num_layers, dim, num_heads = _required_sizes(options)
     positions = options.max_position_embeddings or options.seq_length or 0
     is_learned = options.position_embedding_type == "learned_absolute"
     if is_learned and positions == 0:
         raise ConfigurationError("--seq-length or --max-position-embeddings is missing: learned positions need one")
     return ModelShape(
-        vocab_size=padded_vocab_size(vocab_size, options.make_vocab_size_divisible_by),
+        vocab_size=_padded(vocab_size, options),
         num_layers=num_layers,
         dim=dim,
         num_heads=num_heads,
@@ -50,23 +57,6 @@ def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:
     )
 
 
-def required_sizes(options: ModelOptions) -> tuple[int, int, int]:
-    """Layers, width and heads.
-
-    Raises:
-        ConfigurationError: One is missing.
-    """
-    sizes = (options.num_layers, options.hidden_size, options.num_attention_heads)
-    flags = ("--num-layers", "--hidden-size", "--num-attention-heads")
-    missing = [flag for flag, size in zip(flags, sizes, strict=True) if size is None]
-    if missing:
-        raise ConfigurationError(
-            f"{', '.join(missing)} missing: give the shape of the model, a --preset, --hf-config or --hf-model"
-        )
-    num_layers, dim, num_heads = (size or 0 for size in sizes)
-    return num_layers, dim, num_heads
-
-
 def build_decoder(job: Job, vocab_size: int, device: torch.device) -> Decoder:
     """Return the decoder, the same on every rank, in the dtype of its weights; on meta where the job says so."""
     training = job.options.training
@@ -78,3 +68,154 @@ def build_decoder(job: Job, vocab_size: int, device: torch.device) -> Decoder:
     if training.recompute_granularity is not None:
         recompute(decoder, training.recompute_granularity, training.recompute_num_layers)
     return decoder
+
+
+def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
+    """Return the configuration of a transformers model: that of a file or folder, or one with the shape of the options.
+
+    A shape becomes Llama, with experts Mixtral; with normalised queries and keys Qwen3, with experts Qwen3-MoE.
+
+    Args:
+        options: About the model; `check_model` has seen them.
+        vocab_size: Token ids of the data; rounded up where the shape comes from options.
+
+    Raises:
+        ConfigurationError: There is no such file, it is no configuration, or a size is missing.
+    """
+    source = options.hf_model or options.hf_config
+    if source is None:
+        return _config_of_shape(options, vocab_size)
+    if not source.exists():
+        flag = "--hf-model" if options.hf_model is not None else "--hf-config"
+        raise ConfigurationError(f"{flag} {source} does not exist: give a local folder or file of transformers")
+    return read_config(source)
+
+
+def check_fits(config: Any, vocab_size: int, seq_length: int) -> None:
+    """Check the data against a model of transformers.
+
+    Args:
+        config: Of the model.
+        vocab_size: Token ids of the data.
+        seq_length: Tokens of a sample.
+
+    Raises:
+        ConfigurationError: The data has ids that it does not know, or samples have more tokens than it has positions.
+    """
+    text = config.get_text_config()
+    if vocab_size > text.vocab_size:
+        raise ConfigurationError(
+            f"the data has {vocab_size} token ids and the model knows {text.vocab_size}: tokenise with the model's "
+            "own tokenizer (--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER)"
+        )
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and seq_length > limit:
+        raise ConfigurationError(
+            f"--seq-length {seq_length} is more than the {limit} positions of the model: give less"
+        )
+
+
+def model_flops(job: Job, vocab_size: int) -> float:
+    """Return what a sample of a run costs, in operations; NaN for a model that cannot be computed without values.
+
+    Experts count as if every one got as many tokens as any other, and no token more experts than its router chooses.
+
+    Args:
+        job: The run.
+        vocab_size: Token ids of the data.
+    """
+    if not uses_transformers(job.options.model):
+        with torch.device("meta"):
+            return float(_sample_flops(Decoder(model_shape(job.options.model, vocab_size)), job.seq_length))
+    config = transformers_config(job.options.model, vocab_size)
+    model = build_from_config(config, torch.bfloat16).to(torch.bfloat16)  # what grouped products take on meta
+    try:
+        with balanced_experts(model):
+            return float(_sample_flops(model, job.seq_length))
+    except (RuntimeError, NotImplementedError, ConfigurationError):  # its forward asks for values
+        return math.nan
+
+
+def _sample_flops(model: nn.Module, length: int) -> int:
+    """Count the operations of matrix products and attention in forward, loss and backward of one sample.
+
+    A multiply-add is two; causal attention counts as if every position saw every other, and nothing that is
+    recomputed counts, as in "model FLOPs utilization" (Chowdhery et al. 2022, PaLM, appendix B). Attention is counted
+    as its plain products, whichever kernel the run uses. The model is on the meta device.
+    """
+    tokens = torch.zeros((1, length), dtype=torch.int64, device="meta")
+    grouped = {torch.ops.aten._grouped_mm: _grouped_flops}  # torch's counter has no formula for products of experts
+    with FlopCounterMode(display=False, custom_mapping=grouped) as counter, sdpa_kernel(SDPBackend.MATH):
+        result: Any = model(tokens)
+        logits: Tensor = getattr(result, "logits", result)
+        functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    return int(counter.get_total_flops())
+
+
+def _grouped_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of rows by the matrices of their experts, or of the gradients of these; by shapes."""
+    return 2 * left[-2] * left[-1] * right[-1]
+
+
+def _padded(vocab_size: int, options: ModelOptions) -> int:
+    """The size of a vocabulary, rounded up as `--make-vocab-size-divisible-by` says."""
+    multiple = options.make_vocab_size_divisible_by
+    return -(-vocab_size // multiple) * multiple
+
+
+def _required_sizes(options: ModelOptions) -> tuple[int, int, int]:
+    """Layers, width and heads."""
+    sizes = (options.num_layers, options.hidden_size, options.num_attention_heads)
+    flags = ("--num-layers", "--hidden-size", "--num-attention-heads")
+    missing = [flag for flag, size in zip(flags, sizes, strict=True) if size is None]
+    if missing:
+        raise ConfigurationError(
+            f"{', '.join(missing)} missing: give the shape of the model, a --preset, --hf-config or --hf-model"
+        )
+    num_layers, dim, num_heads = (size or 0 for size in sizes)
+    return num_layers, dim, num_heads
+
+
+def _config_of_shape(options: ModelOptions, vocab_size: int) -> Any:
+    transformers: Any = require("transformers", "--transformer-impl transformers")
+    num_layers, dim, num_heads = _required_sizes(options)
+    if options.kv_channels is None and dim % num_heads:
+        raise ConfigurationError(
+            f"--hidden-size {dim} with --num-attention-heads {num_heads} is not possible: give a multiple, or "
+            "--kv-channels"
+        )
+    inner = options.ffn_hidden_size or 4 * dim
+    shape: dict[str, Any] = {
+        "vocab_size": _padded(vocab_size, options),
+        "num_hidden_layers": num_layers,
+        "hidden_size": dim,
+        "intermediate_size": inner,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": options.num_query_groups or num_heads,
+        "head_dim": options.kv_channels or dim // num_heads,
+        "max_position_embeddings": options.max_position_embeddings or options.seq_length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": options.rotary_base},
+        "rms_norm_eps": options.norm_epsilon,
+        "initializer_range": options.init_method_std,
+        "tie_word_embeddings": not options.untie_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if options.num_experts is None:
+        if options.qk_layernorm:
+            return transformers.Qwen3Config(**shape)
+        return transformers.LlamaConfig(
+            **shape, attention_bias=options.add_bias_linear, mlp_bias=options.add_bias_linear
+        )
+    expert, chosen = options.moe_ffn_hidden_size or inner, options.moe_router_topk
+    if options.qk_layernorm:
+        return transformers.Qwen3MoeConfig(
+            **shape,
+            num_experts=options.num_experts,
+            num_experts_per_tok=chosen,
+            moe_intermediate_size=expert,
+            norm_topk_prob=True,
+        )
+    shape["intermediate_size"] = expert
+    return transformers.MixtralConfig(**shape, num_local_experts=options.num_experts, num_experts_per_tok=chosen)

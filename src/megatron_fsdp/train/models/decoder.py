@@ -15,9 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.errors import ConfigurationError
 
-ROTARY_BASE = 10_000.0
-INIT_STD = 0.02
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -53,14 +50,14 @@ class ModelShape:
     num_query_groups: int | None = None
     kv_channels: int | None = None
     learned_positions: int = 0
-    rotary_base: float = ROTARY_BASE
+    rotary_base: float = 10_000.0
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     norm_epsilon: float = 1e-5
     normalizes_query_key: bool = True
     is_gated: bool = True
     has_bias: bool = False
     ties_embeddings: bool = False
-    init_std: float = INIT_STD
+    init_std: float = 0.02
 
     def __post_init__(self) -> None:
         if self.kv_channels is None and self.dim % self.num_heads != 0:
@@ -89,24 +86,6 @@ class ModelShape:
         """Heads of keys and values."""
         return self.num_query_groups or self.num_heads
 
-    @property
-    def parameter_numel(self) -> int:
-        """Parameters of the model: embeddings, head, last norm, and per block two projections, two matrices, norms."""
-        mixed = self.num_heads * self.head_dim
-        block = self._linear_numel(self.dim, mixed + 2 * self.groups * self.head_dim)
-        block += self._linear_numel(mixed, self.dim)
-        block += self._linear_numel(self.dim, self.hidden_dim * (2 if self.is_gated else 1))
-        block += self._linear_numel(self.hidden_dim, self.dim) + 2 * self._norm_numel(self.dim)
-        block += 2 * self._norm_numel(self.head_dim) if self.normalizes_query_key else 0
-        vectors = self.vocab_size * (1 if self.ties_embeddings else 2) + self.learned_positions
-        return vectors * self.dim + self.num_layers * block + self._norm_numel(self.dim)
-
-    def _linear_numel(self, inputs: int, outputs: int) -> int:
-        return inputs * outputs + (outputs if self.has_bias else 0)
-
-    def _norm_numel(self, width: int) -> int:
-        return width * (2 if self.normalization == "LayerNorm" else 1)
-
     def norm(self, width: int) -> nn.Module:
         """Make a norm over the last dimension."""
         kind = nn.LayerNorm if self.normalization == "LayerNorm" else nn.RMSNorm
@@ -117,7 +96,7 @@ class ResidualLinear(nn.Linear):
     """A linear layer that writes into the residual stream; it begins smaller than others."""
 
 
-def rotate(x: Tensor, base: float = ROTARY_BASE) -> Tensor:
+def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
     """Apply rotary positions to `x` [batch, heads, length, head_dim]; position 0 is the first of the sequence."""
     length, half_dim = x.shape[-2], x.shape[-1] // 2
     frequency = base ** (-torch.arange(half_dim, device=x.device, dtype=torch.float32) / half_dim)

@@ -1,29 +1,42 @@
-"""The console, the header and the tables of a run. Only the first rank has a console that writes."""
+"""What a person sees of a run: header, progress and results. Only the first rank has a console that writes."""
+
+from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from megatron_fsdp.train.launch.streams import point_nowhere
-from megatron_fsdp.train.reporting.comparison import Row
+from megatron_fsdp.train.progress import Progress
+from megatron_fsdp.train.reporting.measure import Row
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 
 LIBRARY_LOGGER = "megatron_fsdp"
 PLAIN_WIDTH = 120
+PLAIN_LINES = 20  # where there is no terminal
+PACE_STEPS = 50  # the time left is reckoned from so many steps
+UNKNOWN = "-"
+_NAME_WIDTH, _VALUE_WIDTH = 14, 10  # three cells and the space between them fit into 80 columns
 
 
-def format_bytes(count: float) -> str:
-    """Return a number of bytes with a binary unit, such as `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+def make_console(*, is_first: bool) -> Console:
+    """Return a console for this rank; those of other ranks swallow everything."""
+    console = _Console(quiet=not is_first, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    return console
 
 
 class _Console(Console):
@@ -94,14 +107,6 @@ def print_message(console: Console, text: str) -> None:
     console.print(Text(text), soft_wrap=not console.is_terminal)
 
 
-def make_console(*, is_first: bool) -> Console:
-    """Return a console for this rank; those of other ranks swallow everything."""
-    console = _Console(quiet=not is_first, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, PLAIN_WIDTH)
-    return console
-
-
 class _ConsoleHandler(logging.Handler):
     """Prints log messages above the progress bar."""
 
@@ -147,9 +152,181 @@ def show_comparison(console: Console, rows: Sequence[Row]) -> None:
     for name in ("measured", "formula", "ratio"):
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
-        table.add_row(row.what, _format(row.measured, row.unit), _format(row.formula, row.unit), f"{row.ratio:.3f}")
+        values = (format_bytes(v) if row.unit == "bytes" else f"{v:,}" for v in (row.measured, row.formula))
+        table.add_row(row.what, *values, f"{row.ratio:.3f}")
     console.print(table)
 
 
-def _format(value: int, unit: str) -> str:
-    return format_bytes(value) if unit == "bytes" else f"{value:,}"
+class ConsoleWatcher:
+    """Shows progress while a run goes on: a live picture on a terminal, a few lines elsewhere; see `Watcher`."""
+
+    def __init__(self, console: Console, total_steps: int, limit_s: float = math.inf) -> None:
+        """Prepare a picture; `with` shows it and leaves it as it stands.
+
+        Args:
+            console: Of the first rank; those of others are quiet.
+            total_steps: Steps of the whole run.
+            limit_s: Seconds of training after which the run ends in any case.
+        """
+        self._console = console
+        self._total_steps, self._limit_s = total_steps, limit_s
+        self._pace: deque[float] = deque(maxlen=PACE_STEPS)
+        self._facts: Facts | None = None
+        self._steps = 0
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+        self._next_line = 1
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self.picture)
+
+    def __enter__(self) -> ConsoleWatcher:
+        """Show the picture."""
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Leave it as it stands."""
+        self._live.stop()
+
+    def start(self, progress: Progress) -> None:
+        """See `Watcher`."""
+        self._steps = progress.steps
+
+    def on_steps(self, records: Sequence[StepRecord]) -> None:
+        """Show the last of these steps."""
+        last, before = averaged(records), self._facts
+        self._pace.extend(record.step_s for record in records)
+        shares = [record.exposed_share for record in records if not math.isnan(record.exposed_share)]
+        share = shares[-1] if shares else math.nan if before is None else before.exposed_share
+        self._facts = Facts(last, None if before is None else before.evaluation, share, self._left_s(last))
+        self._steps = last.step
+        if not self._is_live and (last.step >= self._next_line or last.step == self._total_steps):
+            every = -(-self._total_steps // PLAIN_LINES)
+            self._next_line = (last.step // every + 1) * every
+            self._console.print(self._facts.line(self._total_steps), soft_wrap=True)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Show a held-out loss; without a terminal, in the next line, and the last one by itself."""
+        if self._facts is not None:
+            self._facts = replace(self._facts, evaluation=evaluation)
+        if not self._is_live and evaluation.step == self._total_steps:
+            self._console.print(f"step {evaluation.step:>5}/{self._total_steps}  held-out loss {evaluation.loss:.3f}")
+
+    def say(self, text: str) -> None:
+        """Print lines above the picture."""
+        print_message(self._console, printable(text))
+
+    def picture(self) -> Group:
+        """Return what a terminal shows now."""
+        done, total = self._steps, self._total_steps
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        left = "first step ..." if self._facts is None else f"{duration(self._facts.left_s)} left"
+        bar.add_row(f"step {done:,}/{total:,}", ProgressBar(total, done), f"{100 * done // total}%  {left}")
+        if self._facts is None:
+            return Group(bar)
+        cells = self._facts.cells()
+        if self._console.width < _NAME_WIDTH + _VALUE_WIDTH:
+            return Group(bar, *(Text(f"{name} {value}", overflow="fold") for name, value in cells))
+        return Group(bar, Columns([_cell(*cell) for cell in cells], padding=(0, 2)))
+
+    def _left_s(self, last: StepRecord) -> float:
+        """By the pace of the last steps; the limit ends the run earlier."""
+        by_steps = math.fsum(self._pace) / len(self._pace) * (self._total_steps - last.step)
+        return max(0.0, min(by_steps, self._limit_s - last.elapsed_s))
+
+
+def _cell(name: str, value: str) -> Text:
+    return Text.assemble((f"{name:<{_NAME_WIDTH}}", "dim"), (f"{value:>{_VALUE_WIDTH}}", "bold"), no_wrap=True)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known when the display is updated.
+
+    Attributes:
+        record: The last step, with the speeds of all steps since the last update.
+        evaluation: The last held-out loss, if there is one.
+        exposed_share: Exposed communication as it was measured last; NaN: never.
+        left_s: Seconds that the rest of the training will take.
+    """
+
+    record: StepRecord
+    evaluation: Evaluation | None
+    exposed_share: float
+    left_s: float
+
+    def cells(self) -> list[tuple[str, str]]:
+        """Return names and values for a terminal."""
+        record, evaluation = self.record, self.evaluation
+        return [
+            ("loss", f"{record.loss:.3f}"),
+            ("held-out loss", UNKNOWN if evaluation is None else f"{evaluation.loss:.3f}"),
+            ("grad norm", f"{record.grad_norm:.2f}"),
+            ("tokens/s", f"{record.tokens_per_s:,.0f}"),
+            ("TFLOP/s/rank", short_number(record.tflops)),
+            ("MFU", percent(record.mfu)),
+            ("step", f"{record.step_s * 1000:,.0f} ms"),
+            ("exposed comm", percent(self.exposed_share)),
+            ("memory peak", format_bytes(record.peak_bytes)),
+            ("learning rate", f"{record.learning_rate:.2e}"),
+            ("skipped steps", f"{record.skipped}"),
+        ]
+
+    def line(self, total_steps: int) -> str:
+        """Return one line of all figures."""
+        record, evaluation = self.record, self.evaluation
+        held_out = "" if evaluation is None else f"held-out {evaluation.loss:.3f}  "
+        return (
+            f"step {record.step:>5}/{total_steps}  loss {record.loss:.3f}  {held_out}grad norm {record.grad_norm:.2f}  "
+            f"{record.tokens_per_s:,.0f} tokens/s  {short_number(record.tflops)} TFLOP/s  MFU {percent(record.mfu)}  "
+            f"exposed {percent(self.exposed_share)}  skipped {record.skipped}  peak {format_bytes(record.peak_bytes)}  "
+            f"{duration(self.left_s)} left"
+        )
+
+
+def averaged(records: Sequence[StepRecord]) -> StepRecord:
+    """Return the last of one or more records with the speeds of all of them together."""
+    total_s = math.fsum(record.step_s for record in records)
+
+    def mean(name: str) -> float:
+        return math.fsum(getattr(record, name) * record.step_s for record in records) / total_s
+
+    return replace(
+        records[-1],
+        step_s=total_s / len(records),
+        tokens_per_s=mean("tokens_per_s"),
+        tflops=mean("tflops"),
+        mfu=mean("mfu"),
+    )
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with a binary unit, such as `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def short_number(value: float) -> str:
+    """Return three digits of a number that is not negative, or a dash for NaN."""
+    if math.isnan(value):
+        return UNKNOWN
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage, or a dash for NaN."""
+    return UNKNOWN if math.isnan(share) else f"{100 * share:.1f}%"
+
+
+def duration(seconds: float) -> str:
+    """Return hours, minutes and seconds, such as `1:02:03` or `4:05`; a dash for NaN."""
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

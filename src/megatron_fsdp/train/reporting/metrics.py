@@ -1,10 +1,10 @@
-"""What a run measures, and how it stands in a line of JSON. Pure."""
+"""What a run measures of its steps, and how it stands in a line of JSON. Pure."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,6 +73,35 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
 
+@dataclass(frozen=True)
+class Speed:
+    """What a step does and what the hardware could, for speeds from the time of a step.
+
+    Attributes:
+        tokens: Of all ranks in one optimizer step, without those that only fill up.
+        flops: Operations that these tokens take, forward and backward, over all ranks; NaN: not known.
+        ranks: All ranks, whatever they cut.
+        peak_tflops: What one rank could do, in 10^12 operations per second; NaN: not known.
+    """
+
+    tokens: int
+    flops: float = math.nan
+    ranks: int = 1
+    peak_tflops: float = math.nan
+
+    def tokens_per_s(self, step_s: float) -> float:
+        """Return tokens of all ranks per second, for a step of so many seconds."""
+        return self.tokens / step_s
+
+    def tflops(self, step_s: float) -> float:
+        """Return 10^12 operations per second and rank; NaN: not known."""
+        return self.flops / step_s / self.ranks / 1e12
+
+    def mfu(self, step_s: float) -> float:
+        """Return model FLOPs utilization (Chowdhery et al. 2022, PaLM), the share of the peak; NaN: not known."""
+        return self.tflops(step_s) / self.peak_tflops
+
+
 Measured = TypeVar("Measured", StepRecord, Evaluation)
 
 
@@ -99,19 +128,14 @@ def from_line(line: str, cls: type[Measured]) -> Measured | None:
 
 def read_lines(path: Path, cls: type[Measured]) -> list[Measured]:
     """Read a file of such lines, as far as they are whole; empty where there is no file."""
-    return [] if not path.exists() else list(_whole(path.read_text(encoding="utf-8", errors="replace"), cls))
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    found = [from_line(line, cls) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [measured for measured in found if measured is not None]
 
 
 def read_records(path: Path) -> list[StepRecord]:
     """Read the steps of a run, as far as they are whole."""
     return read_lines(path, StepRecord)
-
-
-def _whole(text: str, cls: type[Measured]) -> Iterator[Measured]:
-    for line in text.splitlines(keepends=True):
-        found = from_line(line, cls) if line.endswith("\n") else None
-        if found is not None:
-            yield found
 
 
 def _plain(value: Any) -> Any:

@@ -1,19 +1,46 @@
-"""Keeps what a run measured, has it written down as it comes, and passes it on to the display."""
+"""What a run leaves in its folder: what was applied, what it measured step by step, and the curves as pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
 
+import torch
+
+from megatron_fsdp.config.ddp_config_flags import off_flag_of
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, resolve_precision
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.package_info import __version__
+from megatron_fsdp.train.data.preparation import TokenData
+from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Watcher
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.options import DDP_FIELDS, OPTIONS, SECTIONS, Options, flag_for
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, read_lines
-from megatron_fsdp.train.reporting.writers.json_lines import EVALUATIONS_FILE, METRICS_FILE
-from megatron_fsdp.train.reporting.writers.writer import Writer
+from megatron_fsdp.train.reporting.measure import Peak
+from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord, read_lines
+from megatron_fsdp.train.reporting.writers import EVALUATIONS_FILE, METRICS_FILE, Writer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+APPLIED_FILE = "applied.json"
+LOSS_FILE = "loss.png"
+THROUGHPUT_FILE = "throughput.png"
+MEMORY_FILE = "memory.png"
+SMOOTHING = 0.9
+_PRESET = "preset "
+_SIZE_IN, _DPI = (8.0, 4.5), 150
+_FIRST, _SECOND = "tab:blue", "tab:red"
 
 
 class Recorder:
-    """A watcher that remembers; on the first rank it also writes."""
+    """A watcher that keeps what a run measured and passes it on; on the first rank it also has it written."""
 
     def __init__(self, display: Watcher, folder: Path | None, writers: Sequence[Writer] = ()) -> None:
         """Make a watcher.
@@ -25,40 +52,36 @@ class Recorder:
         """
         self.records: list[StepRecord] = []
         self.evaluations: list[Evaluation] = []
-        self._display = display
-        self._folder = folder
-        self._writers = writers
+        self._display, self._folder, self._writers = display, folder, writers
+        self._everyone: tuple[Writer | Watcher, ...] = (*writers, display)
 
     def start(self, progress: Progress) -> None:
         """Begin, or go on: steps after these happen again, and are forgotten."""
         if self._folder is not None:
-            self.records = [r for r in read_lines(self._folder / METRICS_FILE, StepRecord) if r.step <= progress.steps]
-            earlier = read_lines(self._folder / EVALUATIONS_FILE, Evaluation)
-            self.evaluations = [e for e in earlier if e.step <= progress.steps]
-        for writer in self._writers:
-            writer.start(progress)
-        self._display.start(progress)
+            steps = progress.steps
+            self.records = [r for r in read_lines(self._folder / METRICS_FILE, StepRecord) if r.step <= steps]
+            self.evaluations = [e for e in read_lines(self._folder / EVALUATIONS_FILE, Evaluation) if e.step <= steps]
+        for watcher in self._everyone:
+            watcher.start(progress)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Keep, write and show these steps."""
         self.records.extend(records)
-        for writer in self._writers:
-            writer.on_steps(records)
-        self._display.on_steps(records)
+        for watcher in self._everyone:
+            watcher.on_steps(records)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Keep, write and show a held-out loss."""
         self.evaluations.append(evaluation)
-        for writer in self._writers:
-            writer.on_evaluation(evaluation)
-        self._display.on_evaluation(evaluation)
+        for watcher in self._everyone:
+            watcher.on_evaluation(evaluation)
 
     def conclude(self, evaluation: Evaluation) -> None:
         """Keep the last held-out loss, of more samples than those on the way, in place of one after the same step."""
         self.evaluations = [*(e for e in self.evaluations if e.step != evaluation.step), evaluation]
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Whether this step is known and no held-out loss after it, as where the run was ended in between."""
+        """Tell whether this step is known and no held-out loss after it, as where the run was ended in between."""
         return any(r.step == step for r in self.records) and all(e.step != step for e in self.evaluations)
 
     def say(self, text: str) -> None:
@@ -69,3 +92,245 @@ class Recorder:
         """End the writers."""
         for writer in self._writers:
             writer.close()
+
+
+def applied(job: Job) -> dict[str, Any]:
+    """Return the whole run as plain values: every option with its value, who said it, and what was made of it."""
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "options": {name: _plain(_value_of(job.options, name)) for name in (*OPTIONS, *DDP_FIELDS)},
+        "origins": dict(job.options.origins),
+        "engine": job.engine,
+        "ddp": job.ddp.to_dict(),
+        "sizes": asdict(job.sizes),
+        "batch": {**asdict(job.batch), "microbatches": job.batch.microbatches, "filled": job.batch.filled},
+        "dtype": _word(job.dtype),
+        "schedule": asdict(job.schedule),
+        "train_iters": job.train_iters,
+        "seq_length": job.seq_length,
+        "notices": list(job.notices),
+    }
+
+
+def tracker_config(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what trackers are told of a run: all that `applied` says, in one level."""
+    flat = {name: value for name, value in found.items() if not isinstance(value, Mapping)}
+    flat.update(found["options"])
+    flat.update({f"{part}.{name}": value for part in ("sizes", "batch", "ddp") for name, value in found[part].items()})
+    return flat
+
+
+def applied_rows(
+    job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed, peak: Peak
+) -> list[tuple[str, str]]:
+    """Return what the header says, line by line.
+
+    Args:
+        job: The run.
+        rank: This process.
+        data: The tokens.
+        folder: Of results.
+        speed: What a step costs.
+        peak: What a rank could do.
+    """
+    flops = "" if math.isnan(speed.flops) else f" and {speed.flops / 1e12:.3g} TFLOP"
+    known = "" if math.isnan(peak.tflops) else f"{peak.tflops:.3g} TFLOP/s per rank, "
+    said = [(origin, words) for origin, words in _said(job.options).items() if not origin.startswith(_PRESET)]
+    return [
+        ("engine", engine_words(job)),
+        ("ranks", f"{rank.count} on {rank.device.type}{_sizes_words(job)}"),
+        ("batch", _batch_words(job)),
+        ("dtypes", _dtype_words(job)),
+        ("text", str(job.options.data.data_path or "source of the Python standard library")),
+        ("tokens", f"{len(data.training):,} to train on, {len(data.held_out):,} held out"),
+        ("steps", f"{job.train_iters:,} of {job.tokens_per_step:,} tokens{flops}"),
+        ("peak", f"{known}{peak.source}"),
+        ("results", str(folder)),
+        *(("as applied", f"{words} ({origin})") for origin, words in said),
+        *(("notice", notice) for notice in (*job.notices, *data.notes)),
+    ]
+
+
+def preset_rows(options: Options) -> list[tuple[str, str]]:
+    """Return what a preset says and nobody else, in one line."""
+    return [(origin, words) for origin, words in _said(options).items() if origin.startswith(_PRESET)]
+
+
+def engine_words(job: Job) -> str:
+    """Return what shards the model, and how."""
+    if job.engine == "torch_fsdp2":
+        return "torch FSDP2"
+    if job.engine == "ddp":
+        return "ddp, buckets" + (", distributed optimizer" if job.ddp.use_distributed_optimizer else "")
+    outer = job.ddp.outer_dp_sharding_strategy
+    across = "" if outer == "no_shard" else f", {outer} across"
+    return f"{job.engine}, {job.ddp.data_parallel_sharding_strategy}{across}"
+
+
+def _said(options: Options) -> dict[str, str]:
+    """For everyone who said something, the options that hold as they said, as one would type them."""
+    by_origin: dict[str, list[str]] = {}
+    for name, origin in options.origins.items():
+        by_origin.setdefault(origin, []).append(_spelled(options, name))
+    return {origin: " ".join(words) for origin, words in by_origin.items()}
+
+
+def _spelled(options: Options, name: str) -> str:
+    flag, value = flag_for(name), _value_of(options, name)
+    if value is True:
+        return flag
+    if value is False:
+        return (OPTIONS[name].off_flags or (f"{flag} off",))[0] if name in OPTIONS else off_flag_of(DDP_FIELDS[name])
+    words = [_word(part) for part in value] if isinstance(value, tuple) else [_word(value)]
+    return " ".join([flag, *(f"'{word}'" if not word or word != "".join(word.split()) else word for word in words)])
+
+
+def _value_of(options: Options, name: str) -> Any:
+    """The value of an option; in an address, a user and a password are left out."""
+    if name in DDP_FIELDS:
+        return getattr(options.ddp, DDP_FIELDS[name])
+    section = next(section for section in SECTIONS if hasattr(getattr(options, section), name))
+    value = getattr(getattr(options, section), name)
+    if name != "mlflow_tracking_uri" or value is None or "@" not in urlsplit(value).netloc:
+        return value
+    parts = urlsplit(value)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _sizes_words(job: Job) -> str:
+    """How ranks are shared out, where there is more than data parallelism."""
+    if job.sizes.is_data_only:
+        return ""
+    sizes = asdict(job.sizes)
+    return ": " + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+
+
+def _batch_words(job: Job) -> str:
+    """The arithmetic of the batch, such as `global 8 = 2 ranks x 1 microbatch x 4`."""
+    batch = job.batch
+    ranks = "1 rank" if batch.ranks == 1 else f"{batch.ranks} ranks"
+    microbatches = "1 microbatch" if batch.microbatches == 1 else f"{batch.microbatches} microbatches"
+    filled = f" - {batch.filled} that only fill up" if batch.filled else ""
+    return f"global {batch.total} = {ranks} x {microbatches} x {batch.micro}{filled}"
+
+
+def _dtype_words(job: Job) -> str:
+    """The dtypes of everything that has one."""
+    if job.engine == "torch_fsdp2":
+        return f"compute {_word(job.dtype)}"
+    config = job.ddp
+    main_grads, comm = config.megatron_fsdp_main_grads_dtype, config.megatron_fsdp_grad_comm_dtype
+    if config.grad_reduce_in_fp32:
+        main_grads = comm = torch.float32
+    policy = MixedPrecisionPolicy(config.megatron_fsdp_main_params_dtype, main_grads, comm)
+    found = resolve_precision(policy, job.dtype)
+    return (
+        f"compute {_word(found.compute)}, main weights {_word(found.main_params)}, main gradients "
+        f"{_word(found.main_grads)}, gradient communication {_word(found.grad_comm)}"
+    )
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, bool | int | float | str) or value is None else _word(value)
+
+
+def plot_run(folder: Path, records: Sequence[StepRecord], evaluations: Sequence[Evaluation], title: str) -> list[Path]:
+    """Write the curves of loss, throughput and memory over the steps.
+
+    Args:
+        folder: Where to; there already.
+        records: Of every step, at least one.
+        evaluations: On held-out text.
+        title: Above each picture.
+
+    Returns:
+        The PNG files.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+        OSError: A file cannot be written.
+    """
+    paths = [folder / name for name in (LOSS_FILE, THROUGHPUT_FILE, MEMORY_FILE)]
+    _plot_losses(paths[0], records, evaluations, title)
+    _plot_throughput(paths[1], records, title)
+    _plot_memory(paths[2], records, title)
+    return paths
+
+
+def smooth(values: Sequence[float], factor: float = SMOOTHING) -> list[float]:
+    """Return the exponential moving average, corrected for its start (Kingma and Ba 2015, section 3).
+
+    Values that are not finite leave the average as it is; before the first finite one it is NaN.
+    """
+    average, count, smoothed = 0.0, 0, []
+    for value in values:
+        if math.isfinite(value):
+            count += 1
+            average = factor * average + (1.0 - factor) * value
+        smoothed.append(average / (1.0 - factor**count) if count else math.nan)
+    return smoothed
+
+
+def _plot_losses(path: Path, records: Sequence[StepRecord], evaluations: Sequence[Evaluation], title: str) -> None:
+    """The loss of every step, its moving average, and the held-out losses."""
+    figure, axes = _picture(title, "loss (nats per token)")
+    _plot_smoothed(axes, records, [record.loss for record in records], "training, ")
+    if evaluations:
+        steps, losses = [e.step for e in evaluations], [e.loss for e in evaluations]
+        axes.plot(steps, losses, "o--", color=_SECOND, label="held-out text")
+    axes.legend()
+    figure.savefig(path)
+
+
+def _plot_throughput(path: Path, records: Sequence[StepRecord], title: str) -> None:
+    """Tokens per second of every step, and TFLOP/s on the right where known."""
+    figure, axes = _picture(title, "tokens per second, all ranks")
+    _plot_smoothed(axes, records, [record.tokens_per_s for record in records])
+    axes.set_ylim(bottom=0.0)
+    axes.legend(loc="lower right")
+    factor = next((record.tflops / record.tokens_per_s for record in records if record.tflops > 0), math.nan)
+    if not math.isnan(factor):  # one is the other, but for a factor
+        right = axes.twinx()
+        low, high = axes.get_ylim()
+        right.set_ylim(low * factor, high * factor)
+        right.set_ylabel("TFLOP/s per rank")
+    figure.savefig(path)
+
+
+def _plot_memory(path: Path, records: Sequence[StepRecord], title: str) -> None:
+    """The peak of memory up to every step."""
+    unit, name = (2**30, "GiB") if records[-1].peak_bytes >= 2**30 else (2**20, "MiB")
+    figure, axes = _picture(title, f"peak of memory so far, largest rank ({name})")
+    peaks = [record.peak_bytes / unit for record in records]
+    axes.step([record.step for record in records], peaks, color=_FIRST, linewidth=2)
+    axes.set_ylim(bottom=0.0)
+    figure.savefig(path)
+
+
+def _plot_smoothed(axes: Axes, records: Sequence[StepRecord], values: Sequence[float], prefix: str = "") -> None:
+    steps = [record.step for record in records]
+    axes.plot(steps, values, color=_FIRST, alpha=0.3, linewidth=1.0, label=f"{prefix}each step")
+    axes.plot(steps, smooth(values), color=_FIRST, linewidth=2.0, label=f"{prefix}moving average")
+
+
+def _picture(title: str, ylabel: str) -> tuple[Figure, Axes]:
+    """An empty picture over steps."""
+    require("matplotlib", "a picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_IN, dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set(xlabel="step", ylabel=ylabel, title=title)
+    axes.grid(alpha=0.3)
+    return figure, axes

@@ -1,9 +1,13 @@
-"""TensorBoard for real; W&B and MLflow as stand-in modules, since they need an account or a server."""
+"""Files and trackers over restarts; W&B and MLflow are stand-in modules, since they need an account or a server."""
 
+import errno
 import importlib.util
 import math
+import os
+import re
 import sys
 import types
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,177 @@ from megatron_fsdp.train.options.reporting import ReportingOptions
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.program import start_ranks
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.reporting.applied import applied, tracker_config
 from megatron_fsdp.train.reporting.metrics import Evaluation
-from megatron_fsdp.train.reporting.writers.build import build_writers, require_writers
-from megatron_fsdp.train.reporting.writers.scalars import step_scalars
-from megatron_fsdp.train.reporting.writers.writer import Writer
+from megatron_fsdp.train.reporting.recorder import applied, tracker_config
+from megatron_fsdp.train.reporting.writers import (
+    LineFile,
+    MegatronLog,
+    Writer,
+    build_writers,
+    require_writers,
+    step_scalars,
+)
 from tests.train.reporting.records import record
+
+FULL = Path("/dev/full")
+
+
+def test_lines_are_added_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = LineFile(path)
+    assert file.keep(lambda _: True) is False
+    file.append(["a\n", "b\n"])
+    file.append(["c\n"])
+    assert path.read_text() == "a\nb\nc\n"
+    assert LineFile(path).keep(lambda line: line != "b\n") is True
+    assert path.read_text() == "a\nc\n"
+    assert LineFile(path).keep(lambda _: False) is False
+    assert [found.name for found in tmp_path.iterdir()] == ["lines"]
+
+
+def test_a_torn_line_goes(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"a\nb\nto")
+    LineFile(path).keep(lambda _: True)
+    assert path.read_bytes() == b"a\nb\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no full device")
+def test_a_full_disk_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.symlink_to(FULL)
+    file = LineFile(path)
+    for line in ("a\n", "b\n"):
+        with pytest.raises(OSError, match="No space left"):
+            file.append([line])
+    path.unlink()  # there is room again
+    file.append(["c\n"])
+    assert path.read_text() == "a\nb\nc\n"
+    file.flush()
+    assert path.read_text() == "a\nb\nc\n"
+
+
+def test_half_a_line_is_taken_off_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines"
+    path.write_text("a\n")
+    opened = Path.open
+
+    class Half:
+        """Writes three bytes and then finds the disk full."""
+
+        def __init__(self) -> None:
+            self.file = opened(path, "ab", buffering=0)
+
+        def __enter__(self) -> "Half":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def tell(self) -> int:
+            return self.file.tell()
+
+        def fileno(self) -> int:
+            return self.file.fileno()
+
+        def write(self, text: bytes) -> int:
+            if self.file.tell() > 2:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return self.file.write(text[:3])
+
+    file = LineFile(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_, **__: Half())
+        with pytest.raises(OSError, match="No space left"):
+            file.append(["long line\n"])
+    assert path.read_text() == "a\n"
+    file.append(["b\n"])
+    assert path.read_text() == "a\nlong line\nb\n"
+
+
+NOW = datetime(2026, 11, 22, 7, 34, 16, tzinfo=UTC)
+
+KEYS = (
+    r"consumed samples: +(\d+)",
+    r"elapsed time per iteration \(ms\): ([\d.]+)",
+    r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)",
+    r"learning rate: ([\d.]+E[+-]\d+)",
+    r"global batch size: +(\d+)",
+    r"lm loss: ([\d.]+E[+-]\d+)",
+    r"loss scale: ([\d.]+)",
+    r"grad norm: ([\d.]+)",
+    r"number of skipped iterations: +(\d+)",
+    r"number of nan iterations: +(\d+)",
+)
+
+
+def log_in(folder: Path) -> MegatronLog:
+    return MegatronLog(folder, train_iters=300, batch=8, clock=lambda: NOW)
+
+
+def test_a_step_is_written_letter_by_letter_in_the_style_of_megatron(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.on_steps([record(10, samples=80, loss=5.123456, grad_norm=1.234)])
+    assert (tmp_path / "train.log").read_text() == (
+        " [2026-11-22 07:34:16] iteration       10/     300 | consumed samples:           80 | "
+        "elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 1.25 | "
+        "learning rate: 1.000000E-03 | global batch size:     8 | lm loss: 5.123456E+00 | loss scale: 1.0 | "
+        "grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+    )
+
+
+def test_every_step_is_found_again_by_the_keys_of_megatron(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.start(Progress())
+    log.on_steps([record(1), record(2)])
+    log.on_evaluation(Evaluation(2, 2.5))
+    log.on_steps([record(3)])
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    steps = [line for line in lines if re.search(r"iteration +\d+/ +\d+ \|", line)]
+    assert len(steps) == 3
+    for step, line in enumerate(steps, start=1):
+        found = [re.search(f"{key} \\|", line) for key in KEYS]
+        values = [float(match[1]) for match in found if match is not None]
+        expected = [8 * step, 500, 1.25, 1e-3, 8, 5.0 / step, 1, 1.5, 0, 0]
+        assert values == pytest.approx(expected, rel=1e-6)
+    assert lines[2] == " validation loss at iteration 2 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 |"
+
+
+def test_what_is_not_known_is_left_out_and_what_was_skipped_is_counted(tmp_path: Path) -> None:
+    log_in(tmp_path).on_steps([record(1, tflops=math.nan, loss=math.nan), record(2, grad_norm=math.inf)])
+    line, overflown = (tmp_path / "train.log").read_text().splitlines(keepends=True)
+    assert "TFLOP" not in line
+    assert "| lm loss: NAN |" in line
+    assert line.endswith("skipped iterations:   1 | number of nan iterations:   1 |\n")
+    assert overflown.endswith("grad norm: inf | number of skipped iterations:   1 | number of nan iterations:   0 |\n")
+
+
+def test_a_restart_drops_what_happens_again_and_says_so(tmp_path: Path) -> None:
+    first = log_in(tmp_path)
+    first.start(Progress())
+    first.on_steps([record(step) for step in (1, 2, 3, 4)])
+    first.on_evaluation(Evaluation(4, 1.0))
+    with (tmp_path / "train.log").open("a") as file:
+        file.write(" [2026-11-22 07:34:16] iteration        5/     3")  # killed here
+    second = log_in(tmp_path)
+    second.start(Progress(steps=2))
+    second.on_steps([record(3)])
+    third = log_in(tmp_path)
+    third.start(Progress(steps=3))
+    shown = [re.sub(r" \| .*", "", line) for line in (tmp_path / "train.log").read_text().splitlines()]
+    assert shown == [
+        " [2026-11-22 07:34:16] iteration        1/     300",
+        " [2026-11-22 07:34:16] iteration        2/     300",
+        " > going on after iteration 2 at 2026-11-22 07:34:16",
+        " [2026-11-22 07:34:16] iteration        3/     300",
+        " > going on after iteration 3 at 2026-11-22 07:34:16",
+    ]
+
+
+def test_a_loss_beyond_any_perplexity_is_written(tmp_path: Path) -> None:
+    log_in(tmp_path).on_evaluation(Evaluation(1, 1e4))
+    assert (tmp_path / "train.log").read_text().endswith("| lm loss PPL: INF |\n")
+
 
 SECRET = "zq7secret"
 

@@ -6,8 +6,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data.tokenizer import END_OF_TEXT, TokenizerVocabulary, load_tokenizer, train_bpe
-from megatron_fsdp.train.data.vocabulary import ByteVocabulary, IdVocabulary, Vocabulary
+from megatron_fsdp.train.data.tokenizer import (
+    END_OF_TEXT,
+    ByteVocabulary,
+    IdVocabulary,
+    TokenizerVocabulary,
+    Vocabulary,
+    load_tokenizer,
+    train_bpe,
+)
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "naïve — 你好\n\tend"]
 

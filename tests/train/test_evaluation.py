@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp.train.generate import generate
+from megatron_fsdp.train.evaluation import generate
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape
 
 

@@ -1,3 +1,5 @@
+"""Configurations of transformers from options, and data that do not fit them."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.models.transformers_config import check_fits, transformers_config
+from megatron_fsdp.train.models.build import check_fits, transformers_config
 from tests.train.engines.runs import LLAMA, job_of
 
 transformers = pytest.importorskip("transformers")
@@ -77,7 +79,7 @@ def test_file_or_folder_of_a_configuration(tmp_path: Path) -> None:
 
 def test_data_that_do_not_fit_are_refused_with_both_numbers() -> None:
     config = config_of(LLAMA)
-    assert check_fits(config, 64, 8) == 64
+    check_fits(config, 64, 8)
     with pytest.raises(ConfigurationError, match="the data has 65 token ids and the model knows 64"):
         check_fits(config, 65, 8)
     with pytest.raises(ConfigurationError, match="--seq-length 9 is more than the 8 positions of the model"):

@@ -1,9 +1,14 @@
+"""Which samples a step sees, in which order, and what feeds them: the same on any number of ranks."""
+
+import itertools
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +18,83 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.train.data.batches import Batch
-from megatron_fsdp.train.data.feed import LoaderFeed, Microbatches, make_feed
-from megatron_fsdp.train.data.held_out import held_out_batches, held_out_starts
-from megatron_fsdp.train.data.order import SampleOrder
+from megatron_fsdp.train.data.batches import (
+    Batch,
+    Feed,
+    Microbatches,
+    Permutation,
+    SampleOrder,
+    cut_samples,
+    held_out_batches,
+    make_feed,
+)
 from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.data.samples import cut_samples
 from megatron_fsdp.train.data.token_file import TokenFile
-from megatron_fsdp.train.data.vocabulary import ByteVocabulary
+from megatron_fsdp.train.data.tokenizer import ByteVocabulary
 from megatron_fsdp.train.options.batch import BatchPlan
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from tests.support.settling import settled
+
+
+@given(count=st.integers(1, 600), key=st.binary(max_size=32))
+def test_every_place_is_taken_once(count: int, key: bytes) -> None:
+    permutation = Permutation(count, key)
+    assert sorted(permutation(i) for i in range(count)) == list(range(count))
+
+
+@given(count=st.integers(1, 10**15), index=st.integers(0, 10**15 - 1))
+def test_places_of_huge_texts_are_in_range_and_differ(count: int, index: int) -> None:
+    permutation = Permutation(count, b"k")
+    places = {permutation((index + i) % count) for i in range(min(count, 5))}
+    assert len(places) == min(count, 5)
+    assert 0 <= min(places) <= max(places) < count
+
+
+def test_the_permutation_is_this_one_on_every_machine() -> None:
+    assert [Permutation(10, b"key")(i) for i in range(10)] == [0, 7, 8, 6, 5, 3, 1, 9, 4, 2]
+
+
+def test_a_shuffle_leaves_about_one_place_as_it_is_and_spreads_neighbours() -> None:
+    shuffles = [[Permutation(500, bytes([key]))(i) for i in range(500)] for key in range(40)]
+    fixed = sum(place == i for shuffle in shuffles for i, place in enumerate(shuffle))
+    assert 15 <= fixed <= 80  # one of 500 on average, in each of 40 shuffles
+    firsts = Counter(shuffle[0] // 50 for shuffle in shuffles)
+    assert max(firsts.values()) <= 12  # 4 of 40 in each tenth, on average
+    steps = [abs(a - b) for shuffle in shuffles for a, b in itertools.pairwise(shuffle)]
+    assert 150 < sum(steps) / len(steps) < 183  # a third of 500: neighbours have nothing to do with each other
+
+
+@given(tokens=st.integers(2, 400), length=st.integers(1, 30), seed=st.integers(0, 9), epoch=st.integers(0, 3))
+def test_an_epoch_learns_every_token_once_but_a_rest(tokens: int, length: int, seed: int, epoch: int) -> None:
+    length = min(length, tokens - 1)
+    order = SampleOrder(tokens, length, seed)
+    starts = sorted(order.start(epoch * order.samples + k) for k in range(order.samples))
+    assert starts == list(range(starts[0], starts[0] + order.samples * length, length))  # targets side by side
+    assert starts[0] >= 0
+    assert starts[-1] + length + 1 <= tokens
+    assert tokens - 1 - order.samples * length < length  # what is left out is less than a sample
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    orders = [SampleOrder(1001, 10, seed) for seed in (0, 1)]
+    shuffles = [tuple(order.start(e * 100 + k) for k in range(100)) for order in orders for e in range(3)]
+    assert len(set(shuffles)) == 6
+    assert {frozenset(shuffle) for shuffle in shuffles} == {frozenset(range(0, 1000, 10))}
+
+
+def test_the_rest_moves_so_that_no_token_is_always_left_out() -> None:
+    order = SampleOrder(25, 10, 0)  # 2 samples, 4 targets over
+    begins = {min(order.start(2 * epoch), order.start(2 * epoch + 1)) for epoch in range(40)}
+    assert begins == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_the_shortest_text_has_one_sample(tokens: int) -> None:
+    order = SampleOrder(tokens, tokens - 1, 5)
+    assert [order.start(n) for n in range(4)] == [0, 0, 0, 0]
+
 
 TOKENS = np.arange(200, dtype=np.uint8)
 LENGTH = 7
@@ -195,17 +264,22 @@ def test_no_token_travels_to_a_worker(token_file: TokenFile) -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_for_an_accelerator_are_pinned(token_file: TokenFile, num_workers: int) -> None:
     plain = Microbatches(token_file, ORDER, BatchPlan(2, 4, 1), 0)
-    feed = LoaderFeed(plain, num_workers=num_workers, pins=True)
+    feed = Feed(plain, num_workers=num_workers, pins=True)
     found = feed.batches(4)
     feed.close()
     assert all(batch.inputs.is_pinned() and batch.targets.is_pinned() and batch.weights.is_pinned() for batch in found)
     assert equal(found, [plain[4, 0], plain[4, 1]])
 
 
-def test_held_out_samples_are_spread_and_do_not_overlap() -> None:
-    assert held_out_starts(101, 10, max_samples=100) == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
-    assert held_out_starts(101, 10, max_samples=4) == [0, 20, 50, 70]
-    assert held_out_starts(11, 10, max_samples=4) == [0]
+def test_held_out_samples_are_spread_and_do_not_overlap(token_file: TokenFile) -> None:
+    def starts(tokens: int, max_samples: int) -> list[int]:
+        data = replace(data_of(token_file), held_out=TOKENS[:tokens])
+        (batch,) = held_out_batches(data, 10, max_samples, BatchPlan(100, 12, 1), 0)
+        return [int(first) for first, count in zip(batch.inputs[:, 0], batch.counts, strict=True) if count > 0]
+
+    assert starts(101, max_samples=100) == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
+    assert starts(101, max_samples=4) == [0, 20, 50, 70]
+    assert starts(11, max_samples=4) == [0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

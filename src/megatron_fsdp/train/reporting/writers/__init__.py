@@ -1,1 +1,0 @@
-"""Where the numbers of a run are written: files in its folder, and trackers that were asked for."""
