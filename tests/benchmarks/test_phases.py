@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import environment
 from benchmarks.bench import perform, run_to_end
 from benchmarks.contenders import missing_peers
 from benchmarks.operators import MovedModel, ring_bytes
@@ -19,6 +18,7 @@ from benchmarks.phase_readings import PhaseNotes, PhaseRequest, host_microsecond
 from benchmarks.phases import main, padding
 from benchmarks.report import Spread
 from benchmarks.suite import Run, gpu_runs, runs
+from tests.support.train_program import environment
 
 REQUEST = PhaseRequest("tiny", 2, 2, 0, ("fsdp2", "ours-3"), "step")
 
