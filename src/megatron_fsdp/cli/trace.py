@@ -12,8 +12,7 @@ from megatron_fsdp.cli.output import in_bytes, write_facts, write_json, write_li
 from megatron_fsdp.config.command_parser import EXIT_SAME
 from megatron_fsdp.trace.files import read_timelines, write_chrome
 from megatron_fsdp.trace.picture import timeline_png
-from megatron_fsdp.trace.ranks import Comparison, compare, on_one_clock
-from megatron_fsdp.trace.summary import Times
+from megatron_fsdp.trace.summary import Comparison, Times, compare, on_one_clock
 from megatron_fsdp.trace.timeline import Timeline
 
 _TIMES = ("compute", "gather", "wait", "copy", "reduce", "update", "other")
