@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.cli import parse
+from benchmarks.compare import parse
 from benchmarks.contenders import build_contender
-from benchmarks.other_models import TINY_TENSORS
 from benchmarks.worker import microbatches_of, reference_losses, setting_of
-from benchmarks.workloads import WORKLOADS, blocks_of, build_model
+from benchmarks.workloads import TINY_TENSORS, WORKLOADS, blocks_of, build_model
 from tests.conftest import RunRanks
 
-NAMES = ("ours-0", "ours-3", "mddp-optim", "fsdp2", "fsdp1", "ddp", "ddp-zero")
+NAMES = ("ours-0", "ours-3", "mddp-optim", "fsdp2", "ddp", "ddp-zero")
 Losses = dict[str, list[float]]
 
 
