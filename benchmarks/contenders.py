@@ -40,8 +40,6 @@ NAMES = (FLOOR, *OURS, *OURS_BY_BUCKETS, *PEERS, *(name for name in variants() i
 
 LEARNING_RATE = 1e-4
 _MEBIBYTE = 2**20
-_NEVER_REACHED = 1e9
-"""A norm at which nothing is clipped, so that losses stay those of everybody."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,6 @@ class Contender:
         optimizer: AdamW, or that inside of ZeRO's.
         deferring: Surrounds every microbatch of a step but the last.
         around: Surrounds every step.
-        clips: Whether the norm of gradients is taken, and clipped by, before the optimizer's step.
     """
 
     name: str
@@ -93,14 +90,11 @@ class Contender:
     optimizer: torch.optim.Optimizer
     deferring: Callable[[], AbstractContextManager[None]] = nullcontext
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    clips: bool = False
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Train on one step's microbatches of this rank; returns this rank's mean loss, a scalar, detached."""
         with self.around():
             loss = self.backward(microbatches)
-            if self.clips and isinstance(self.model, MegatronFSDP):
-                self.model.clip_grad_norm_(_NEVER_REACHED)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return loss
@@ -160,7 +154,7 @@ def _varied(name: str, variant: Variant, model: nn.Module, setting: Setting) -> 
     with variant.around():
         whole = _ours(3, model, setting, variant.options)
     deferring = cast(MegatronFSDP, whole.model).no_sync if variant.defers else nullcontext
-    return replace(whole, name=name, deferring=deferring, around=variant.around, clips=variant.clips)
+    return replace(whole, name=name, deferring=deferring, around=variant.around)
 
 
 def _ours(

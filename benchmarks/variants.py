@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 MAIN = "ours-3"
-CLIPPING = "ours-3-clipping"
 DEFERRED = "ours-3-deferred"
 FUSED = "ours-3-fused"
 
@@ -28,17 +27,14 @@ class Variant:
         options: Further arguments of `fully_shard`.
         around: Surrounds building and every step.
         defers: Whether only the last of several microbatches is reduced.
-        clips: Whether gradients are clipped between backward and the optimizer's step, at a norm that is never reached.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     defers: bool = False
-    clips: bool = False
 
 
 PLAIN: Mapping[str, Variant] = {
-    CLIPPING: Variant(clips=True),
     DEFERRED: Variant(defers=True),
     FUSED: Variant({"gradient_accumulation_fusion": True}),
 }

@@ -1,4 +1,4 @@
-"""Buffers, the norm and step counters are compared on every rank; only batch norms' own statistics are excused."""
+"""Buffers are compared on every rank; only batch norms' own statistics are excused."""
 
 from functools import partial
 from typing import Any
@@ -42,17 +42,3 @@ def test_a_loss_that_is_no_mean_leaves_buffers_as_those_of_a_rank(run_ranks: Run
     options = {"loss_fn": patients.pairwise_loss, "strategies": (0,)}
     report = run_ranks(2, check, patients.build_counting, options)[0]
     assert report.runs[0].differences == ()
-
-
-def test_a_norm_of_one_rank_is_named(run_ranks: RunRanks) -> None:
-    options = {"shard_fn": faults.norm_of_rank_one, "loss_fn": None, "batch": patients.tokens}
-    found = run_ranks(2, check, patients.build, options)[0].differences[0]
-    assert (found.where, found.step, found.ratio) == ("gradient norm", 1, 2.0)
-    assert found.words.startswith("is not the same on all ranks: on rank 1 it is ")
-
-
-def test_a_step_counter_of_one_rank_is_named(run_ranks: RunRanks) -> None:
-    options = {"shard_fn": faults.counter_of_rank_one, "loss_fn": None, "batch": patients.tokens}
-    found = run_ranks(2, check, patients.build, options)[0].differences[0]
-    assert (found.where, found.step, found.error) == ("step counter", 1, 1.0)
-    assert found.words == "is not the same on all ranks: on rank 1 it is 2 where one process has 1"

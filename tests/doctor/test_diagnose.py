@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.doctor.diagnose import Context, Diagnosis, Suspect, Tolerance, diagnose
+from megatron_fsdp.doctor.diagnose import Context, Diagnosis, Suspect, Tolerance, diagnose, tell_ratio
 
 FP32 = Tolerance(1e-5)
 seeds = st.integers(0, 2**31)
@@ -172,3 +172,30 @@ def test_tolerance_grows_with_steps_and_takes_what_is_allowed_besides() -> None:
     assert FP32.allowed(right()).tolist() == pytest.approx([2e-5, 1e-5])
     assert FP32.at_step(3).allowed(right()).tolist() == pytest.approx([3.2e-4, 1.6e-4])
     assert FP32.agrees(right(), right() + 1e-3, torch.tensor([1e-3, 1e-3], dtype=torch.float64))
+
+
+def test_the_floor_hides_rounding_and_no_factor_of_a_small_tensor() -> None:
+    large = torch.tensor([1.0, -3.0])
+    allowed = FP32.among([large, None, torch.tensor([1e-4])])
+    assert allowed.floor == pytest.approx(3e-6)
+    assert allowed.agrees(torch.tensor([1e-9]), torch.tensor([-2e-6]))
+    assert not allowed.agrees(torch.tensor([3e-4]), torch.tensor([6e-4]))
+    assert allowed.at_step(2).floor == pytest.approx(1.2e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float32, "float32"), (torch.float16, "float16"), (torch.bfloat16, "bfloat16")]
+)
+def test_rounding_is_named_by_its_dtype(dtype: torch.dtype, name: str) -> None:
+    right = torch.randn(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    told = diagnose(right, right.to(dtype), Context(2, what="value"), Tolerance(1e-10))
+    assert told.kind == "rounded"
+    assert f"rounded as {name} would" in told.words
+    mean: Tensor = torch.stack([(right * k).to(dtype).double() / k for k in (1.7, 0.6)]).mean(0)
+    assert f"as {name}" in diagnose(right, mean, Context(2), Tolerance(1e-10)).words
+    assert diagnose(right, mean, Context(2, what="value"), Tolerance(1e-10)).kind == "unknown"
+
+
+def test_no_ratio_is_told_as_one() -> None:
+    assert tell_ratio(1 + 1e-5, 2, 1) == "1 + 1e-05 times what it should be"
+    assert tell_ratio(1 - 2e-6, 2, 1) == "1 - 2e-06 times what it should be"

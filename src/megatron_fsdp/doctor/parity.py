@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
 from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
@@ -128,7 +128,7 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
         lambda: run_reference(task, num_ranks, device) if dist.get_rank() == 0 else None,
         "the model could not be trained in one process, without any sharding",
     )
-    can_compare, known = gather_objects(None if right is None else (right.can_compare, _names(right)))[0]
+    can_compare, known = _from_first((right.can_compare, _names(right)) if right is not None else None)
     runs = []
     for label, shard in _shardings(task, device) if can_compare else []:
         observation = run_sharded(task, shard, known, device)
@@ -139,8 +139,13 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
     if right is not None:
         findings = () if right.finding is None else (right.finding,)
         report = ParityReport(num_ranks, task.steps, right.tolerance.part, findings, tuple(runs), right.notes)
-    told: ParityReport = gather_objects(report)[0]
+    told: ParityReport = _from_first(report)
     return told
+
+
+def _from_first(value: Any) -> Any:
+    """Give every rank what rank 0 has; collective."""
+    return gather_objects(value)[0]
 
 
 def _with_batches(task: Task) -> Task:

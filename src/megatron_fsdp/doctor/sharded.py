@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.checkpoint import Checkpointer
-from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.doctor.report import BUFFER, INITIAL, LOADED, RESUMED, WEIGHT
 from megatron_fsdp.doctor.task import Pair, ShardFn, Task, digest_of
 from megatron_fsdp.doctor.training import Observation, Place, Trainee, Values
@@ -92,7 +92,7 @@ def _round_trip(
     task: Task, trainee: Trainee, shard: ShardFn, known: tuple[str, ...], device: torch.device
 ) -> dict[Place, tuple[Values, Values]]:
     """Save, load into a fresh model with other weights, and let both make one more step."""
-    made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=task.checkpoint_dir) if dist.get_rank() == 0 else None
+    made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=task.checkpoint_dir) if dist.get_rank() == 0 else ""
     folder = Path(gather_objects(made)[0])
     try:
         checkpointer = Checkpointer(folder)
@@ -104,7 +104,7 @@ def _round_trip(
         went_on, resumed = (_step(task, each, later, device, [])[WEIGHT, later] for each in (trainee, fresh))
         return {(LOADED, 0): (saved, loaded), (RESUMED, later): (went_on, resumed)}
     finally:
-        if made is not None:
+        if made:
             shutil.rmtree(made, ignore_errors=True)
 
 
