@@ -133,7 +133,7 @@ def _trained(name: str, setting: Setting, batch: Microbatch) -> Contender:
 
 
 def local_values(job: Contender) -> dict[str, Tensor]:
-    """This rank's elements of every weight and optimizer state; the live ones."""
+    """Return this rank's elements of every weight and optimizer state; the live ones."""
     found = {}
     names = {id(param): name for name, param in job.model.named_parameters()}
     for name, value in job.model.state_dict().items():

@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
-        """Of gradients on the wire where it is not theirs; else None."""
+        """Dtype of gradients on the wire where it is not their own; else None."""
         return None if self.comm_dtype == self.dtype else self.comm_dtype
 
     @property
@@ -100,7 +100,7 @@ class Contender:
         return loss
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """The part of a step before the optimizer's."""
+        """Run forward and backward of a step; returns this rank's mean loss, detached."""
         losses = []
         for index, batch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
@@ -111,7 +111,7 @@ class Contender:
         return torch.stack(losses).sum()
 
     def traffic(self) -> Traffic | None:
-        """What this rank has sent so far; None for those that do not count it."""
+        """Return what this rank has sent so far; None for those that do not count it."""
         return self.model.traffic() if isinstance(self.model, MegatronFSDP) else None
 
 

@@ -108,7 +108,7 @@ class PhaseRow:
 
 
 def phase_rows(request: PhaseRequest, notes: Mapping[str, Sequence[PhaseNotes]]) -> list[PhaseRow]:
-    """One row per phase and contender.
+    """Make one row per phase and contender.
 
     Args:
         request: For the order.

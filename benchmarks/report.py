@@ -181,7 +181,7 @@ def disagreements(reading: RunReading, tolerance: float) -> dict[str, str]:
 
 
 def summarise(reading: RunReading, rivals: Sequence[str]) -> list[Line]:
-    """One line per contender, with ratios against each rival that took part."""
+    """Make one line per contender, with ratios against each rival that took part."""
     walls = {name: _over_ranks(max, [rank.wall_s for rank in ranks]) for name, ranks in reading.contenders.items()}
     cpus = {name: _over_ranks(mean, [rank.cpu_s for rank in ranks]) for name, ranks in reading.contenders.items()}
     return [
@@ -202,7 +202,7 @@ def summarise(reading: RunReading, rivals: Sequence[str]) -> list[Line]:
 
 
 def document(lines: Sequence[Line], request: Request, reading: RunReading, facts: dict[str, str]) -> dict[str, Any]:
-    """The same for programs; times in seconds, memory in bytes, no speeds of those that disagree."""
+    """Return the lines for programs; times in seconds, memory in bytes, no speeds of those that disagree."""
     wrong = disagreements(reading, tolerance_of(request))
     contenders = []
     for line in lines:
@@ -224,7 +224,7 @@ def document(lines: Sequence[Line], request: Request, reading: RunReading, facts
 
 
 def tolerance_of(request: Request) -> float:
-    """The largest relative difference of losses that is rounding: that of the narrowest dtype in use."""
+    """Return the largest relative difference of losses that is rounding: that of the narrowest dtype in use."""
     return max(TOLERANCES[request.dtype], TOLERANCES[request.comm_dtype])
 
 
@@ -241,7 +241,7 @@ def _ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def needed_bytes(name: str, request: Request, reading: RunReading) -> int | None:
-    """Bytes that one rank sends in a step over a ring, the mean of all ranks; flags and padding are left out.
+    """Count the bytes that one rank sends in a step over a ring; flags and padding are left out.
 
     A reduce-scatter, a gather, and broadcasts of every rank's part to all others send `(N - 1) / N` of the whole each,
     an all-reduce twice that.

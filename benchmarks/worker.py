@@ -64,7 +64,7 @@ def run_rank(rank: int, request: Request, store_port: int, threads: int, answer:
 
 
 def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Setting:
-    """What the contenders of a run share, on this rank."""
+    """Return what the contenders of a run share, on this rank."""
     return Setting(
         WORKLOADS[request.model],
         getattr(torch, request.dtype),
@@ -170,7 +170,7 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
 
 
 def turns(count: int, round_index: int) -> list[int]:
-    """The order of a round: each rotation is run through forwards and then backwards.
+    """Return the order of a round: each rotation is run through forwards and then backwards.
 
     Everybody comes first, and last, equally often, and nobody always runs behind the same other.
     """
@@ -199,7 +199,7 @@ def finish_queued_work(device: torch.device) -> None:
 
 
 def microbatches_of(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:
-    """This rank's data of one step; no two ranks, steps or microbatches see the same."""
+    """Make this rank's data of one step; no two ranks, steps or microbatches see the same."""
     first = (step * request.ranks + rank) * request.microbatches
     return [make_batch(setting.workload, setting.device, first + index) for index in range(request.microbatches)]
 

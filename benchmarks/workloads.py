@@ -198,7 +198,7 @@ def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) ->
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The modules that are units of their own, all of one class, in the order of use."""
+    """Return the modules that are units of their own, all of one class, in the order of use."""
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     return list(blocks)

@@ -85,7 +85,7 @@ def run_on_local_ranks(
 
 
 def choose_device(device: str | None, num_ranks: int) -> str:
-    """The type of device for so many ranks.
+    """Choose the type of device for so many ranks.
 
     Raises:
         ConfigurationError: There are not enough.

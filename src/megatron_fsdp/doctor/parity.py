@@ -106,7 +106,7 @@ def check_parity(
 
 
 def check_on_ranks(task: Task, device_name: str | None) -> ParityReport:
-    """The check on the ranks that there are; collective. Rank 0 is the one process, while the others wait.
+    """Run the check on the ranks that there are; collective. Rank 0 is the one process, while the others wait.
 
     Returns:
         The same report on every rank.

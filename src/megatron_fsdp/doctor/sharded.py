@@ -25,7 +25,7 @@ _OTHER_SEED = 7919  # weights that loading has to replace
 
 
 def shard_with(strategy: int | str, device: torch.device) -> ShardFn:
-    """`fully_shard` over all ranks with a strategy and automatic units."""
+    """Return a function that calls `fully_shard` over all ranks with a strategy and automatic units."""
 
     def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))

@@ -50,7 +50,7 @@ class Task:
     made: tuple[Any, ...] = ()
 
     def build(self, device: torch.device, seed: int | None = None) -> Pair:
-        """The model on a device and its optimizer, from a known state of the random generators.
+        """Build the model on a device and its optimizer, from a known state of the random generators.
 
         Raises:
             ConfigurationError: `model_fn` or `optimizer_fn` gives something else.
@@ -74,11 +74,11 @@ class Task:
         return cast(torch.optim.Optimizer, _resolve(self.optimizer_fn, "optimizer_fn")(model))
 
     def sharding(self) -> ShardFn | None:
-        """The user's own function, if there is one."""
+        """Return the user's own sharding function, if there is one."""
         return None if self.shard_fn is None else cast(ShardFn, _resolve(self.shard_fn, "shard_fn"))
 
     def with_batches(self) -> "Task":
-        """The same with the batch of every step made, and of one more where there is a checkpoint.
+        """Make the batch of every step, and of one more where there is a checkpoint.
 
         Raises:
             ConfigurationError: The same seed gives other samples a second time.
@@ -104,7 +104,7 @@ class Task:
         return batch(self.seed + step) if inspect.signature(batch).parameters else batch()
 
     def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
-        """The microbatches of a step (counted from 1), each of all ranks together.
+        """Return the microbatches of a step (counted from 1), each of all ranks together.
 
         Raises:
             ConfigurationError: The batch does not divide.
@@ -116,24 +116,24 @@ class Task:
         return [part_of(batch, number, self.microbatches) for number in range(self.microbatches)]
 
     def parts_of_rank(self, microbatches: list[Any], rank: int, num_ranks: int) -> list[Part]:
-        """The samples of one rank."""
+        """Return the samples of one rank."""
         return [(1 / self.microbatches, part_of(micro, rank, num_ranks)) for micro in microbatches]
 
     def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[list[Part]]:
-        """The samples of every rank, slice by slice, weighed so that losses add up as those of ranks do."""
+        """Return the samples of every rank, slice by slice, weighed so that losses add up as those of ranks do."""
         share = self.share_of_rank(num_ranks) / self.microbatches
         return [[(share, part_of(micro, rank, num_ranks)) for micro in microbatches] for rank in range(num_ranks)]
 
     def parts_whole(self, microbatches: list[Any]) -> list[Part]:
-        """Whole microbatches."""
+        """Return whole microbatches."""
         return [(1 / self.microbatches, micro) for micro in microbatches]
 
     def share_of_rank(self, num_ranks: int) -> float:
-        """What the loss of one rank counts in that of all."""
+        """Return what the loss of one rank counts in that of all."""
         return 1 / num_ranks if self.reduction == "mean" else 1.0
 
     def loss_of(self, model: nn.Module, samples: Any) -> Tensor:
-        """The loss: of `loss_fn`, or `model(**samples)`, `model(*samples)` or `model(samples)` and its `.loss`.
+        """Compute the loss: `loss_fn`, or `.loss` of `model(**samples)`, `model(*samples)` or `model(samples)`.
 
         Raises:
             ConfigurationError: That is not a scalar tensor.
@@ -179,7 +179,7 @@ def require_count(argument: str, value: Any) -> None:
 
 
 def count_samples(batch: Any) -> int:
-    """How many samples a batch has: the length of the first dimension, which all its tensors share.
+    """Count the samples of a batch: the length of the first dimension, which all its tensors share.
 
     Args:
         batch: A tensor, or tensors in dicts, tuples and lists. Numbers and other values belong to every part.
@@ -219,7 +219,7 @@ def check_divides(batch: Any, num_ranks: int, microbatches: int) -> None:
 
 
 def part_of(batch: Any, index: int, count: int) -> Any:
-    """Part `index` of `count` equal parts, in the order of the samples."""
+    """Return part `index` of `count` equal parts, in the order of the samples."""
     length = count_samples(batch) // count
 
     def cut(leaf: Any) -> Any:
@@ -230,7 +230,7 @@ def part_of(batch: Any, index: int, count: int) -> Any:
 
 
 def digest_of(value: Tensor | None) -> bytes:
-    """Of a tensor on the CPU: its bits and shape; empty for None."""
+    """Hash bits and shape of a tensor on the CPU; empty for None."""
     if value is None:
         return b""
     data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -238,7 +238,7 @@ def digest_of(value: Tensor | None) -> bytes:
 
 
 def digest_of_batch(batch: Any) -> bytes:
-    """Of the tensors, numbers and texts in dicts, tuples and lists; other values are left out."""
+    """Hash the tensors, numbers and texts in dicts, tuples and lists; other values are left out."""
     total = hashlib.blake2b(digest_size=16)
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, Tensor):

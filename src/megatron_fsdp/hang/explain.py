@@ -195,7 +195,7 @@ class _Ranks:
         self.newest_ns = max(state.seen_ns for state in self.states.values())
 
     def find(self) -> Finding:
-        """What is odd; what explains everything else comes first."""
+        """Find what is odd; what explains everything else comes first."""
         # Before what is over: back ends end a process where others send it what it does not expect.
         steps = (self._missing, self._different, self._over, partial(self._elsewhere, self._stuck()))
         for step in steps:
@@ -446,7 +446,7 @@ class _Ranks:
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 4-7`."""
+    """Name some ranks: `rank 3`, or `ranks 0, 1, 4-7`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
@@ -461,18 +461,18 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def subject(ranks: Iterable[int]) -> str:
-    """Some ranks in front of a verb in the singular."""
+    """Name some ranks in front of a verb in the singular."""
     told = listed(ranks)
     return f"each of {told}" if told.startswith("ranks") else told
 
 
 def seconds(value: float) -> str:
-    """A time with one decimal."""
+    """Tell a time with one decimal."""
     return f"{value:.1f} s"
 
 
 def where(step: int, in_backward: bool, phase: str = "") -> str:
-    """`in the forward of step 3`; steps count from 0, as optimizer steps do.
+    """Tell a place, such as `in the forward of step 3`; steps count from 0, as optimizer steps do.
 
     Args:
         step: The step.
@@ -485,7 +485,7 @@ def where(step: int, in_backward: bool, phase: str = "") -> str:
 
 
 def after(step: int, in_backward: bool, phase: str) -> str:
-    """`after the backward of step 3`, of code outside of the model.
+    """Tell a place outside of the model, such as `after the backward of step 3`.
 
     Args:
         step: The step.
@@ -501,14 +501,14 @@ def after(step: int, in_backward: bool, phase: str) -> str:
 
 
 def operation_told(operation: Operation, units: Sequence[UnitFacts]) -> str:
-    """What an operation does, as the predicate of a sentence about one rank."""
+    """Tell what an operation does, as the predicate of a sentence about one rank."""
     phase = _BY_NAME.get(operation.phase)
     template = _DONE.get(phase, operation.phase) if phase is not None else operation.phase
     return template.format(unit=units[operation.unit].label, bytes=operation.num_bytes)
 
 
 def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
-    """What a rank is doing, as the predicate of a sentence about it."""
+    """Tell what a rank is doing, as the predicate of a sentence about it."""
     if state.doing is Doing.NOTHING_YET:
         return "has not called the model yet"
     if state.doing is Doing.ENDED:
@@ -522,14 +522,14 @@ def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
 
 
 def phase_told(name: str, unit: int, units: Sequence[UnitFacts]) -> str:
-    """What goes on in a phase, as the predicate of a sentence."""
+    """Tell what goes on in a phase, as the predicate of a sentence."""
     phase = _BY_NAME.get(name)
     template = _WAITING[phase] if phase is not None else f"is in {name} of {{unit}}"
     return template.format(unit=units[unit].label)
 
 
 def unit_told(unit: UnitFacts) -> str:
-    """What a unit holds."""
+    """Tell what a unit holds."""
     names = unit.parameters
     more = f" and {len(names) - _PARAMETERS_SHOWN} more" if len(names) > _PARAMETERS_SHOWN else ""
     shown = ", ".join(names[:_PARAMETERS_SHOWN]) or "no parameters"

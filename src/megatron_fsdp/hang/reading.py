@@ -74,7 +74,7 @@ class Logs:
 
 
 def read_writer(path: Path) -> Writer:
-    """Who wrote a log.
+    """Read who wrote a log.
 
     Raises:
         ValueError: The file is none, or damaged; says how.
@@ -84,7 +84,7 @@ def read_writer(path: Path) -> Writer:
 
 
 def read_log(path: Path) -> RankLog:
-    """One log.
+    """Read one log.
 
     Raises:
         ValueError: The file is none, or damaged; says how.
@@ -119,7 +119,7 @@ def _content(path: Path) -> bytes:
 
 
 def read_folder(folder: Path, run: str | None = None) -> Logs:
-    """The logs of one run in a folder.
+    """Read the logs of one run in a folder.
 
     Args:
         folder: Where they are.
@@ -173,7 +173,7 @@ def _of_run(folder: Path, found: Sequence[RankLog], run: str, remarks: Sequence[
 
 
 def flight_name(rank: int, model: int) -> str:
-    """What a dump is called."""
+    """Return the file name of a dump."""
     return f"rank-{rank:05d}{f'.model-{model}' if model else ''}.flight.json"
 
 
@@ -199,7 +199,7 @@ def dump_flight(folder: Path, writer: Writer) -> bool:
 
 
 def read_flight(path: Path) -> tuple[str, ...]:
-    """The last collectives of a dump, one line each; nothing where there is none, or it cannot be read."""
+    """Read the last collectives of a dump, one line each; nothing where there is none, or it cannot be read."""
     try:
         return last_entries(path.read_bytes()) if path.is_file() and path.stat().st_size <= _MOST_FLIGHT_BYTES else ()
     except OSError:
@@ -207,7 +207,7 @@ def read_flight(path: Path) -> tuple[str, ...]:
 
 
 def last_entries(text: bytes) -> tuple[str, ...]:
-    """The last collectives of a dump in JSON, oldest first, one line each.
+    """List the last collectives of a dump in JSON, oldest first, one line each.
 
     Args:
         text: As `torch._C._distributed_c10d._dump_fr_trace_json` gives it; anything else gives nothing.

@@ -90,18 +90,18 @@ def writer_from_json(found: Mapping[str, Any]) -> Writer:
 
 
 def file_name(rank: int, model: int) -> str:
-    """What the log of a model on a rank is called; the first model of a process needs no number."""
+    """Return the file name of a model's log on a rank; the first model of a process needs no number."""
     return f"rank-{rank:05d}{f'.model-{model}' if model else ''}{SUFFIX}"
 
 
 def rank_and_model(name: str) -> tuple[int, int] | None:
-    """The rank and model that a file of this name is of; None where it is not called as logs are."""
+    """Return the rank and model that a file of this name is of; None where it is not called as logs are."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 0))
 
 
 def is_log_name(name: str) -> bool:
-    """Whether a file is called as logs are."""
+    """Tell whether a file is called as logs are."""
     return rank_and_model(name) is not None
 
 
@@ -109,12 +109,12 @@ def is_log_name(name: str) -> bool:
 
 
 def this_process() -> Process:
-    """The one that asks."""
+    """Return the process that asks."""
     return Process(socket.gethostname(), os.getpid(), _started(os.getpid()), _namespace())
 
 
 def is_alive(process: Process) -> bool | None:
-    """Whether it still runs; None: it is of another machine or container, so nobody here knows."""
+    """Tell whether a process still runs; None: it is of another machine or container, so nobody here knows."""
     if process.host != socket.gethostname() or process.namespace != _namespace():
         return None
     try:

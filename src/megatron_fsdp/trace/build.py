@@ -67,7 +67,7 @@ class Times:
     end_ns: int
 
     def of_steps(self, steps: Sequence[StepLog]) -> list[int]:
-        """When each step started; from step to step, since clocks of devices lose precision over long stretches."""
+        """Return when each step started; step by step, since clocks of devices lose precision over long stretches."""
         starts, now = [], self.end_ns
         for step, later in zip(reversed(steps), [self.end, *(step.start for step in reversed(steps))], strict=False):
             now -= self.clock.elapsed_ns(step.start, later)
@@ -210,7 +210,7 @@ class _Builder:
             self.spans.append(Span(life.wait_step, unit, LOCAL_SUM, end_ns, sum_ns, life.depth, 0))
 
     def collectives(self) -> list[Collective]:
-        """All that sent something."""
+        """Return all that sent something."""
         found = (self._collective(number, life) for number, life in self._lives.items())
         return [collective for collective in found if collective is not None]
 

@@ -166,7 +166,7 @@ def _from_json(data: dict[str, Any]) -> Timeline:
 
 
 def chrome_events(timelines: Iterable[Timeline]) -> list[Event]:
-    """All events of some ranks.
+    """Make the trace events of some ranks.
 
     Args:
         timelines: One per rank.

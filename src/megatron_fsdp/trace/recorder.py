@@ -155,7 +155,7 @@ class Recorder(Observer):
         self._times = self._read_clock()
 
     def result(self) -> Timeline:
-        """What was recorded so far.
+        """Return what was recorded so far.
 
         Raises:
             TraceError: Recording has not begun.
@@ -208,7 +208,7 @@ class Recorder(Observer):
             self._was_installed = self._was_used
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
-        """A forward that failed has taken its time; other phases that failed are left out."""
+        """Note a forward that failed, which has taken its time; other phases that failed are left out."""
         if phase is _FORWARD:
             self.ends(phase, unit)
 

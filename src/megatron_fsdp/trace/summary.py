@@ -157,7 +157,7 @@ class Summary:
 
 
 def hidden_part(steps: Iterable[StepSummary]) -> float | None:
-    """How much of communication was hidden behind other work: 1 - exposed / communication, from 0 to 1.
+    """Compute how much of communication was hidden behind other work: 1 - exposed / communication, 0 to 1.
 
     Communication is the time in which at least one collective was in flight, from its launch until what was sent had
     come. Exposed is the part of it in which the compute side did nothing else: the compute stream on CUDA waited for a
@@ -199,7 +199,7 @@ def summarise(timeline: Timeline) -> Summary:
 
 
 def own_times(spans: Sequence[Span]) -> list[int]:
-    """The time of each span without that of the spans nested directly in it, in nanoseconds.
+    """Return the time of each span without that of the spans nested directly in it, in nanoseconds.
 
     Args:
         spans: By start, those that contain others before these.
@@ -267,7 +267,7 @@ def _of_step(
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """All moments that lie in any of them, as disjoint intervals by time; empty ones vanish."""
+    """Unite intervals into disjoint ones by time; empty ones vanish."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:
@@ -278,7 +278,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def covered(interval: Interval, moments: Sequence[Interval]) -> int:
-    """How much of an interval a union covers.
+    """Return how much of an interval a union covers.
 
     Args:
         interval: Start and end.
@@ -410,7 +410,7 @@ def compare(timelines: Sequence[Timeline], step: int | None = None) -> Compariso
 
 
 def common_steps(timelines: Sequence[Timeline], step: int | None = None) -> tuple[int, ...]:
-    """The steps that every rank recorded, or the one asked for, if they did.
+    """Return the steps that every rank recorded, or the one asked for, if they did.
 
     Raises:
         TraceError: There is none.
