@@ -1,4 +1,4 @@
-"""The models and the data that contenders are compared on: a plain decoder, Hugging Face's, and tiny tensors."""
+"""The models and the data that contenders are compared on: a plain decoder, and Hugging Face's Llama and Mixtral."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-TINY_TENSORS = 300
-"""Parameters of the model that optimizer steps are measured on, as 10 units have them."""
 
 _EXPERTS, _CHOSEN = 4, 2
 
@@ -40,7 +37,7 @@ class Workload:
     vocabulary: int
     samples: int
     tokens: int
-    kind: Literal["decoder", "llama", "mixtral", "tiny-tensors"] = "decoder"
+    kind: Literal["decoder", "llama", "mixtral"] = "decoder"
     wide: int | None = None
 
     @property
@@ -57,8 +54,6 @@ WORKLOADS: dict[str, Workload] = {
     "moe": Workload(6, 256, 4, vocabulary=2048, samples=2, tokens=64, kind="mixtral", wide=384),
     "tiny-llama": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="llama", wide=48),
     "tiny-moe": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="mixtral", wide=48),
-    "tiny-tensors": Workload(10, 256, 1, vocabulary=256, samples=1, tokens=4, kind="tiny-tensors"),
-    "trivial": Workload(64, 64, 1, vocabulary=64, samples=1, tokens=2, kind="tiny-tensors"),
     "narrow": Workload(layers=48, features=16, heads=2, vocabulary=64, samples=1, tokens=8),
     "llama-8b-layers": Workload(4, 4096, 32, vocabulary=32768, samples=1, tokens=2048, kind="llama", wide=14336),
 }
@@ -152,48 +147,12 @@ def _hugging_face(workload: Workload) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=_EXPERTS, num_experts_per_tok=_CHOSEN))
 
 
-class TinyBlock(nn.Module):
-    """Small parameters that are added up; there is hardly anything to compute."""
-
-    def __init__(self, count: int, features: int) -> None:
-        super().__init__()
-        self.shifts = nn.ParameterList(0.01 * torch.randn(features) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x (..., features), shifted."""
-        for shift in self.shifts:
-            x = x + shift
-        return x
-
-
-class TinyTensors(nn.Module):
-    """Tokens (samples, tokens) in, logits (samples, tokens, features) out; `features` is the vocabulary, too.
-
-    Ten blocks share 300 parameters; with another number of blocks each has one.
-    """
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        each = TINY_TENSORS // workload.layers if workload.layers == 10 else 1
-        self._features = workload.features
-        self.blocks = nn.ModuleList(TinyBlock(each, workload.features) for _ in range(workload.layers))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next token at every position."""
-        x = F.one_hot(tokens, self._features).to(self.blocks[0].shifts[0].dtype)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Build the same weights on every call and rank; tokens in, logits out, and `blocks` are the units."""
     with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(0)
         if workload.kind == "decoder":
             return Decoder(workload).to(device=device, dtype=dtype)
-        if workload.kind == "tiny-tensors":
-            return TinyTensors(workload).to(device=device, dtype=dtype)
         return HuggingFaceDecoder(_hugging_face(workload)).to(device=device, dtype=dtype)
 
 

@@ -30,7 +30,7 @@ def test_rows_take_the_slowest_rank_and_ratios_within_a_turn() -> None:
 
 
 def test_host_time_is_what_is_added_to_the_bare_model_per_unit_and_pass() -> None:
-    request = PhaseRequest("trivial", 1, 1, 0, ("floor", "ours-3"), "host")
+    request = PhaseRequest("narrow", 1, 1, 0, ("floor", "ours-3"), "host")
     both = {
         name: [PhaseNotes({"forward": [1.0], "backward": [1.0]}, {"forward": [f], "backward": [b]})]
         for name, f, b in (("floor", 0.001, 0.002), ("ours-3", 0.002, 0.005))
