@@ -285,9 +285,8 @@ def covered(interval: Interval, moments: Sequence[Interval]) -> int:
         moments: What `union` returned.
     """
     start, end = interval
-    first = max(
-        0, bisect_right(moments, start, key=lambda moment: moment[0]) - 1
-    )  # the last that begins before it may reach into it
+    # The last that begins before the interval may reach into it.
+    first = max(0, bisect_right(moments, start, key=lambda moment: moment[0]) - 1)
     total = 0
     for place in range(first, len(moments)):
         if moments[place][0] >= end:
