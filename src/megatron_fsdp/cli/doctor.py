@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
 from megatron_fsdp.cli.arguments import add_json
 from megatron_fsdp.cli.output import write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require, require_installed
-from megatron_fsdp.plan.models import read_config
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from megatron_fsdp.doctor import ParityReport
 
 _STRATEGIES = ("0", "1", "2", "3", "all")
@@ -198,6 +196,8 @@ class CausalModel:
     def _config(self) -> Any:
         if not Path(self.path).exists():
             raise ConfigurationError(f"--hf-config {self.path}: there is no such file or folder; give a local one")
+        from megatron_fsdp.plan.models import read_config
+
         config = read_config(self.path)
         if self.layers is not None:
             config.num_hidden_layers = self.layers
@@ -220,6 +220,8 @@ class RandomTokens:
 
     def __call__(self, seed: int) -> dict[str, Tensor]:
         """Make a batch: `input_ids` and `labels`, (samples, length) int64."""
+        import torch
+
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(self.vocabulary_size, (self.samples, self.length), generator=generator)
         return {"input_ids": tokens, "labels": tokens.clone()}

@@ -119,7 +119,8 @@ class _OneProcess:
         of_ranks = [
             self._try([self.task.parts_of_rank(microbatches, rank, self.num_ranks)]) for rank in range(self.num_ranks)
         ]
-        of_microbatches = [self._try([[part]]) for part in self.task.parts_whole(microbatches)]
+        parts = self.task.parts_whole(microbatches)
+        of_microbatches = [self._try([[part]]) for part in parts] if len(parts) > 1 else []
         slices = self._try(self.task.parts_of_all(microbatches, self.num_ranks))
         not_a_mean = _differing(whole, slices, self.tolerance)
         order = _watch_backward(self.trainee)
@@ -141,7 +142,7 @@ class _OneProcess:
             backward_order=tuple(dict.fromkeys(order)),
             losses_of_ranks=tuple(each.loss for each in of_ranks),
             of_ranks=gradients_of_ranks,
-            of_microbatches=tuple(each.gradients for each in of_microbatches) if len(of_microbatches) > 1 else (),
+            of_microbatches=tuple(each.gradients for each in of_microbatches),
             stale=stale,
             spread=self._spread(values, gradients_of_ranks, stale),
             excused=frozenset(
