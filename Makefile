@@ -87,11 +87,11 @@ fmt: $(READY)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# Everything beside its peers, one page; DeepSpeed goes into .venv-bench. ARGS="--quick"; ARGS="--only large --rounds 4".
+# Everything beside its peers, one page in build/bench. ARGS="--quick"; ARGS="--only large --rounds 4"; ARGS="--publish".
 bench: $(READY)
 	$(PY) benchmarks/bench.py $(ARGS)
 
-# One model, chosen contenders; ARGS="--model large --strategies 0 1 2 3".
+# One model, chosen contenders; ARGS="--model large --contenders ours-0 ours-3 fsdp2".
 bench-compare: $(READY)
 	$(PY) benchmarks/compare.py $(ARGS)
 
@@ -100,15 +100,15 @@ bench-checkpoints: $(READY)
 	$(PY) benchmarks/checkpoints.py $(ARGS)
 
 # The checks that need a GPU, and layers of an 8B model on it, alone and as the first of 8 and of 64 ranks
-# (benchmarks/results/bench-gpu.md); where there is none it says so and succeeds.
+# (build/bench); where there is none it says so and succeeds.
 gpu-check: $(READY)
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  mkdir -p benchmarks/results && \
-	  $(PY) -m pytest -m gpu --junitxml=benchmarks/results/gpu-tests.xml && \
-	  $(PY) benchmarks/bench.py --gpu --no-environment && \
-	  $(PY) benchmarks/compare.py --device cuda --out benchmarks/results $(ARGS); \
+	  mkdir -p build/bench && \
+	  $(PY) -m pytest -m gpu --junitxml=build/bench/gpu-tests.xml && \
+	  $(PY) benchmarks/bench.py --gpu && \
+	  $(PY) benchmarks/compare.py --device cuda --out build/bench/compare-gpu.json $(ARGS); \
 	else echo "gpu-check: no CUDA device here, nothing checked"; fi
 
 clean:
-	rm -rf .venv .venv-bench build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,4 +1,4 @@
-"""The whole benchmark, one page: `python benchmarks/bench.py --help` (`make bench`)."""
+"""The whole benchmark: `python benchmarks/bench.py --help` (`make bench`)."""
 
 from __future__ import annotations
 
@@ -11,53 +11,123 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
-from benchmarks.environment import prepare
-from benchmarks.kept import commit_of, joined, stamped
-from benchmarks.page import comparisons, page
-from benchmarks.suite import Run, gpu_runs, runs
-from benchmarks.targets import judge, told_amiss
-from megatron_fsdp.errors import ConfigurationError
+from benchmarks.launching import write_document
+from benchmarks.page import PUBLISHED, render
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_GPU = "there is no CUDA device here"
-_NAMED = ("compare.py", "checkpoints.py")
-"""Programs that write more than one file, by `--name` into a folder."""
-
 _DISAGREEMENT = 1
 """The exit code of a comparison that has results, though not for everybody."""
 
 
-def perform(run: Run, python: Path, folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """Run one process; a second time with fewer contenders where it fails.
+@dataclass(frozen=True)
+class Run:
+    """One process of the benchmark.
 
-    Returns:
-        Its document, or None, and what went wrong, or "".
+    Attributes:
+        name: Of its file of results, unique.
+        script: In this folder.
+        arguments: Without the one that says where the results go.
+        limit_s: When it is given up.
     """
-    told = ""
-    for arguments in (run.arguments, run.spare):
-        if not arguments:
-            continue
-        document, problem = _attempt(run, arguments, python, folder)
-        if document is not None:
-            return document, f"{told}; what is shown is a run without DeepSpeed" if told else ""
-        told = told or problem
-    return None, told
+
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+    limit_s: float = 600
 
 
-def _attempt(run: Run, arguments: Sequence[str], python: Path, folder: Path) -> tuple[dict[str, Any] | None, str]:
+# ---- which runs there are --------------------------------------------------------------------------------------------
+
+EVERYBODY = ("ours-0", "ours-1", "ours-2", "ours-3", "mddp", "mddp-optim", "fsdp2", "ddp", "ddp-zero")
+_GPU_MODEL = "llama-8b-layers"
+
+
+def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
+    """Return all runs on the CPU, most important first; about 15 minutes on two quiet cores, or 4.
+
+    Args:
+        is_quick: Few rounds and one model.
+        rounds: Measured steps of each; None: as each has them.
+    """
+    few = rounds or 3
+    if is_quick:
+        return (_compared("many-small", 2, few, *EVERYBODY), *_phases(few), _ablation("many-small", few))
+    each = rounds or 4
+    return (
+        *(_compared(model, 2, each, *EVERYBODY) for model in ("many-small", "large", "llama", "moe")),
+        *_phases(rounds or 8),
+        _ablation("many-small", each),
+        Run("checkpoints", "checkpoints.py", ("--model", "large", "--rounds", str(each))),
+        _accumulating("many-small", few),
+        *(_compared(model, 4, few, "ours-3", "fsdp2", "ddp") for model in ("many-small", "large")),
+        _ablation("large", few),
+    )
+
+
+def gpu_runs(device: str = "cuda", model: str = _GPU_MODEL, rounds: int = 10) -> tuple[Run, ...]:
+    """Return layers as an 8B model has them on one device: each contender, and the first rank of simulated large jobs.
+
+    Args:
+        device: "cuda"; on "cpu" the same is tried out.
+        model: Name of a workload.
+        rounds: Measured steps.
+    """
+    where = ("--device", device, "--dtype", "bfloat16")
+    host = ("host", "--model", model, "--rounds", str(rounds))
+    compared = _compared(model, 1, rounds, "ours-3", "fsdp2", "ddp")
+    return (
+        Run("gpu", compared.script, (*compared.arguments, *where)),
+        *(
+            Run(f"gpu-simulated-{many}", "phases.py", (*host, "--simulated-ranks", str(many), *where))
+            for many in (8, 64)
+        ),
+    )
+
+
+def _compared(model: str, ranks: int, rounds: int, *contenders: str) -> Run:
+    sizes = ("--model", model, "--ranks", str(ranks), "--steps", str(rounds), "--warmup", "2")
+    return Run(f"{model}-{ranks}", "compare.py", (*sizes, "--contenders", *contenders), 1200)
+
+
+def _ablation(model: str, rounds: int) -> Run:
+    arguments = ("--model", model, "--ranks", "2", "--steps", str(rounds), "--warmup", "2", "--ablation")
+    return Run(f"ablation-{model}", "compare.py", arguments, 1200)
+
+
+def _accumulating(model: str, rounds: int) -> Run:
+    run = _compared(model, 2, rounds, "ours-3", "ours-3-deferred", "fsdp2", "fsdp2-deferred")
+    return Run(f"{run.name}-accumulation", run.script, (*run.arguments, "--grad-accumulation", "4"), run.limit_s)
+
+
+def _phases(rounds: int) -> Iterator[Run]:
+    count = ("--rounds", str(rounds))
+    yield Run("step-many-small-fused", "phases.py", ("step", "--model", "many-small", *count))
+    yield Run("start-many-small", "phases.py", ("start", "--model", "many-small", "--rounds", "2"))
+    host = ("host", "--model", "narrow", "--simulated-ranks", "2")
+    yield Run("host", "phases.py", (*host, *count))
+    yield Run("simulated-8", "phases.py", ("host", "--model", "many-small", "--simulated-ranks", "8", *count))
+
+
+# ---- running them ----------------------------------------------------------------------------------------------------
+
+
+def perform(run: Run, folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """Run one process; returns its document, or None, and what went wrong, or ""."""
     file = folder / f"{run.name}.json"
     file.unlink(missing_ok=True)
-    where = ("--out", str(folder), "--name", run.name) if run.script in _NAMED else ("--out", str(file))
-    command = [str(python), "-W", "ignore", str(ROOT / "benchmarks" / run.script), *arguments, *where]
+    script = str(ROOT / "benchmarks" / run.script)
+    command = [sys.executable, "-W", "ignore", script, *run.arguments, "--out", str(file)]
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    finished = run_to_end(command, environment, run.limit_s)
+    finished = run_to_end(command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, run.limit_s)
     if finished is None:
         return None, f"given up after {run.limit_s:.0f} s"
     code, errors = finished
@@ -99,139 +169,88 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_s: 
     return program.returncode, errors
 
 
-def _has_gpu(python: Path) -> bool:
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([str(python), "-c", code], capture_output=True, check=False).returncode == 0
-
-
-def write_page(results: Mapping[str, Any], failures: dict[str, str], folder: Path, stem: str) -> Path:
-    """Write the page, its pictures and the results for programs; returns the page."""
-    write_results(results, failures, folder, stem)
-    pictures: list[str] = []
-    if comparisons(results):
+def commit_of(folder: Path) -> str:
+    """Return the commit that is checked out around a folder, with a plus sign where files differ from it."""
+    answers = []
+    for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
         try:
-            from benchmarks.plots import draw
-
-            pictures = draw(results, folder, stem)
-        except ConfigurationError as error:
-            failures = {**failures, "pictures": str(error)}
-    path = folder / f"{stem}.md"
-    path.write_text(page("Benchmark", results, failures, judge(results), pictures), encoding="utf-8")
-    return path
+            done = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return "not noted"
+        answers.append(done.stdout.strip())
+    return answers[0] + ("+" if answers[1] else "")
 
 
-def write_results(results: Mapping[str, Any], failures: Mapping[str, str], folder: Path, stem: str) -> None:
-    """Write the results for programs; a benchmark that is ended early leaves those that it has."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(shortened({"results": results, "failures": failures})) + "\n"
-    (folder / f"{stem}.json").write_text(text, encoding="utf-8")
+def _performed(chosen: Sequence[Run], folder: Path, until: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run one after another; returns the documents, and why the other runs gave none."""
+    results, failures, commit = dict[str, Any](), dict[str, str](), commit_of(ROOT)
+    for index, run in enumerate(chosen, 1):
+        begun = time.monotonic()
+        if begun > until:
+            failures[run.name] = "the time was over (--minutes)"
+            continue
+        document, problem = perform(run, folder)
+        print(f"{index}/{len(chosen)} {run.name}: {problem or 'done'} ({time.monotonic() - begun:.0f} s)", flush=True)
+        if document is None:
+            failures[run.name] = problem
+            continue
+        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        command = f"python benchmarks/{run.script} {' '.join(run.arguments)}"
+        results[run.name] = {**document, "made": {"date": date, "commit": commit, "command": command}}
+    return results, failures
 
 
-def shortened(value: Any) -> Any:
-    """The same with six significant digits of every float, which is more than any measurement has."""
-    if isinstance(value, dict):
-        return {key: shortened(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [shortened(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def publish(results: Mapping[str, Any], failures: Mapping[str, str], root: Path = ROOT) -> None:
+    """Write the results into the repository, and docs/performance.md out of them."""
+    write_document({"results": results, "failures": failures}, root / PUBLISHED)
+    (root / "docs" / "performance.md").write_text(render(published(root)), encoding="utf-8")
 
 
-def _read_results(folder: Path, stem: str) -> dict[str, Any]:
-    file = folder / f"{stem}.json"
-    found: dict[str, Any] = {"results": {}, "failures": {}}
-    return {**found, **json.loads(file.read_text(encoding="utf-8"))} if file.exists() else found
+def published(root: Path = ROOT) -> dict[str, Any]:
+    """Return the published results; empty where there are none."""
+    file = root / PUBLISHED
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["results"] if file.exists() else {}
+    return found
+
+
+def _has_gpu() -> bool:
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measure this engine beside its peers; one page.")
-    parser.add_argument("--quick", action="store_true", help="few rounds, fewer models and ranks")
+    parser.add_argument("--quick", action="store_true", help="one model and few rounds: about 4 minutes")
     parser.add_argument("--rounds", type=int, metavar="N", help="measured steps of every run")
-    parser.add_argument("--minutes", type=float, default=38.0, help="after which no further run is begun")
+    parser.add_argument("--minutes", type=float, default=20.0, help="after which no further run is begun")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="runs whose name has one of these words")
-    parser.add_argument("--keep", action="store_true", help="runs that give nothing now keep their results on the page")
-    parser.add_argument("--gpu", action="store_true", help="only the runs on a CUDA device, on a page of their own")
-    parser.add_argument("--again", action="store_true", help="measure nothing; write the page of the results in --out")
+    parser.add_argument("--gpu", action="store_true", help="only the runs on a CUDA device")
     parser.add_argument("--list", action="store_true", help="name the runs and stop")
-    parser.add_argument("--environment", type=Path, default=ROOT / ".venv-bench", help="made where it is not there")
-    parser.add_argument("--no-environment", action="store_true", help="use this interpreter; install nothing")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "bench", help="where single runs write")
+    parser.add_argument("--publish", action="store_true", help=f"write {PUBLISHED} and docs/performance.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="the page and the results of runs")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run everything and write the page; returns the exit code, 1 where no run gave results."""
     given = _parse(argv)
-    until = time.monotonic() + 60 * given.minutes
-    on_cpu = () if given.gpu else runs(given.quick, given.rounds)
-    stem = "bench-gpu" if given.gpu else f"bench-{os.cpu_count()}xcpu"
-    before = _read_results(given.out, stem) if given.again or given.keep else {"results": {}, "failures": {}}
+    wanted = gpu_runs() if given.gpu else runs(given.quick, given.rounds)
+    chosen = [run for run in wanted if not given.only or any(word in run.name for word in given.only)]
     if given.list:
-        print(*(run.name for run in [*on_cpu, *gpu_runs()] if _is_wanted(run.name, given.only)), sep="\n")
+        print(*(run.name for run in chosen), sep="\n")
         return 0
-    if given.again:
-        return _finish(before["results"], before["failures"], given.out, stem)
-    failures: dict[str, str] = {}
-    python, missing = (Path(sys.executable), "") if given.no_environment else prepare(given.environment)
-    if missing:
-        failures["peers"] = missing
-        print(missing, file=sys.stderr)
-    has_gpu = _has_gpu(python)
-    if not has_gpu:
-        failures["gpu"] = NO_GPU
-    if given.gpu and not has_gpu:
+    if given.gpu and not _has_gpu():
         print(f"bench.py: {NO_GPU}, nothing measured")
         return 0
-    chosen = [run for run in [*(gpu_runs() if has_gpu else ()), *on_cpu] if _is_wanted(run.name, given.only)]
-    names = [run.name for run in [*runs(is_quick=False), *gpu_runs()]]
-    results: dict[str, Any] = {}
-    for name, document in _performed(chosen, python, given.work, failures, until):
-        results[name] = document
-        write_results(*joined(before, results, failures, names), given.out, stem)
-    return _finish(*joined(before, results, failures, names), given.out, stem)
-
-
-def _finish(results: Mapping[str, Any], failures: dict[str, str], folder: Path, stem: str) -> int:
-    """Write the page, and say where `reasons.py` does not fit it; returns the exit code."""
-    unexplained, stale = told_amiss(judge(results))
-    for title in unexplained:
-        print(f"missed, and reasons.py says nothing: {title}")
-    for title in stale:
-        print(f"no missed target needs this row of reasons.py: {title}")
-    print(write_page(results, failures, folder, stem))
+    given.out.mkdir(parents=True, exist_ok=True)
+    results, failures = _performed(chosen, given.out, time.monotonic() + 60 * given.minutes)
+    page = given.out / ("bench-gpu.md" if given.gpu else "bench.md")
+    left_out = "".join(f"\n- {name}: {why}" for name, why in failures.items())
+    page.write_text(render(results) + (f"\n## Left out\n{left_out}\n" if left_out else ""), encoding="utf-8")
+    if given.publish and not given.gpu and results:
+        publish(results, failures)
+    print(page)
     return 0 if results else 1
-
-
-def _performed(
-    chosen: Sequence[Run], python: Path, folder: Path, failures: dict[str, str], until: float
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run one after another; yields those that gave a document, and notes in `failures` those that did not."""
-    folder.mkdir(parents=True, exist_ok=True)
-    commit = commit_of(ROOT)
-    for index, run in enumerate(chosen, 1):
-        begun, worked = time.monotonic(), _children_cpu_s()
-        if begun > until:
-            failures[run.name] = "the time was over (--minutes)"
-            continue
-        document, problem = perform(run, python, folder)
-        if problem:
-            failures[run.name] = problem
-        took = f"{time.monotonic() - begun:.0f} s, of the CPUs {_children_cpu_s() - worked:.0f} s"
-        wrong = [line["name"] for line in (document or {}).get("contenders", ()) if line["disagrees"]]
-        told = problem or (f"no speed of {', '.join(wrong)}, whose losses are wrong" if wrong else "done")
-        print(f"{index}/{len(chosen)} {run.name}: {told} ({took})", flush=True)
-        if document is not None:
-            yield run.name, stamped(document, commit, f"python benchmarks/{run.script} {' '.join(run.arguments)}")
-
-
-def _children_cpu_s() -> float:
-    """CPU seconds of all processes that were started here and have ended."""
-    used = os.times()
-    return used.children_user + used.children_system
-
-
-def _is_wanted(name: str, words: Sequence[str]) -> bool:
-    return not words or any(word in name for word in words)
 
 
 if __name__ == "__main__":

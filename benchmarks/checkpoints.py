@@ -3,165 +3,310 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import pickle
-import platform
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-from torch.multiprocessing.spawn import spawn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from benchmarks.checkpoint_contenders import (
-    FSDP2_NAMED,
-    FSDP2_RAW,
-    OURS_BACKGROUND,
-    OURS_BY_TORCH,
-    OURS_NOW,
-    OURS_VERIFIED,
-    PEER,
-)
-from benchmarks.checkpoint_worker import Act, Reading, Request, run_rank
-from benchmarks.workloads import WORKLOADS
-from megatron_fsdp.package_info import __version__
+from benchmarks.contenders import FSDP2, OURS, Contender, Setting, build_contender
+from benchmarks.counting import Counts, counting
+from benchmarks.launching import describe_machine, measure_on_ranks, write_document
+from benchmarks.page import checkpoint_table
+from benchmarks.worker import turns
+from benchmarks.workloads import WORKLOADS, Microbatch, make_batch
+from megatron_fsdp.checkpoint import Checkpointer
 
-SAVERS = (OURS_NOW, OURS_VERIFIED, OURS_BACKGROUND, OURS_BY_TORCH, FSDP2_NAMED, FSDP2_RAW)
+OURS_NOW = "ours"
+OURS_BACKGROUND = "ours, in the background"
+PEER = "fsdp2, dcp"
+SAVERS = (OURS_NOW, OURS_BACKGROUND, PEER)
 EXIT_DISAGREEMENT = 1
+_ITERATION = 1
 
-_MIB = 2**20
-_LEGEND = (
-    "Medians over rounds. Wall is the slowest rank, CPU the mean of the ranks over all threads. Ratios are taken "
-    f"within a round, over *{PEER}* (`get_state_dict` and `dcp.save`, `dcp.load` and `set_state_dict`). A save in the "
-    "background is timed until control returns. Collectives, pickled bytes, files opened, and bytes read and written "
-    "are exact and of the rank with most; so is what the calling thread allocates for tensors at its peak, in the "
-    "first save: the copy of a save in the background counts, and is kept for the next."
-)
+
+# ---- who saves and loads ---------------------------------------------------------------------------------------------
+
+
+class Saver(ABC):
+    """One way to save a trained model with its optimizer, and to load it again.
+
+    Attributes:
+        job: Model and optimizer.
+        folder: Where to save; all ranks share it.
+    """
+
+    def __init__(self, job: Contender, folder: Path) -> None:
+        self.job = job
+        self.folder = folder
+
+    @abstractmethod
+    def save(self) -> None:
+        """Save; returns when training may go on."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Load what was saved."""
+
+    def finish(self) -> None:  # noqa: B027  most have nothing to finish
+        """Wait until what was saved is on the disk."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what is kept between saves."""
+
+
+class OursSaver(Saver):
+    """`Checkpointer`, which verifies, publishes and prunes."""
+
+    def __init__(self, job: Contender, folder: Path, in_background: bool = False) -> None:
+        super().__init__(job, folder)
+        self._checkpoints = Checkpointer(folder, in_background=in_background)
+
+    def save(self) -> None:
+        """As `Saver` says."""
+        self._checkpoints.save(_ITERATION, self.job.model, self.job.optimizer, overwrite=True)
+
+    def finish(self) -> None:
+        """As `Saver` says."""
+        self._checkpoints.wait()
+
+    def load(self) -> None:
+        """As `Saver` says."""
+        report = self._checkpoints.load(self.job.model, self.job.optimizer)
+        assert report.is_complete
+
+    def close(self) -> None:
+        """As `Saver` says."""
+        self._checkpoints.close()
+
+
+class NamedSaver(Saver):
+    """torch's `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`: what its documentation tells to do."""
+
+    def save(self) -> None:
+        """As `Saver` says."""
+        model, optimizer = get_state_dict(self.job.model, self.job.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=self.folder)
+
+    def load(self) -> None:
+        """As `Saver` says."""
+        model, optimizer = get_state_dict(self.job.model, self.job.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=self.folder)
+        set_state_dict(
+            self.job.model, self.job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+
+def build_savers(names: list[str], setting: Setting, batch: Microbatch, folder: Path) -> dict[str, Saver]:
+    """Train one job of this library and one of FSDP2 for a step, and make every way to save them; collective."""
+    ours, theirs = (_trained(name, setting, batch) for name in (OURS[3], FSDP2))
+    makers = {
+        OURS_NOW: lambda where: OursSaver(ours, where),
+        OURS_BACKGROUND: lambda where: OursSaver(ours, where, in_background=True),
+        PEER: lambda where: NamedSaver(theirs, where),
+    }
+    return {name: makers[name](folder / str(position)) for position, name in enumerate(names)}
+
+
+def _trained(name: str, setting: Setting, batch: Microbatch) -> Contender:
+    job = build_contender(name, setting)
+    job.step([batch])
+    return job
+
+
+def local_values(job: Contender) -> dict[str, Tensor]:
+    """Return this rank's elements of every weight and optimizer state; the live ones."""
+    found = {}
+    names = {id(param): name for name, param in job.model.named_parameters()}
+    for name, value in job.model.state_dict().items():
+        if isinstance(value, Tensor):
+            found[f"model.{name}"] = _local(value)
+    for param, slots in job.optimizer.state.items():
+        for slot, value in slots.items():
+            if isinstance(value, Tensor):
+                found[f"optimizer.{names[id(param)]}.{slot}"] = _local(value)
+    return found
+
+
+def _local(value: Tensor) -> Tensor:
+    return (value._local_tensor if isinstance(value, DTensor) else value).detach()
+
+
+def forget(saver: Saver) -> None:
+    """Make weights and optimizer state such that a load has to bring them back."""
+    with torch.no_grad():
+        for value in local_values(saver.job).values():
+            value.fill_(torch.nan)
+    saver.job.optimizer.state.clear()
+
+
+def differences(job: Contender, expected: dict[str, Tensor]) -> list[str]:
+    """Keys whose bits are not as expected."""
+    found = local_values(job)
+    wrong = sorted(found.keys() ^ expected.keys())
+    return wrong + [key for key in found.keys() & expected.keys() if not torch.equal(found[key], expected[key])]
+
+
+# ---- in the rank -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run.
+
+    Attributes:
+        model: Name of a workload.
+        ranks: Number of processes.
+        rounds: Measured saves and loads of everybody.
+        savers: Names, in table order.
+        folder: Where to save.
+    """
+
+    model: str
+    ranks: int
+    rounds: int
+    savers: tuple[str, ...]
+    folder: Path
+
+
+@dataclass
+class Act:
+    """What one rank measured of saving, or of loading.
+
+    Attributes:
+        wall_s: Per round, until control returns.
+        cpu_s: Per round, of all threads of the process.
+        counts: Of one act.
+    """
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+
+@dataclass
+class Reading:
+    """What one rank measured of one way.
+
+    Attributes:
+        payload_bytes: Of this rank's weights and optimizer state.
+        save: Saving.
+        load: Loading.
+        problems: Keys that did not come back bit for bit.
+    """
+
+    payload_bytes: int
+    save: Act = field(default_factory=Act)
+    load: Act = field(default_factory=Act)
+    problems: list[str] = field(default_factory=list)
+
+
+def run_rank(rank: int, request: Request, store_port: int, threads: int, answer: Path) -> None:
+    """Join the ranks, measure, and let the first write a pickle of `{name: [reading of each rank]}`."""
+    torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # of the round before, to be replaced
+    store = TCPStore("127.0.0.1", store_port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=request.ranks)
+    device = torch.device("cpu")
+    mesh = init_device_mesh("cpu", (request.ranks,), mesh_dim_names=("dp",))
+    setting = Setting(WORKLOADS[request.model], torch.float32, device, mesh)
+    batch = make_batch(setting.workload, device, rank)
+    savers = build_savers(list(request.savers), setting, batch, request.folder)
+    readings = {name: _prepare(saver) for name, saver in savers.items()}
+    for turn in range(request.rounds):
+        for position in turns(len(savers), turn):
+            name = request.savers[position]
+            _timed(readings[name].save, savers[name].save, savers[name].finish)
+            forget(savers[name])
+            _timed(readings[name].load, savers[name].load)
+    for saver in savers.values():
+        saver.close()
+    everyone: list[dict[str, Reading]] = [{} for _ in range(request.ranks)]
+    dist.all_gather_object(everyone, readings)
+    if rank == 0:
+        answer.write_bytes(pickle.dumps({name: [one[name] for one in everyone] for name in request.savers}))
+    dist.barrier()  # nobody leaves while a peer still needs the connection
+    dist.destroy_process_group()
+
+
+def _prepare(saver: Saver) -> Reading:
+    """Compare values and count; this save and this load are not timed."""
+    expected = {key: value.clone() for key, value in local_values(saver.job).items()}
+    reading = Reading(sum(value.nbytes for value in expected.values()))
+    for act, note in ((saver.save, reading.save), (saver.load, reading.load)):
+        if act == saver.load:
+            forget(saver)
+        dist.barrier()
+        with counting() as note.counts:
+            act()
+            saver.finish()
+    reading.problems = differences(saver.job, expected)
+    return reading
+
+
+def _timed(note: Act, act: Callable[[], None], finish: Callable[[], None] | None = None) -> None:
+    dist.barrier()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    act()
+    note.wall_s.append(time.perf_counter() - wall_s)
+    note.cpu_s.append(time.process_time() - cpu_s)
+    if finish is not None:
+        finish()
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
-    """Read the arguments; returns what to run and the files for the results, without their suffix."""
+    """Read the arguments; returns what to run and the file for the results."""
     parser = argparse.ArgumentParser(prog="checkpoints.py", description=__doc__)
     parser.add_argument("--model", choices=list(WORKLOADS), default="many-small")
     parser.add_argument("--ranks", type=int, choices=range(1, 9), default=2)
     parser.add_argument("--rounds", type=int, choices=range(1, 101), default=5, metavar="N", help="1 to 100")
-    parser.add_argument("--savers", nargs="*", choices=SAVERS, default=list(SAVERS), metavar="NAME")
-    parser.add_argument("--no-memory", action="store_true", help="do not measure what tensors take")
-    parser.add_argument("--name", help="of the files of results; default: model and ranks")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the results there, as Markdown and JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
     given = parser.parse_args(argv)
-    names = tuple(name for name in SAVERS if name in given.savers or name == PEER)
-    name = given.name or f"checkpoints-{given.model}-{given.ranks}xcpu"
-    request = Request(given.model, given.ranks, given.rounds, names, Path(), not given.no_memory)
-    return request, given.out and given.out / name
+    return Request(given.model, given.ranks, given.rounds, SAVERS, Path()), given.out
 
 
-def run(request: Request) -> dict[str, list[Reading]]:
-    """Start the ranks, wait for them, and return what they measured."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop are no news
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Start the ranks, wait for them, and return what they measured, as data for programs."""
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "reading"
         asked = replace(request, folder=Path(folder) / "saved")
-        spawn(run_rank, (asked, store.port, answer), nprocs=request.ranks)
-        found: dict[str, list[Reading]] = pickle.loads(answer.read_bytes())
-    return found
-
-
-def table(readings: dict[str, list[Reading]], what: str) -> list[str]:
-    """The rows of "save" or "load"."""
-    acts = {name: [getattr(one, what) for one in ranks] for name, ranks in readings.items()}
-    heads = ["", "wall ms", "CPU ms", "wall ratio", "CPU ratio", "collectives", "pickled KiB", "opened", "read MiB"]
-    heads += ["written MiB", "synced", "tensors MiB"]
-    lines = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
-    return lines + [_row(name, ranks, acts[PEER]) for name, ranks in acts.items()]
-
-
-def _row(name: str, ranks: list[Act], peers: list[Act]) -> str:
-    wall, peer_wall = _slowest(ranks), _slowest(peers)
-    cpu, peer_cpu = _mean_cpu(ranks), _mean_cpu(peers)
-    counts = [one.counts for one in ranks]
-    cells = [
-        name,
-        f"{1e3 * median(wall):.0f}",
-        f"{1e3 * median(cpu):.0f}",
-        f"{median(a / b for a, b in zip(wall, peer_wall, strict=True)):.2f}",
-        f"{median(a / b for a, b in zip(cpu, peer_cpu, strict=True)):.2f}",
-        str(max(one.collectives for one in counts)),
-        f"{max(one.object_bytes for one in counts) / 1024:.1f}",
-        str(max(one.opened for one in counts)),
-        f"{max(one.read_bytes for one in counts) / _MIB:.2f}",
-        f"{max(one.written_bytes for one in counts) / _MIB:.2f}",
-        str(max(one.synced for one in counts)),
-        f"{largest / _MIB:.2f}" if (largest := max(one.tensor_bytes for one in ranks)) else "-",
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _slowest(ranks: list[Act]) -> list[float]:
-    return [max(of_round) for of_round in zip(*(one.wall_s for one in ranks), strict=True)]
-
-
-def _mean_cpu(ranks: list[Act]) -> list[float]:
-    return [sum(of_round) / len(of_round) for of_round in zip(*(one.cpu_s for one in ranks), strict=True)]
-
-
-def markdown(request: Request, readings: dict[str, list[Reading]], facts: dict[str, str]) -> str:
-    """The results page."""
-    payload = max(one.payload_bytes for one in readings[PEER]) / _MIB
-    lines = [
-        f"# Checkpoints: {request.model}, {request.ranks} ranks, cpu",
-        "",
-        f"{payload:.1f} MiB of weights and AdamW state on the rank with most; {request.rounds} rounds.",
-        "Every value that was loaded is bit for bit what was saved.",
-    ]
-    for what in ("save", "load"):
-        lines += ["", f"## {what.capitalize()}", "", *table(readings, what)]
-    return "\n".join([*lines, "", _LEGEND, "", *(f"- {key}: {value}" for key, value in facts.items())]) + "\n"
-
-
-def describe_run(request: Request) -> dict[str, str]:
-    """What somebody needs to repeat the run, and how busy the machine was."""
-    command = f"python benchmarks/checkpoints.py --model {request.model} --ranks {request.ranks}"
-    command += f" --rounds {request.rounds} --savers " + " ".join(f"'{name}'" for name in request.savers)
-    command += "" if request.measures_memory else " --no-memory"
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": command,
-        "versions": f"megatron-fsdp {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        "hardware": f"{os.cpu_count()} CPU cores ({platform.machine()}), {platform.system()}",
-        "threads per rank": "1",
-        "load of the machine at the end": f"{os.getloadavg()[0]:.1f} (1 minute)",
-    }
+        readings: dict[str, list[Reading]] = measure_on_ranks(run_rank, asked, request.ranks, threads=1)
+    facts = describe_machine("cpu", request.ranks) | {"command": f"python benchmarks/checkpoints.py {' '.join(argv)}"}
+    told = {name: [asdict(one) for one in ranks] for name, ranks in readings.items()}
+    asked_for = {"model": request.model, "ranks": request.ranks}
+    return {"what": "checkpoints", "facts": facts, "request": asked_for, "readings": told}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, print, and write where asked; returns the exit code."""
-    request, files = parse(argv)
-    readings = run(request)
-    wrong = {name: one.problems[:3] for name, ranks in readings.items() for one in ranks if one.problems}
+    """Run, print a table, and write the results where asked; returns the exit code."""
+    request, file = parse(argv)
+    found = measure(request, argv)
+    wrong = {name: one["problems"][:3] for name, ranks in found["readings"].items() for one in ranks if one["problems"]}
     if wrong:
         print(f"no numbers, since values did not come back: {wrong}", file=sys.stderr)
         return EXIT_DISAGREEMENT
-    facts = describe_run(request)
-    text = markdown(request, readings, facts)
-    print(text)
-    if files is not None:
-        files.parent.mkdir(parents=True, exist_ok=True)
-        files.with_name(files.name + ".md").write_text(text, encoding="utf-8")
-        content = {"facts": facts, "readings": {key: [asdict(one) for one in ranks] for key, ranks in readings.items()}}
-        document = {"what": "checkpoints", "request": {"model": request.model, "ranks": request.ranks}, **content}
-        files.with_name(files.name + ".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(checkpoint_table({request.model: found}))
+    write_document(found, file)
     return 0
 
 

@@ -1,20 +1,21 @@
-"""Who is compared: this engine by units and by buckets, a floor without ranks, and the peers of the next two files."""
+"""Who is compared: this engine by units and by buckets, PyTorch's FSDP2 and DDP, and a floor without communication."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from shutil import which
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks.variants import COMPILED, Variant, variants
+from benchmarks.variants import Variant, variants
 from benchmarks.workloads import Microbatch, Workload, blocks_of, build_model, loss_of
 from megatron_fsdp import (
     DistributedDataParallel,
@@ -27,27 +28,18 @@ from megatron_fsdp import (
 from megatron_fsdp.comm.axis import Traffic
 
 FLOOR = "floor"
-FSDP2 = "fsdp2"
-FSDP2_DEFERRED = "fsdp2-deferred"
-FSDP1 = "fsdp1"
-DDP = "ddp"
-DDP_VIEW = "ddp-view"
-DDP_ZERO = "ddp-zero"
-DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in (1, 2, 3))
-PEERS = (FSDP2, FSDP2_DEFERRED, FSDP1, DDP, DDP_VIEW, DDP_ZERO, *DEEPSPEED)
+"""Does not communicate, so its losses are its own."""
+FSDP2, FSDP2_DEFERRED = "fsdp2", "fsdp2-deferred"
+DDP, DDP_ZERO = "ddp", "ddp-zero"
+PEERS = (FSDP2, FSDP2_DEFERRED, DDP, DDP_ZERO)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
-FLOORS = (FLOOR, FLOOR + COMPILED)
-"""Those that do not communicate, so that their losses are their own."""
-ALL_COMPILED = (FLOOR + COMPILED, OURS[3] + COMPILED, FSDP2 + COMPILED)
-OUR_DDP = "mddp"
-OUR_DDP_OPTIM = "mddp-optim"
+OUR_DDP, OUR_DDP_OPTIM = "mddp", "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
+NAMES = (FLOOR, *OURS, *OURS_BY_BUCKETS, *PEERS, *(name for name in variants() if name not in OURS))
+"""Everybody, in table order."""
 
 LEARNING_RATE = 1e-4
 _MEBIBYTE = 2**20
-_NEVER_REACHED = 1e9
-"""A norm at which nothing is clipped, so that losses stay those of everybody."""
-_COMPILERS = ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,6 @@ class Setting:
         mesh: One-dimensional, over all ranks.
         bucket_mib: Gradients that close a bucket, in MiB, of all that cut them by size.
         comm_dtype: Of gradients on the wire; None: as `dtype`.
-        step_kernels: Which of torch's AdamW: one kernel for all, or one for each list of operations.
-        microbatches: Per step, for those that have to know in advance.
     """
 
     workload: Workload
@@ -71,12 +61,10 @@ class Setting:
     mesh: DeviceMesh
     bucket_mib: float = 25.0
     comm_dtype: torch.dtype | None = None
-    step_kernels: Literal["fused", "foreach"] = "fused"
-    microbatches: int = 1
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
-        """Of gradients on the wire where it is not theirs; else None."""
+        """Dtype of gradients on the wire where it is not their own; else None."""
         return None if self.comm_dtype == self.dtype else self.comm_dtype
 
     @property
@@ -90,12 +78,11 @@ class Contender:
     """A model and its optimizer, ready to train.
 
     Attributes:
-        name: `FLOOR`, or one of `PEERS`, `OURS`, `OURS_BY_BUCKETS`, `variants()` or `ALL_COMPILED`.
+        name: One of `NAMES`.
         model: Called with tokens.
         optimizer: AdamW, or that inside of ZeRO's.
         deferring: Surrounds every microbatch of a step but the last.
         around: Surrounds every step.
-        clips: Whether the norm of gradients is taken, and clipped by, before the optimizer's step.
     """
 
     name: str
@@ -103,20 +90,17 @@ class Contender:
     optimizer: torch.optim.Optimizer
     deferring: Callable[[], AbstractContextManager[None]] = nullcontext
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    clips: bool = False
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Train on one step's microbatches of this rank; returns this rank's mean loss, a scalar, detached."""
         with self.around():
             loss = self.backward(microbatches)
-            if self.clips and isinstance(self.model, MegatronFSDP):
-                self.model.clip_grad_norm_(_NEVER_REACHED)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return loss
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """The part of a step before the optimizer's."""
+        """Run forward and backward of a step; returns this rank's mean loss, detached."""
         losses = []
         for index, batch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
@@ -127,52 +111,27 @@ class Contender:
         return torch.stack(losses).sum()
 
     def traffic(self) -> Traffic | None:
-        """What this rank has sent so far; None for those that do not count it."""
+        """Return what this rank has sent so far; None for those that do not count it."""
         return self.model.traffic() if isinstance(self.model, MegatronFSDP) else None
-
-
-def missing_peers(names: Sequence[str]) -> dict[str, str]:
-    """Contenders that cannot take part here, each with the reason."""
-    absent: dict[str, str] = {}
-    if find_spec("deepspeed") is None:
-        absent |= {name: "the package deepspeed is not installed" for name in names if name in DEEPSPEED}
-    if not any(map(which, _COMPILERS)):
-        absent |= {name: "there is no C++ compiler here" for name in names if name.endswith(COMPILED)}
-    return absent
 
 
 def build_contender(name: str, setting: Setting, model: nn.Module | None = None) -> Contender:
     """Build one contender by name, around a model or the workload's own; collective."""
     model = build_model(setting.workload, setting.dtype, setting.device) if model is None else model
-    if name.endswith(COMPILED):
-        for block in blocks_of(model):
-            block.compile()
-        return replace(build_contender(name.removesuffix(COMPILED), setting, model), name=name)
     if name in variants():
         return _varied(name, variants()[name], model, setting)
     if name == FLOOR:
-        return Contender(name, model, make_optimizer(model, setting))
+        return Contender(name, model, make_optimizer(model))
     if name in OURS_BY_BUCKETS:
         return _our_ddp(name, model, setting)
     if name in OURS:
         return _ours(OURS.index(name), model, setting)
-    if name in DEEPSPEED:
-        from benchmarks.deepspeed_peer import build_deepspeed
-
-        return build_deepspeed(name, model, setting)
-    from benchmarks.torch_peers import build_torch_peer
-
-    return build_torch_peer(name, model, setting)
+    return _fsdp2(name, model, setting) if name in (FSDP2, FSDP2_DEFERRED) else _ddp(name, model, setting)
 
 
-def make_optimizer(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    """The optimizer that everybody uses."""
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **step_kernels(setting))
-
-
-def step_kernels(setting: Setting) -> dict[str, bool]:
-    """The argument of AdamW that chooses its kernels."""
-    return {setting.step_kernels: True}
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer that everybody uses."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 def _our_ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
@@ -188,14 +147,14 @@ def _our_ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
         megatron_fsdp_grad_comm_dtype=setting.narrow_dtype,
     )
     wrapped = DistributedDataParallel(config, model, setting.mesh)
-    return Contender(name, wrapped, fully_shard_optimizer(make_optimizer(wrapped, setting)), wrapped.no_sync)
+    return Contender(name, wrapped, fully_shard_optimizer(make_optimizer(wrapped)), wrapped.no_sync)
 
 
 def _varied(name: str, variant: Variant, model: nn.Module, setting: Setting) -> Contender:
     with variant.around():
         whole = _ours(3, model, setting, variant.options)
     deferring = cast(MegatronFSDP, whole.model).no_sync if variant.defers else nullcontext
-    return replace(whole, name=name, deferring=deferring, around=variant.around, clips=variant.clips)
+    return replace(whole, name=name, deferring=deferring, around=variant.around)
 
 
 def _ours(
@@ -204,7 +163,7 @@ def _ours(
     """Dtypes follow the model's. Where gradients are whole until the sync (0 and 1), they defer as DDP's does."""
     sharded, optimizer = fully_shard(
         model,
-        make_optimizer(model, setting),
+        make_optimizer(model),
         device_mesh=setting.mesh,
         zero_dp_strategy=strategy,
         mixed_precision_policy=MixedPrecisionPolicy(
@@ -213,3 +172,58 @@ def _ours(
         **cast(Any, options),
     )
     return Contender(OURS[strategy], sharded, optimizer, sharded.no_sync if strategy < 2 else nullcontext)
+
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+
+def _fsdp2(name: str, model: nn.Module, setting: Setting) -> Contender:
+    """Shard each block and the model; the root keeps its default, which is to stay gathered after forward."""
+    policy = fsdp.MixedPrecisionPolicy(reduce_dtype=setting.narrow_dtype)
+    for block in blocks_of(model):
+        fsdp.fully_shard(block, mesh=setting.mesh, mp_policy=policy)
+    fsdp.fully_shard(model, mesh=setting.mesh, mp_policy=policy)
+    is_deferred = name == FSDP2_DEFERRED
+    deferring = partial(_unsynchronised, cast(fsdp.FSDPModule, model)) if is_deferred else nullcontext
+    return Contender(name, model, make_optimizer(model), deferring)
+
+
+@contextmanager
+def _unsynchronised(model: fsdp.FSDPModule) -> Iterator[None]:
+    """Keep whole gradients of a microbatch, as `no_sync` does."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
+    """Wrap by DDP as it is, or with ZeRO's optimizer.
+
+    ZeRO sends one tensor per rank after a step, where its default is one per parameter.
+    """
+    group = setting.mesh.get_group()
+    wrapped = TorchDDP(
+        model,
+        process_group=group,
+        bucket_cap_mb=setting.bucket_mib,  # type: ignore[arg-type]  # it multiplies and rounds, so fractions are fine
+    )
+    if setting.narrow_dtype == torch.bfloat16:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        # Torch refuses this hook by its name on gloo, which can add up bfloat16 all the same.
+        wrapped.register_comm_hook(group, lambda state, bucket: bf16_compress_hook(state, bucket))
+    if name != DDP_ZERO:
+        return Contender(name, wrapped, make_optimizer(wrapped), wrapped.no_sync)
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns where it is imported: only where it is used
+
+    sharded = ZeroRedundancyOptimizer(
+        wrapped.parameters(),
+        torch.optim.AdamW,
+        process_group=group,
+        parameters_as_bucket_view=True,
+        lr=LEARNING_RATE,
+        fused=True,
+    )
+    return Contender(name, wrapped, sharded, wrapped.no_sync)

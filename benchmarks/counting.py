@@ -55,7 +55,7 @@ def counting() -> Iterator[Counts]:
 
 
 def collectives_by_group() -> dict[dist.ProcessGroup, int]:
-    """How many collectives each process group has counted so far."""
+    """Return how many collectives each process group has counted so far."""
     groups = distributed_c10d._world.pg_map if dist.is_initialized() else {}
     return {group: group._get_sequence_number_for_group() for group in groups if group is not None}
 

@@ -63,7 +63,7 @@ def gradients(case: str, ranks: int, numel: int, seed: int = 0) -> list[Tensor]:
 
 
 def exact_sum(parts: Sequence[Tensor]) -> Tensor:
-    """In float64."""
+    """Sum in float64."""
     total = parts[0].double()
     for part in parts[1:]:
         total += part
@@ -71,7 +71,7 @@ def exact_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def ring(parts: Sequence[Tensor]) -> Tensor:
-    """A partial sum goes from rank to rank and is rounded to bfloat16 at every hop."""
+    """Pass a partial sum from rank to rank, rounded to bfloat16 at every hop."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -87,12 +87,12 @@ def tree(parts: Sequence[Tensor]) -> Tensor:
 
 
 def in_float32(parts: Sequence[Tensor]) -> Tensor:
-    """What this library does with what came in: added up in float32, as it stands in a float32 main gradient."""
+    """Add up in float32 what came in, as this library does for a float32 main gradient."""
     return sum_received(torch.cat(list(parts)), len(parts))
 
 
 def in_float32_rounded(parts: Sequence[Tensor]) -> Tensor:
-    """The same, rounded to bfloat16 once."""
+    """Do the same, and round to bfloat16 once."""
     return in_float32(parts).bfloat16()
 
 
@@ -105,7 +105,7 @@ WAYS: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
 
 
 def error_of(found: Tensor, exact: Tensor) -> Error:
-    """Of a sum, (numel,) in any dtype, against the exact one in float64."""
+    """Compare a sum, (numel,) in any dtype, with the exact one in float64."""
     off = found.double() - exact
     scale = exact.square().mean().sqrt()
     counted = exact.abs() >= scale
@@ -114,14 +114,14 @@ def error_of(found: Tensor, exact: Tensor) -> Error:
 
 
 def simulate(case: str, ranks: int, numel: int, seed: int = 0) -> dict[str, Error]:
-    """The error of each way to add up."""
+    """Return the error of each way to add up."""
     parts = gradients(case, ranks, numel, seed)
     exact = exact_sum(parts)
     return {name: error_of(add_up(parts), exact) for name, add_up in WAYS.items()}
 
 
 def measure_here(case: str, numel: int, seed: int = 0) -> dict[str, Error]:
-    """The error of the back end's own reduce-scatter in bfloat16 and of this library's, on all ranks. Collective."""
+    """Measure the error of the back end's own reduce-scatter in bfloat16 and of this library's. Collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = gradients(case, ranks, numel, seed)
     found = {}
@@ -151,7 +151,7 @@ def _run_rank(rank: int, ranks: int, numel: int, store_port: int, answer: Path) 
 
 
 def measure(ranks: int, numel: int) -> dict[str, dict[str, Error]]:
-    """`measure_here` on that many gloo processes, by case."""
+    """Run `measure_here` on that many gloo processes; returns errors by case."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "errors.json"

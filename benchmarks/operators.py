@@ -49,7 +49,7 @@ class Moved:
 
 
 def ring_bytes(name: str, inputs_bytes: int, outputs_bytes: int, num_ranks: int) -> int | None:
-    """What one rank sends in a collective of the c10d library; None for those that carry no tensors of a model.
+    """Count the bytes that one rank sends in a c10d collective; None for those that carry no tensors of a model.
 
     Args:
         name: Of the operator, without its library.

@@ -1,34 +1,120 @@
-"""From readings to ratios, a table and a JSON document (pure)."""
+"""What a run measured, and from readings to ratios and a JSON document (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import mean, median, quantiles
 from typing import Any
 
-from benchmarks.contenders import FLOORS
+from benchmarks.contenders import DDP, DDP_ZERO, FLOOR, OUR_DDP, OUR_DDP_OPTIM, OURS
 from benchmarks.operators import Moved
-from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
-from benchmarks.theory import needed_bytes
 
 TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-4}
 """Largest relative difference of losses by dtype, well below the 1e-3 by which ranks that do not communicate differ."""
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
-_FLOOR = FLOORS[0]
-_RIVALS = (_FLOOR, "fsdp2", "ddp")
-"""Those that everybody is set against in the table; the document has all."""
 
-_MEBIBYTE = 2**20
-_LEGEND = (
-    "Medians with quartiles in brackets. Wall is the slowest rank, CPU the mean of the ranks over all threads. Ratios "
-    "are taken within a round. Held is live memory between steps, peak the most during one, activations included, on "
-    "the rank with most. Collectives are per step, as the process groups count them, the smallest included; gathers, "
-    "reductions and what they sent are per step and rank, where the contender counts them. Needed is what its "
-    "algorithm has to send per step and rank, without padding. Allocations are those of a step. Seen is what one step "
-    "issues, counted below the contender; by gloo, the same with a native reduce-scatter at what gloo makes of it, the "
-    "bytes of an all-reduce. Copied are elements that are copied, cast or scaled into other memory in a step."
-)
+@dataclass(frozen=True)
+class Request:
+    """What to run.
+
+    Attributes:
+        model: Name of a workload.
+        ranks: Number of processes.
+        device_type: "cpu" or "cuda".
+        steps: Measured steps, at least 1.
+        warmup: Steps before them.
+        contenders: Names, in table order; the floor is first.
+        microbatches: Per step.
+        dtype: "float32" or "bfloat16".
+        bucket_mib: Gradients that close a bucket, in MiB, of all that cut them by size.
+        comm_dtype: Of gradients on the wire; the same names.
+        measures_memory: Whether live bytes are counted, and what one more step moves; else steps are timed, no more.
+    """
+
+    model: str
+    ranks: int
+    device_type: str
+    steps: int
+    warmup: int
+    contenders: tuple[str, ...]
+    microbatches: int
+    dtype: str
+    bucket_mib: float
+    comm_dtype: str = "float32"
+    measures_memory: bool = True
+
+
+@dataclass(frozen=True)
+class SentPerStep:
+    """Collectives of one optimizer step on one rank, and the bytes that the rank sent in them."""
+
+    gathers: int
+    reductions: int
+    gather_bytes: int
+    reduce_bytes: int
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """Allocated bytes of one rank, activations included; all 0 where they were not measured.
+
+    Attributes:
+        persistent: Between steps, gradients cleared.
+        peak: The most during a step.
+        allocations: How often memory was taken in that step, the third one.
+        allocated: Bytes that were taken in it.
+        activations: What was alive when its (first) backward began, beyond `persistent`; 0 where it is not known.
+    """
+
+    persistent: int
+    peak: int
+    allocations: int = 0
+    allocated: int = 0
+    activations: int = 0
+
+
+@dataclass(frozen=True)
+class RankReading:
+    """What one rank measured of one contender.
+
+    Attributes:
+        wall_s: Seconds per measured step.
+        cpu_s: CPU seconds of all threads of the process per measured step.
+        losses: This rank's loss per step, warm-up included.
+        live: Memory.
+        sent: Communication; None where the contender does not count it.
+        collectives: Per step, as the process groups count them.
+        moved: Of one step, seen below the contender; None on devices where it is not counted.
+    """
+
+    wall_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+    losses: tuple[float, ...]
+    live: LiveBytes
+    sent: SentPerStep | None
+    collectives: float
+    moved: Moved | None = None
+
+
+@dataclass(frozen=True)
+class RunReading:
+    """What all ranks measured.
+
+    Attributes:
+        parameter_numel: Elements of the whole model.
+        parameter_tensors: Tensors of the whole model.
+        reference_losses: Per step, of one process on the whole batch.
+        contenders: By name, one entry per rank.
+        absent: Who was asked for and could not take part, each with the reason.
+    """
+
+    parameter_numel: int
+    parameter_tensors: int
+    reference_losses: tuple[float, ...]
+    contenders: dict[str, tuple[RankReading, ...]]
+    absent: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,11 +132,6 @@ class Spread:
             return cls(values[0], values[0], values[0])
         lower, _, upper = quantiles(values, n=4, method="inclusive")
         return cls(median(values), lower, upper)
-
-    def text(self, factor: float, digits: int) -> str:
-        """Such as `1.25 [1.21, 1.31]`, each multiplied by `factor`."""
-        low, middle, high = (f"{value * factor:.{digits}f}" for value in (self.lower, self.median, self.upper))
-        return f"{middle} [{low}, {high}]"
 
 
 @dataclass(frozen=True)
@@ -86,7 +167,7 @@ def disagreements(reading: RunReading, tolerance: float) -> dict[str, str]:
     """By contender whose loss is not that of one process on the whole batch, a sentence; floors are left out."""
     found = {}
     for name, ranks in reading.contenders.items():
-        if name in FLOORS:
+        if name == FLOOR:
             continue
         pairs = zip(_mean_losses(ranks), reading.reference_losses, strict=True)
         for step, (loss, expected) in enumerate(pairs):
@@ -100,7 +181,7 @@ def disagreements(reading: RunReading, tolerance: float) -> dict[str, str]:
 
 
 def summarise(reading: RunReading, rivals: Sequence[str]) -> list[Line]:
-    """One line per contender, with ratios against each rival that took part."""
+    """Make one line per contender, with ratios against each rival that took part."""
     walls = {name: _over_ranks(max, [rank.wall_s for rank in ranks]) for name, ranks in reading.contenders.items()}
     cpus = {name: _over_ranks(mean, [rank.cpu_s for rank in ranks]) for name, ranks in reading.contenders.items()}
     return [
@@ -120,36 +201,8 @@ def summarise(reading: RunReading, rivals: Sequence[str]) -> list[Line]:
     ]
 
 
-def markdown(lines: Sequence[Line], request: Request, reading: RunReading, facts: dict[str, str]) -> str:
-    """The report for people; who disagrees with one process is shown without speeds."""
-    wrong = disagreements(reading, tolerance_of(request))
-    rivals = [rival for rival in _RIVALS if rival in lines[0].wall_over and rival not in wrong]
-    head = ["contender", "wall ms", "CPU ms", *(f"wall / {rival}" for rival in rivals), "CPU / floor"]
-    head += ["held MiB", "peak MiB", "allocations", "collectives", "gathers", "reductions", "sent MiB", "needed MiB"]
-    head += ["seen MiB", "by gloo MiB", "copied / P"]
-    rows = [head, ["---"] * len(head)]
-    for line in lines:
-        speeds = ["-"] * (len(rivals) + 3) if line.name in wrong else _speeds(line, rivals)
-        rows.append([line.name, *speeds, *_costs(line, request, reading)])
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-    right = [line for line in lines if line.name not in FLOORS and line.name not in wrong]
-    worst = max((_largest_difference(line, reading) for line in right), default=0.0)
-    left_out = [f"- {name} is shown without speeds: {why}" for name, why in wrong.items()]
-    left_out += [f"- {name} took no part: {why}" for name, why in reading.absent.items()]
-    return (
-        f"# {request.model}, {request.ranks} ranks, {request.device_type}, {request.dtype}\n\n"
-        f"{reading.parameter_numel:,} parameters in {reading.parameter_tensors} tensors; {request.steps} steps after "
-        f"{request.warmup} of warm-up, {request.microbatches} microbatch(es) each; gradients travel in "
-        f"{request.comm_dtype}.\n\n{table}\n\n{_LEGEND}\n\n"
-        f"Losses of {'all' if not wrong else 'all other'} contenders equal those of one process on the whole batch at "
-        f"every step; the largest relative difference is {worst:.1e}.\n\n"
-        f"{listed}\n" + "".join(f"{each}\n" for each in left_out)
-    )
-
-
 def document(lines: Sequence[Line], request: Request, reading: RunReading, facts: dict[str, str]) -> dict[str, Any]:
-    """The same for programs; times in seconds, memory in bytes, no speeds of those that disagree."""
+    """Return the lines for programs; times in seconds, memory in bytes, no speeds of those that disagree."""
     wrong = disagreements(reading, tolerance_of(request))
     contenders = []
     for line in lines:
@@ -164,7 +217,6 @@ def document(lines: Sequence[Line], request: Request, reading: RunReading, facts
         "request": asdict(request),
         "parameter_numel": reading.parameter_numel,
         "parameter_tensors": reading.parameter_tensors,
-        "planned_peak": reading.planned_peak,
         "absent": reading.absent,
         "reference_losses": reading.reference_losses,
         "contenders": contenders,
@@ -172,46 +224,12 @@ def document(lines: Sequence[Line], request: Request, reading: RunReading, facts
 
 
 def tolerance_of(request: Request) -> float:
-    """The largest relative difference of losses that is rounding: that of the narrowest dtype in use."""
+    """Return the largest relative difference of losses that is rounding: that of the narrowest dtype in use."""
     return max(TOLERANCES[request.dtype], TOLERANCES[request.comm_dtype])
-
-
-def _speeds(line: Line, rivals: Sequence[str]) -> list[str]:
-    return [
-        line.wall_s.text(1000, 1),
-        line.cpu_s.text(1000, 1),
-        *(line.wall_over[rival].text(1, 2) for rival in rivals),
-        line.cpu_over[_FLOOR].text(1, 2),
-    ]
-
-
-def _costs(line: Line, request: Request, reading: RunReading) -> list[str]:
-    sent = ["-"] * 3
-    if line.sent is not None:
-        sent_mib = (line.sent.gather_bytes + line.sent.reduce_bytes) / _MEBIBYTE
-        sent = [str(line.sent.gathers), str(line.sent.reductions), f"{sent_mib:.2f}"]
-    needed = needed_bytes(line.name, request, reading)
-    seen = ["-"] * 3
-    if line.moved is not None:
-        seen = [f"{line.moved.sent_bytes / _MEBIBYTE:.2f}", f"{line.moved.gloo_bytes / _MEBIBYTE:.2f}"]
-        seen.append(f"{line.moved.copied_numel / reading.parameter_numel:.2f}")
-    return [
-        *(f"{size / _MEBIBYTE:.1f}" if size else "-" for size in (line.live.persistent, line.live.peak)),
-        str(line.live.allocations) if line.live.allocations else "-",
-        f"{line.collectives:g}",
-        *sent,
-        "-" if needed is None else f"{needed / _MEBIBYTE:.2f}",
-        *seen,
-    ]
 
 
 def _mean_losses(ranks: Sequence[RankReading]) -> tuple[float, ...]:
     return tuple(mean(losses) for losses in zip(*(rank.losses for rank in ranks), strict=True))
-
-
-def _largest_difference(line: Line, reading: RunReading) -> float:
-    pairs = zip(line.losses, reading.reference_losses, strict=True)
-    return max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
 
 
 def _over_ranks(how: Callable[[Sequence[float]], float], per_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -220,3 +238,35 @@ def _over_ranks(how: Callable[[Sequence[float]], float], per_rank: Sequence[Sequ
 
 def _ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def needed_bytes(name: str, request: Request, reading: RunReading) -> int | None:
+    """Count the bytes that one rank sends in a step over a ring; flags and padding are left out.
+
+    A reduce-scatter, a gather, and broadcasts of every rank's part to all others send `(N - 1) / N` of the whole each,
+    an all-reduce twice that.
+
+    Args:
+        name: A contender.
+        request: For ranks, dtype and microbatches.
+        reading: For the size of the model.
+
+    Returns:
+        None where it depends on what stays gathered.
+    """
+    parts = {FLOOR: (0, 0)}  # of gradients, and of weights
+    parts |= dict.fromkeys((OURS[0], OUR_DDP, DDP), (2, 0))  # an all-reduce
+    parts |= dict.fromkeys((OURS[1], OUR_DDP_OPTIM), (1, 1))  # a reduce-scatter and a gather
+    parts[DDP_ZERO] = (2, 1)  # an all-reduce, and broadcasts
+    parts[OURS[2]] = (request.microbatches, 1)  # a reduce-scatter after each microbatch, and a gather
+    if name not in parts:
+        return None
+    of_gradients, of_weights = (
+        count * _all_but_own(reading.parameter_numel * _ITEMSIZE[dtype], request.ranks)
+        for count, dtype in zip(parts[name], (request.comm_dtype, request.dtype), strict=True)
+    )
+    return of_gradients + of_weights
+
+
+def _all_but_own(whole_bytes: int, ranks: int) -> int:
+    return whole_bytes - whole_bytes // ranks

@@ -1,15 +1,20 @@
-"""This engine with one thing changed, to stand beside the whole of it in the same run."""
+"""This engine with one thing changed, to stand beside the whole of it in the same run.
+
+An optimisation is switched off by an option of `fully_shard`, or by a part of the engine that is replaced while the
+contender is built and in each of its steps. Where an option or a part is not there (another version of the engine),
+building fails, and the contender takes no part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
 
-COMPILED = "-compiled"
-"""What the name of a contender ends with whose blocks are compiled in place before they are wrapped."""
-
-CLIPPING = "ours-3-clipping"
+MAIN = "ours-3"
 DEFERRED = "ours-3-deferred"
 FUSED = "ours-3-fused"
 
@@ -22,25 +27,122 @@ class Variant:
         options: Further arguments of `fully_shard`.
         around: Surrounds building and every step.
         defers: Whether only the last of several microbatches is reduced.
-        clips: Whether gradients are clipped between backward and the optimizer's step, at a norm that is never reached.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     defers: bool = False
-    clips: bool = False
 
 
 PLAIN: Mapping[str, Variant] = {
-    CLIPPING: Variant(clips=True),
     DEFERRED: Variant(defers=True),
     FUSED: Variant({"gradient_accumulation_fusion": True}),
 }
 """Variants that are no optimisation switched off."""
 
 
-def variants() -> dict[str, Variant]:
-    """All of them by name."""
-    from benchmarks.optimisations import OPTIMISATIONS
+@dataclass(frozen=True)
+class Optimisation:
+    """One thing that is done to be fast or small.
 
+    Attributes:
+        name: Of the contender that goes without it.
+        title: What it is.
+        without: That contender; None: the engine as it is, since the optimisation is off by default.
+        base: The contender with it; both differ in nothing else.
+    """
+
+    name: str
+    title: str
+    without: Variant | None
+    base: str = MAIN
+
+
+def _nothing(*_: object) -> None:
+    """In place of something that is found."""
+
+
+@contextmanager
+def no_local_step() -> Iterator[None]:
+    """Optimizers step on DTensors."""
+    from megatron_fsdp.optim import local_step
+
+    with mock.patch.dict(local_step._SHARDED_STATE, clear=True):
+        yield
+
+
+@contextmanager
+def no_exchange() -> Iterator[None]:
+    """Gradients are reduced by the back end's own reduce-scatter."""
+    from megatron_fsdp.comm.axis import Axis
+
+    with mock.patch.object(Axis, "exchanges_pairwise", property(lambda _axis: False)):
+        yield
+
+
+@contextmanager
+def no_kept_slots() -> Iterator[None]:
+    """Units that are still gathered when backward begins are gathered again."""
+    from megatron_fsdp.engine.schedule import Scheduler
+
+    begin = Scheduler.backward_begins
+
+    def backward_begins(self: Scheduler, unit: int, weights_version: int) -> tuple[Any, ...]:
+        others = () if self.in_backward or not self.config.gathers else range(1, len(self._units))
+        released = [operation for other in others for operation in self._release(other)]
+        return (*released, *begin(self, unit, weights_version))
+
+    with mock.patch.object(Scheduler, "backward_begins", backward_begins):
+        yield
+
+
+@contextmanager
+def no_overlap() -> Iterator[None]:
+    """Whoever launches a collective waits for it there and then."""
+    from megatron_fsdp.comm.lanes import HostLane
+
+    submit = HostLane.submit
+    with mock.patch.object(
+        HostLane, "submit", lambda self, launch, finish=None: submit(self, partial(_at_once, launch), finish)
+    ):
+        yield
+
+
+def _at_once(launch: Callable[[], Any]) -> None:
+    work = launch()
+    if work is not None:
+        work.wait()
+
+
+def no_returned_gradients() -> AbstractContextManager[object]:
+    """Main gradients keep their memory when they are cleared."""
+    return mock.patch("megatron_fsdp.engine.gradients.MainGradient.release", _nothing)
+
+
+_NO_PREFETCH = {"forward_prefetch_units": 0, "backward_prefetch_units": 0}
+
+OPTIMISATIONS: tuple[Optimisation, ...] = (
+    Optimisation("no-exchange", "reduce-scatter of minimal bytes", Variant(around=no_exchange)),
+    Optimisation("no-prefetch", "next unit gathered ahead", Variant(_NO_PREFETCH)),
+    Optimisation("no-overlap", "collectives beside compute", Variant(around=no_overlap)),
+    Optimisation("no-kept-slots", "units gathered last in forward stay for backward", Variant(around=no_kept_slots)),
+    Optimisation("no-slots", "gathered units in slots that are kept", Variant({"weight_allocator": "resize"})),
+    Optimisation(
+        "no-returned-gradients",
+        "main gradients give their memory back while cleared",
+        Variant(around=no_returned_gradients),
+    ),
+    Optimisation("no-local-step", "optimizer steps without DTensors", Variant(around=no_local_step)),
+    Optimisation(MAIN, "weight gradients straight into the bucket (an option)", None, FUSED),
+)
+"""All that can be switched off, in the order of the table."""
+
+
+def variants() -> dict[str, Variant]:
+    """Return all of them by name."""
     return {**PLAIN, **{each.name: each.without for each in OPTIMISATIONS if each.without is not None}}
+
+
+def ablation() -> tuple[str, ...]:
+    """Return the contenders of an ablation: each optimisation's without it and with it."""
+    return tuple(dict.fromkeys(name for each in OPTIMISATIONS for name in (each.base, each.name)))

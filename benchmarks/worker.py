@@ -20,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.contenders import OURS, Contender, Setting, build_contender, make_optimizer, missing_peers
+from benchmarks.contenders import Contender, Setting, build_contender, make_optimizer
 from benchmarks.counting import collectives_by_group
 from benchmarks.operators import Moved, MovedModel
-from benchmarks.planned import planned_peak
-from benchmarks.readings import LiveBytes, RankReading, Request, RunReading, SentPerStep
+from benchmarks.report import LiveBytes, RankReading, Request, RunReading, SentPerStep
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp.comm.axis import Traffic
 
@@ -65,7 +64,7 @@ def run_rank(rank: int, request: Request, store_port: int, threads: int, answer:
 
 
 def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Setting:
-    """What the contenders of a run share, on this rank."""
+    """Return what the contenders of a run share, on this rank."""
     return Setting(
         WORKLOADS[request.model],
         getattr(torch, request.dtype),
@@ -73,8 +72,6 @@ def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Sett
         mesh,
         request.bucket_mib,
         getattr(torch, request.comm_dtype),
-        request.optimizer,
-        request.microbatches,
     )
 
 
@@ -108,18 +105,15 @@ def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
         reference,
         {name: tuple(one[name] for one in everyone) for name in live},
         absent,
-        planned_peak(request, setting) if OURS[3] in live and rank == 0 else None,
     )
 
 
 def _measure_memory(request: Request, setting: Setting, rank: int) -> tuple[dict[str, LiveBytes], dict[str, str]]:
     """Try everybody alone; returns what each holds, and why others take no part."""
-    absent = missing_peers(request.contenders)
-    present = [name for name in request.contenders if name not in absent]
     if not request.measures_memory:
-        return dict.fromkeys(present, LiveBytes(0, 0)), absent
-    live = {}
-    for name in present:
+        return dict.fromkeys(request.contenders, LiveBytes(0, 0)), {}
+    live, absent = dict[str, LiveBytes](), dict[str, str]()
+    for name in request.contenders:
         problem, found = _tried(partial(live_bytes, name, setting, microbatches_of(request, setting, 0, rank)))
         gc.collect()  # a wrapped model is a cycle; its memory must not count for the next one
         if found is None:
@@ -176,7 +170,7 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
 
 
 def turns(count: int, round_index: int) -> list[int]:
-    """The order of a round: each rotation is run through forwards and then backwards.
+    """Return the order of a round: each rotation is run through forwards and then backwards.
 
     Everybody comes first, and last, equally often, and nobody always runs behind the same other.
     """
@@ -205,7 +199,7 @@ def finish_queued_work(device: torch.device) -> None:
 
 
 def microbatches_of(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:
-    """This rank's data of one step; no two ranks, steps or microbatches see the same."""
+    """Make this rank's data of one step; no two ranks, steps or microbatches see the same."""
     first = (step * request.ranks + rank) * request.microbatches
     return [make_batch(setting.workload, setting.device, first + index) for index in range(request.microbatches)]
 
@@ -213,7 +207,7 @@ def microbatches_of(request: Request, setting: Setting, step: int, rank: int) ->
 def reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
     """Mean loss per step of one process that sees the data of all ranks."""
     model = build_model(setting.workload, setting.dtype, setting.device)
-    optimizer = make_optimizer(model, setting)
+    optimizer = make_optimizer(model)
     losses = []
     for step in range(request.warmup + request.steps):
         batches = [batch for rank in range(request.ranks) for batch in microbatches_of(request, setting, step, rank)]

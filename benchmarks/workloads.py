@@ -1,4 +1,4 @@
-"""The models and the data that contenders are compared on: a plain decoder, Hugging Face's, and tiny tensors."""
+"""The models and the data that contenders are compared on: a plain decoder, and Hugging Face's Llama and Mixtral."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+_EXPERTS, _CHOSEN = 4, 2
 
 Microbatch = tuple[Tensor, Tensor]
 """Input tokens and their successors, both int64 (samples, tokens)."""
@@ -25,7 +27,7 @@ class Workload:
         vocabulary: Number of tokens.
         samples: Sequences per microbatch and rank.
         tokens: Length of a sequence.
-        kind: Whose model it is: the plain decoder of this file, or one of `benchmarks/other_models.py`.
+        kind: Whose model it is.
         wide: Features inside of a feed-forward layer (in each expert, for mixtral); None: four times `features`.
     """
 
@@ -35,7 +37,7 @@ class Workload:
     vocabulary: int
     samples: int
     tokens: int
-    kind: Literal["decoder", "llama", "mixtral", "tiny-tensors"] = "decoder"
+    kind: Literal["decoder", "llama", "mixtral"] = "decoder"
     wide: int | None = None
 
     @property
@@ -52,8 +54,6 @@ WORKLOADS: dict[str, Workload] = {
     "moe": Workload(6, 256, 4, vocabulary=2048, samples=2, tokens=64, kind="mixtral", wide=384),
     "tiny-llama": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="llama", wide=48),
     "tiny-moe": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="mixtral", wide=48),
-    "tiny-tensors": Workload(10, 256, 1, vocabulary=256, samples=1, tokens=4, kind="tiny-tensors"),
-    "trivial": Workload(64, 64, 1, vocabulary=64, samples=1, tokens=2, kind="tiny-tensors"),
     "narrow": Workload(layers=48, features=16, heads=2, vocabulary=64, samples=1, tokens=8),
     "llama-8b-layers": Workload(4, 4096, 32, vocabulary=32768, samples=1, tokens=2048, kind="llama", wide=14336),
 }
@@ -110,19 +110,54 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class HuggingFaceDecoder(nn.Module):
+    """One of transformers' causal models: tokens (samples, tokens) in, logits (samples, tokens, vocabulary) out."""
+
+    def __init__(self, causal: nn.Module) -> None:
+        super().__init__()
+        self.causal = causal
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder layers."""
+        layers = self.causal.get_submodule("model.layers")
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token at every position."""
+        return self.causal(input_ids=tokens, use_cache=False).logits
+
+
+def _hugging_face(workload: Workload) -> nn.Module:
+    """Built on the spot, so no file is read; attention is torch's `scaled_dot_product_attention`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    shape = {
+        "vocab_size": workload.vocabulary,
+        "hidden_size": workload.features,
+        "intermediate_size": workload.feed_forward,
+        "num_hidden_layers": workload.layers,
+        "num_attention_heads": workload.heads,
+        "num_key_value_heads": max(1, workload.heads // 2),
+        "max_position_embeddings": workload.tokens,
+    }
+    if workload.kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**shape))
+    return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=_EXPERTS, num_experts_per_tok=_CHOSEN))
+
+
 def build_model(workload: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Build the same weights on every call and rank; tokens in, logits out, and `blocks` are the units."""
     with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(0)
         if workload.kind == "decoder":
             return Decoder(workload).to(device=device, dtype=dtype)
-        from benchmarks import other_models
-
-        return other_models.build(workload).to(device=device, dtype=dtype)
+        return HuggingFaceDecoder(_hugging_face(workload)).to(device=device, dtype=dtype)
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The modules that are units of their own, all of one class, in the order of use."""
+    """Return the modules that are units of their own, all of one class, in the order of use."""
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     return list(blocks)

@@ -45,7 +45,6 @@ def comparison(*contenders: dict[str, Any], **changed: Any) -> dict[str, Any]:
         "request": {"model": "large", "ranks": 2, "microbatches": 1, "comm_dtype": "float32", "steps": 8},
         "parameter_numel": 100,
         "parameter_tensors": 5,
-        "planned_peak": None,
         "absent": {},
         "contenders": list(contenders),
     } | changed

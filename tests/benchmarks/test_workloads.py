@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.cli import parse
+from benchmarks.compare import parse
 from benchmarks.contenders import build_contender
-from benchmarks.other_models import TINY_TENSORS
 from benchmarks.worker import microbatches_of, reference_losses, setting_of
-from benchmarks.workloads import WORKLOADS, blocks_of, build_model
+from benchmarks.workloads import WORKLOADS, build_model
 from tests.conftest import RunRanks
 
-NAMES = ("ours-0", "ours-3", "mddp-optim", "fsdp2", "fsdp1", "ddp", "ddp-zero")
+NAMES = ("ours-0", "ours-3", "mddp-optim", "fsdp2", "ddp", "ddp-zero")
 Losses = dict[str, list[float]]
 
 
@@ -37,11 +36,10 @@ def train(arguments: Sequence[str]) -> tuple[Losses, tuple[float, ...]]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "comm_dtype", "tolerance"),
-    [("tiny-llama", "bfloat16", 1e-4), ("tiny-moe", "float32", 1e-6), ("trivial", "float32", 1e-6)],
+    [("tiny-llama", "bfloat16", 1e-4), ("tiny-moe", "float32", 1e-6)],
 )
 def test_losses_equal_those_of_one_process(model: str, comm_dtype: str, tolerance: float, run_ranks: RunRanks) -> None:
-    if model != "trivial":
-        pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     arguments = ["--model", model, "--ranks", "2", "--device", "cpu", "--steps", "2", "--warmup", "1"]
     ranks = run_ranks(2, train, [*arguments, "--comm-dtype", comm_dtype])
     expected = ranks[0][1]
@@ -50,12 +48,6 @@ def test_losses_equal_those_of_one_process(model: str, comm_dtype: str, toleranc
         means = [sum(seen) / 2 for seen in zip(*(losses[name] for losses, _ in ranks), strict=True)]
         assert means == pytest.approx(expected, rel=tolerance), name
         assert ranks[0][0][name] != pytest.approx(ranks[1][0][name], rel=1e-4), "ranks see different data"
-
-
-def test_tiny_tensors_are_three_hundred_of_256_elements() -> None:
-    model = build_model(WORKLOADS["tiny-tensors"], torch.float32, torch.device("meta"))
-    assert [tuple(param.shape) for param in model.parameters()] == [(256,)] * TINY_TENSORS
-    assert len(blocks_of(model)) == 10
 
 
 @pytest.mark.parametrize(("name", "count"), [("many-small", 9_789_696), ("llama", 15_700_000), ("moe", 9_300_000)])

@@ -271,12 +271,6 @@ def frozen_decays(model: nn.Module, optimizer: Optimizer) -> Pair:
     return model, optimizer
 
 
-def one_rank_fails(model: nn.Module, optimizer: Optimizer) -> Pair:
-    if dist.get_rank() == 1:
-        raise KeyError("no such layer on this rank")
-    return sharded(model, optimizer)
-
-
 # ---- hands ---------------------------------------------------------------------------------------------------------
 
 

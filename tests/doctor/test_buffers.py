@@ -1,4 +1,4 @@
-"""Buffers, the norm and step counters are compared on every rank; only batch norms' own statistics are excused."""
+"""Buffers are compared on every rank; only batch norms' own statistics are excused."""
 
 from functools import partial
 from typing import Any
@@ -26,8 +26,8 @@ def test_a_buffer_of_one_rank_is_named_whatever_it_is_called(run_ranks: RunRanks
     report = run_ranks(2, check, patients.build_counting, {"shard_fn": shard_fn})[0]
     (found,) = report.differences
     assert (found.where, found.step, found.name, found.also) == ("buffer", 2, buffer, ())
-    assert f"is not the same on all ranks: on {wrong} it is 6 times what it should be" in found.words
-    assert found.error == 10.0
+    assert f"is not the same on all ranks: on {wrong} it " in found.words
+    assert (found.error, found.ratio) == (10.0, 6.0)
 
 
 @pytest.mark.parametrize(("buffer", "passes"), [("1.running_mean", True), ("1.num_batches_tracked", False)])
@@ -42,17 +42,3 @@ def test_a_loss_that_is_no_mean_leaves_buffers_as_those_of_a_rank(run_ranks: Run
     options = {"loss_fn": patients.pairwise_loss, "strategies": (0,)}
     report = run_ranks(2, check, patients.build_counting, options)[0]
     assert report.runs[0].differences == ()
-
-
-def test_a_norm_of_one_rank_is_named(run_ranks: RunRanks) -> None:
-    options = {"shard_fn": faults.norm_of_rank_one, "loss_fn": None, "batch": patients.tokens}
-    found = run_ranks(2, check, patients.build, options)[0].differences[0]
-    assert (found.where, found.step, found.ratio) == ("gradient norm", 1, 2.0)
-    assert found.words.endswith("(on rank(s) 1)")
-
-
-def test_a_step_counter_of_one_rank_is_named(run_ranks: RunRanks) -> None:
-    options = {"shard_fn": faults.counter_of_rank_one, "loss_fn": None, "batch": patients.tokens}
-    found = run_ranks(2, check, patients.build, options)[0].differences[0]
-    assert (found.where, found.step, found.error) == ("step counter", 1, 1.0)
-    assert found.words.endswith("is that of step 2 (on rank(s) 1)")

@@ -106,3 +106,10 @@ def test_the_report_is_the_same_on_every_rank(run_ranks: RunRanks) -> None:
     reports = run_ranks(2, check, {"strategies": (1,), "steps": 1, "checkpoint": False})
     assert reports[0] == reports[1]
     assert reports[0].runs[0].cells() == ["ok"] * 5 + ["-"]
+
+
+@pytest.mark.full(short=["3"])
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_a_gradient_that_is_zero_but_for_rounding_passes(run_ranks: RunRanks, strategy: int) -> None:
+    options = {"model_fn": patients.build_key_bias, "batch": patients.pairs, "loss_fn": patients.attention_loss}
+    passed(run_ranks, 3, **options, strategies=(strategy,), microbatches=2, checkpoint=False)

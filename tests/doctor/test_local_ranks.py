@@ -71,7 +71,7 @@ def test_functions_of_a_module_travel_and_the_report_comes_back() -> None:
     )
     first = report.differences[0]
     assert (first.where, first.name, first.kind) == ("initial weight", faults.UP, "moved")
-    assert "rows 0..5 and 6..11 have changed places" in first.words
+    assert "in other places, from element 0 to 71 of 72 (rows 0 to 11 of 12)" in first.words
     assert report.runs[0].cells()[0] == "DIFFERS"
     assert report.runs[0].cells()[-1] == "ok"
 
@@ -105,6 +105,22 @@ def test_the_command_checks_a_transformers_configuration(tmp_path: Path, capsys:
     assert shown[0].split() == ["initial", "weights", "loss", "gradients", "norm", "updates", "checkpoint"]
     assert shown[1].split() == ["strategy", "1", "(optim)", *["ok"] * 5, "-"]
     assert shown[-1] == "passed: 1 rank against one process, 2 steps, tolerance 1e-05"
+
+
+@pytest.mark.full
+def test_a_configuration_without_a_causal_model_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "vit", "num_hidden_layers": 1}))
+    batch = ["--batch", "tests.doctor.patients:vectors"]
+    assert main(["doctor", "--hf-config", str(path), "--ranks", "1", *batch]) == 2
+    message = capsys.readouterr().err
+    assert "builds no causal language model from ViTConfig" in message
+    assert "Traceback" not in message
+    assert main(["doctor", "--hf-config", str(path), "--ranks", "1"]) == 2
+    assert "has no vocab_size; give --batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

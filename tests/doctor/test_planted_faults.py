@@ -1,7 +1,6 @@
 """Each planted fault is found, named, and put on the right tensor."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -41,114 +40,165 @@ def place(found: Difference) -> tuple[str, int, str, str]:
     return found.where, found.step, found.name, found.kind
 
 
-def test_a_sum_over_ranks_is_named_by_their_number(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 3, faults.summed)
-    assert place(found) == ("gradient", 1, LAST, "factor")
-    assert found.ratio == 3.0
-    assert "3 times what it should be (the number of ranks, 3: summed over ranks" in found.words
-    assert len(found.also) == len(list(patients.build().parameters())) - 1
+HEAD = "gradient", 1, LAST
+FEATURE = "gradient", 1, UP
+FIRST = "weight", 1, "embed.weight"
+FROZEN = {"model_fn": patients.build_frozen}
+BY_HAND = partial(faults.by_hand, name=UP)
+# shard_fn, ranks, place, kind, part of the words, options
+FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = [
+    (faults.summed, 3, HEAD, "factor", "is 3 times what it should be (the number of ranks, 3: summed over ranks", {}),
+    (partial(faults.scaled, ratio=math.sqrt(3)), 3, FEATURE, "factor", "sqrt(3), the square root of the number of", {}),
+    (
+        faults.louder,
+        2,
+        ("loss", 1, ""),
+        "factor",
+        "3 times what it should be (the number of microbatches, 3: the loss is not divided by it)",
+        {"microbatches": 3},
+    ),
+    (faults.norm_of_own_shard, 3, ("gradient norm", 1, ""), "factor", "1/sqrt(3), one over the square root of the", {}),
+    (
+        faults.swapped_shards,
+        3,
+        ("initial weight", 0, UP),
+        "moved",
+        "from element 0 to 47 of 72 (rows 0 to 7 of 12) (whatever differs there is in the shard of rank(s) 0, 1)",
+        {},
+    ),
+    (
+        partial(BY_HAND, change=faults.swap_halves),
+        2,
+        FEATURE,
+        "moved",
+        "in other places, from element 0 to 71 of 72",
+        {},
+    ),
+    (
+        partial(BY_HAND, change=faults.transpose_halves),
+        2,
+        FEATURE,
+        "moved",
+        "has the right elements in other places",
+        {},
+    ),
+    (partial(BY_HAND, change=faults.negate), 2, FEATURE, "factor", "the sign is flipped", {}),
+    (partial(BY_HAND, change=faults.wipe), 2, FEATURE, "zero", "is zero", {}),
+    (partial(BY_HAND, change=faults.spoil), 2, FEATURE, "non-finite", "is NaN in 72 of 72 elements", {}),
+    (
+        partial(BY_HAND, change=faults.through_bfloat16),
+        2,
+        FEATURE,
+        "rounded",
+        "right, but rounded as bfloat16 would",
+        {},
+    ),
+    (
+        faults.never_reduced,
+        3,
+        HEAD,
+        "not reduced",
+        "on all ranks: on rank 0 it is not reduced over ranks: it equals the gradient of rank 0's samples alone",
+        {},
+    ),
+    (faults.each_shard_its_own, 2, HEAD, "not reduced", "is not reduced over ranks", {}),
+    (faults.one_rank_left_out, 3, HEAD, "not reduced", "lacks the gradient of rank 2's samples: it is not in the", {}),
+    (faults.dropped, 2, FEATURE, "missing", "is missing (None): one process has a gradient", {}),
+    (faults.counter_ahead, 2, ("step counter", 1, "embed.weight"), "counter", "is 2 where one process has 1", {}),
+    (
+        faults.stale_forward,
+        2,
+        ("loss", 2, ""),
+        "stale",
+        "is stale by one step: it is that of the weights before update 1",
+        {},
+    ),
+    (
+        faults.not_in_the_optimizer,
+        2,
+        ("weight", 1, UP),
+        "stale",
+        "it equals its value before update 1 (not updated)",
+        {},
+    ),
+    (faults.rate_times_ranks, 3, FIRST, "factor", "has an update that is 3 times what it should be (the number", {}),
+    (
+        faults.frozen_is_trained,
+        2,
+        ("gradient", 1, "embed.weight"),
+        "frozen",
+        "belongs to a frozen parameter, which has none in one process: it is trained",
+        FROZEN,
+    ),
+    (
+        faults.frozen_decays,
+        2,
+        ("weight", 1, UP),
+        "frozen",
+        "is a frozen parameter, and has changed in update 1",
+        FROZEN,
+    ),
+    (
+        faults.norm_of_rank_one,
+        2,
+        ("gradient norm", 1, ""),
+        "factor",
+        "is not the same on all ranks: on rank 1 it is ",
+        {},
+    ),
+    (
+        faults.counter_of_rank_one,
+        2,
+        ("step counter", 1, "embed.weight"),
+        "counter",
+        "is not the same on all ranks: on rank 1 it is 2 where one process has 1",
+        {},
+    ),
+]
 
 
-def test_a_factor_on_one_gradient_is_named(run_ranks: RunRanks) -> None:
-    """tests/doctor/test_diagnose.py has other factors."""
-    found = first(run_ranks, 3, partial(faults.scaled, ratio=math.sqrt(3)))
-    assert place(found) == ("gradient", 1, UP, "factor")
-    assert "sqrt(3), the square root of the number of ranks" in found.words
-    assert found.ratio == pytest.approx(math.sqrt(3), rel=1e-5)
-    assert found.also == ()
-
-
-def test_a_loss_that_is_not_divided_by_microbatches_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.louder, microbatches=3)
-    assert place(found) == ("loss", 1, "", "factor")
-    assert "3 times what it should be (the number of microbatches, 3: the loss is not divided by it)" in found.words
-
-
-def test_a_norm_off_by_a_root_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 3, faults.norm_of_own_shard)
-    assert place(found) == ("gradient norm", 1, "", "factor")
-    assert "1/sqrt(3), one over the square root of the number of ranks" in found.words
-
-
-def test_swapped_shards_are_named_by_their_rows(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 3, faults.swapped_shards)
-    assert place(found) == ("initial weight", 0, UP, "moved")
-    assert found.words == (
-        "has two shards swapped: rows 0..3 and 4..7 have changed places (with an even cut, the shards of ranks 0 and 1)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "words"),
-    [
-        (faults.swap_halves, "moved", "transposed halves: the two halves along dimension 1 have changed places"),
-        (faults.transpose_halves, "moved", "transposed halves: each half along dimension 0 is transposed by itself"),
-        (faults.negate, "factor", "the sign is flipped"),
-        (faults.wipe, "zero", "is zero"),
-        (faults.spoil, "non-finite", "is NaN in 72 of 72 elements"),
-    ],
-)
-def test_a_changed_gradient_is_named(run_ranks: RunRanks, change: Callable[..., Any], kind: str, words: str) -> None:
-    found = first(run_ranks, 2, partial(faults.by_hand, name=UP, change=change))
-    assert place(found) == ("gradient", 1, UP, kind)
+@pytest.mark.parametrize(("shard_fn", "num_ranks", "where", "kind", "words", "options"), FAULTS)
+def test_a_planted_fault_is_found_named_and_placed(
+    run_ranks: RunRanks,
+    shard_fn: Any,
+    num_ranks: int,
+    where: tuple[str, int, str],
+    kind: str,
+    words: str,
+    options: dict[str, Any],
+) -> None:
+    found = first(run_ranks, num_ranks, shard_fn, **options)
+    assert place(found) == (*where, kind)
     assert words in found.words
 
 
-def test_ranks_that_never_reduce_are_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 3, faults.never_reduced)
-    assert place(found) == ("gradient", 1, LAST, "not reduced")
-    assert found.words == (
-        "is not the same on all ranks: on rank 0 it is not reduced over ranks: it equals the gradient of rank 0's "
-        "samples alone"
-    )
+def test_the_ratio_and_all_that_differ_in_the_same_place_are_told(run_ranks: RunRanks) -> None:
+    found = first(run_ranks, 3, faults.summed)
+    assert found.ratio == 3.0
+    assert len(found.also) == len(list(patients.build().parameters())) - 1
+    one = first(run_ranks, 3, partial(faults.scaled, ratio=math.sqrt(3)))
+    assert (one.ratio, one.also) == (pytest.approx(math.sqrt(3), rel=1e-5), ())
 
 
-def test_shards_that_each_hold_their_ranks_own_gradient_are_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.each_shard_its_own)
-    assert place(found) == ("gradient", 1, LAST, "not reduced")
-    assert "is not reduced over ranks" in found.words
-
-
-def test_a_rank_that_is_left_out_of_the_sum_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 3, faults.one_rank_left_out)
-    assert place(found) == ("gradient", 1, LAST, "not reduced")
-    assert found.words == "lacks the gradient of rank 2's samples: it is not in the sum"
-
-
-def test_a_dropped_gradient_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.dropped)
-    assert place(found) == ("gradient", 1, UP, "missing")
-    assert found.words == "is missing (None): one process has a gradient"
-
-
-def test_a_step_counter_off_by_one_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.counter_ahead)
-    assert (found.where, found.step, found.kind) == ("step counter", 1, "counter")
-    assert found.words == "is off by one: 2 where one process has 1, so Adam's bias correction is that of step 2"
-
-
-def test_a_step_counter_that_nobody_shows_is_named_by_the_updates(run_ranks: RunRanks) -> None:
+def test_a_step_counter_that_nobody_shows_is_found_in_the_updates(run_ranks: RunRanks) -> None:
     found = first(run_ranks, 2, faults.counts_in_secret)
-    assert (found.where, found.step, found.kind) == ("weight", 1, "counter")
-    assert "Adam's bias correction is that of step 2 in step 1" in found.words
-
-
-def test_a_stale_forward_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.stale_forward)
-    assert place(found) == ("loss", 2, "", "stale")
-    assert found.words == "is stale by one step: it is that of the weights before update 1"
-
-
-def test_a_weight_that_is_not_updated_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.not_in_the_optimizer)
-    assert place(found) == ("weight", 1, UP, "stale")
-    assert "it equals its value before update 1 (not updated)" in found.words
-
-
-def test_a_learning_rate_times_the_ranks_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 3, faults.rate_times_ranks)
     assert (found.where, found.step, found.kind) == ("weight", 1, "factor")
-    assert "has an update that is 3 times what it should be (the number of ranks, 3" in found.words
+    right, wrong = ((1 - 0.999**step) ** 0.5 / (1 - 0.9**step) for step in (1, 2))  # Adam's bias correction
+    assert found.ratio == pytest.approx(wrong / right, rel=1e-2)
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize(("rate", "decay"), [(1e-3, 0.01), (1e-4, 0.1)])
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_wrong_weight_decay_is_found_in_the_updates(
+    run_ranks: RunRanks, rate: float, decay: float, times: int
+) -> None:
+    optimizer_fn = partial(faults.adamw_with_decay, rate=rate, decay=decay)
+    shard_fn = partial(faults.decays, rate=rate, decay=decay * times)
+    found = first(run_ranks, 2, shard_fn, optimizer_fn=optimizer_fn)
+    assert (found.where, found.step, found.name) == FIRST
+    assert found.words.startswith("has an update that ")
+    assert found.error > found.allowed
 
 
 @pytest.mark.full(short=["3"])
@@ -156,15 +206,15 @@ def test_a_learning_rate_times_the_ranks_is_named(run_ranks: RunRanks) -> None:
 def test_the_rank_that_updates_otherwise_is_named(run_ranks: RunRanks, num_ranks: int) -> None:
     found = first(run_ranks, num_ranks, faults.rate_of_rank_one, steps=1)
     assert (found.where, found.step, found.kind, found.ratio) == ("weight", 1, "factor", pytest.approx(2.0, rel=1e-2))
-    assert "in the shard of rank(s) 1" in found.words
-    assert found.words.endswith("has an update that is 2 times what it should be")
+    assert found.words.endswith("(whatever differs there is in the shard of rank(s) 1)")
+    assert "that piece is 2 times what it should be" in found.words
 
 
 @pytest.mark.parametrize(
     ("shard", "right", "words"),
     [
         (faults.by_hand, 0, "is not the same on all ranks: on rank 1 it fits"),
-        (faults.by_torch_fsdp, 0, "is wrong in the shard of rank(s) 1 only: what rank 1 holds fits"),
+        (faults.by_torch_fsdp, 0, "fits"),
         (faults.sharded, 1, "fits"),
     ],
 )
@@ -172,18 +222,17 @@ def test_weights_that_each_rank_draws_are_named(run_ranks: RunRanks, shard: Any,
     found = first(run_ranks, 2, partial(faults.seeded_by_rank, shard=shard, right=right), steps=1)
     assert (found.where, found.kind) == ("initial weight", "unknown")
     assert found.words.startswith(words)
-    assert found.words.endswith(": as where ranks draw weights from seeds of their own")
+    assert ": as where ranks draw weights from seeds of their own" in found.words
+    assert ("in the shard of rank(s) 1)" in found.words) == (shard is faults.by_torch_fsdp)
 
 
-@pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_rounding_is_told_from_a_factor_by_a_tensor_of_many_elements(run_ranks: RunRanks, num_ranks: int) -> None:
-    """The first that differs has one element, which is a multiple of any other number."""
+def test_gradients_that_travel_in_bfloat16_are_told_as_rounded(run_ranks: RunRanks) -> None:
+    """The first that differs has one element, and still no factor is blamed."""
     options = {"model_fn": patients.build_one_output, "batch": patients.vectors, "loss_fn": patients.square_loss}
-    found = first(run_ranks, num_ranks, faults.reduced_in_bfloat16, steps=1, **options)
-    assert (found.where, found.name, found.kind) == ("gradient", "0.weight", "rounded")
-    assert "rounded as bfloat16 would" in found.words
-    assert "2.bias" in found.also
+    found = first(run_ranks, 3, faults.reduced_in_bfloat16, steps=1, **options)
+    assert place(found) == ("gradient", 1, "2.bias", "rounded")
+    assert "would (communicated or kept in a coarser dtype)" in found.words
+    assert "0.weight" in found.also
 
 
 def test_one_fault_of_all_strategies_is_told_once(run_ranks: RunRanks) -> None:
@@ -202,19 +251,6 @@ def check_louder_rank() -> ParityReport:
 
 def louder_rank() -> nn.Module:
     return faults.LouderOnRankOne(patients.build_linear())
-
-
-def test_a_trained_frozen_parameter_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.frozen_is_trained, model_fn=patients.build_frozen)
-    assert place(found) == ("gradient", 1, "embed.weight", "frozen")
-    assert found.words == "belongs to a frozen parameter, which has none in one process: it is trained"
-    assert found.also == (UP,)
-
-
-def test_a_frozen_parameter_that_changes_is_named(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.frozen_decays, model_fn=patients.build_frozen)
-    assert place(found) == ("weight", 1, UP, "frozen")
-    assert found.words == "is a frozen parameter, and has changed in update 1"
 
 
 class ForgetfulCheckpointer(Checkpointer):
@@ -257,3 +293,14 @@ def test_names_in_this_file_are_those_of_the_model() -> None:
     model: nn.Module = patients.build()
     names = [name for name, _ in model.named_parameters()]
     assert {UP, LAST} <= set(names)
+
+
+def check_in_float32() -> ParityReport:
+    with pytest.warns(UserWarning, match=r"compute in torch\.float64 and are optimised in torch\.float32"):
+        return check(None, {"model_fn": patients.build_double, "strategies": (3,), "steps": 1})
+
+
+def test_a_float64_model_that_is_kept_in_float32_is_told_so(run_ranks: RunRanks) -> None:
+    found = run_ranks(2, check_in_float32)[0].differences[0]
+    assert (found.where, found.kind) == ("gradient", "rounded")
+    assert "rounded as float32 would (kept in float32 by main_params_dtype" in found.words

@@ -1,7 +1,7 @@
 """From logs to the odd rank, without a process: each rule of the explanation against logs made by hand."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,10 @@ from megatron_fsdp.cli.main import main
 from megatron_fsdp.engine.collective_log import PHASES, Beat, Mark, Record, Ring, fold
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.hang.compare import Difference, first_mismatch
-from megatron_fsdp.hang.explain import Kind, explain
-from megatron_fsdp.hang.flight_recorder import last_entries, read_flight
-from megatron_fsdp.hang.processes import Process, this_process
-from megatron_fsdp.hang.reading import Logs, RankLog
+from megatron_fsdp.hang.explain import Kind, explain, listed, subject
+from megatron_fsdp.hang.reading import Logs, RankLog, last_entries, read_flight
 from megatron_fsdp.hang.state import Operation, state_of
-from megatron_fsdp.hang.words import listed, subject
-from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name
+from megatron_fsdp.hang.writer import Process, UnitFacts, Writer, file_name, this_process
 
 _SECOND = 10**9
 _NOW = 1000 * _SECOND
@@ -402,7 +399,7 @@ def test_ranks_in_words() -> None:
 def _written(folder: Path) -> None:
     story = Story().gather(1)
     log = story.log(0, 1)
-    ring = Ring(folder / file_name(0, 0), as_json(replace(log.writer, process=this_process())))
+    ring = Ring(folder / file_name(0, 0), asdict(replace(log.writer, process=this_process())))
     ring.add(Mark.BEGINS, _number(Phase.FORWARD), 0, False, 0, 0, 0, 0, 0, 0)
 
 

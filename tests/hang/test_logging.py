@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,10 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.engine.collective_log import Mark, Ring
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang import opening
-from megatron_fsdp.hang.flight_recorder import dump_flight, read_flight
-from megatron_fsdp.hang.processes import this_process
-from megatron_fsdp.hang.reading import read_folder
+from megatron_fsdp.hang import watch
+from megatron_fsdp.hang.reading import dump_flight, read_flight, read_folder
 from megatron_fsdp.hang.state import Doing, state_of
-from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name
+from megatron_fsdp.hang.writer import UnitFacts, Writer, file_name, this_process
 from tests.conftest import RunRanks
 from tests.support.hanging import step
 from tests.support.usage_models import Layer, Ordered
@@ -157,7 +156,7 @@ def test_two_jobs_do_not_share_a_folder(run_ranks: RunRanks, tmp_path: Path) -> 
     phases = tuple(phase.value for phase in Phase)
     far = 2 * time.time_ns()
     other = Writer(7, 8, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),), phases)
-    Ring(tmp_path / file_name(1, 0), as_json(other), 4)
+    Ring(tmp_path / file_name(1, 0), asdict(other), 4)
     found = run_ranks(2, beside_another_job, str(tmp_path))
     (message,) = {message for message, _, _ in found}
     assert f"holds the log of rank 1 of another job, which still runs (process {process.pid} on " in message
@@ -172,18 +171,18 @@ def test_two_jobs_do_not_share_a_folder(run_ranks: RunRanks, tmp_path: Path) -> 
 def many_models(folder: str) -> tuple[list[str], int]:
     """The logs of eight models, and how many logs were read to begin them."""
     models, read = [shard() for _ in range(8)], []
-    whole = opening.read_writer
+    whole = watch.read_writer
 
     def counted(path: Path) -> Writer:
         read.append(path.name)
         return whole(path)
 
-    opening.read_writer = counted
+    watch.read_writer = counted
     try:
         for model in models:
             model.log_for_hangs(folder)
     finally:
-        opening.read_writer = whole
+        watch.read_writer = whole
     return sorted(path.name for path in Path(folder).iterdir()), len(read)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import struct
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -30,9 +30,8 @@ from megatron_fsdp.engine.collective_log import (
     write_words,
 )
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang.processes import Process, is_alive, this_process
 from megatron_fsdp.hang.reading import read_folder, read_log
-from megatron_fsdp.hang.writer import UnitFacts, Writer, as_json, file_name, is_log_name
+from megatron_fsdp.hang.writer import Process, UnitFacts, Writer, file_name, is_alive, is_log_name, this_process
 
 _RECORDS = st.builds(
     Record,
@@ -153,7 +152,7 @@ _GONE = replace(this_process(), started=-1)
 
 def _log(folder: Path, writer: Writer) -> Path:
     path = folder / file_name(writer.rank, writer.model)
-    Ring(path, as_json(writer), 4).add(Mark.BEGINS, 0, 0, False, 0, 0, 0, 0, 0, 0)
+    Ring(path, asdict(writer), 4).add(Mark.BEGINS, 0, 0, False, 0, 0, 0, 0, 0, 0)
     return path
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from megatron_fsdp.comm.lanes import HostClock, Moment
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.trace.build import Times, build_timeline
-from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told, encode
+from megatron_fsdp.trace.build import BEGIN, BROKEN, DONE, END, TOLD, Counts, Raw, StepLog, Times, build_timeline
 from megatron_fsdp.trace.timeline import OPTIMIZER, Collective, MemorySample, StepWindow, Timeline
 from tests.trace.synthetic import EMPTY, span
 
@@ -15,7 +14,7 @@ AXES = ("outer", "inner")
 NOTHING: Counts = (0, 0, 0, 0)
 
 
-def build(*records: Record, end: int = 1000) -> Timeline:
+def build(*records: Raw, end: int = 1000) -> Timeline:
     """One step, whose marks count from 0."""
     return build_timeline([_step(0, 0, records)], _times(end), AXES, EMPTY)
 
@@ -24,25 +23,25 @@ def _times(end: int) -> Times:
     return Times(HostClock(), BASE + end, end)
 
 
-def _step(index: int, start: int, records: tuple[Record, ...]) -> StepLog:
-    return StepLog(index, BASE + start, [encode(record._replace(mark=BASE + record.mark)) for record in records])
+def _step(index: int, start: int, records: tuple[Raw, ...]) -> StepLog:
+    return StepLog(index, BASE + start, [(kind, BASE + mark, *rest) for kind, mark, *rest in records])
 
 
-def _life(number: int, first: int, before: Any, after: Any, lane: str = "gather") -> list[Told]:
+def _life(number: int, first: int, before: Any, after: Any, lane: str = "gather") -> list[Raw]:
     """Launch, wait and arrival, ten nanoseconds apart; the wait begins after 100."""
     at = {"LAUNCHES": 0, "LAUNCHED": 10, "WAITS": 100, "ARRIVED": 110, "FINISHED": 120, "WAITED": 130}
     sent = {"LAUNCHES": before, "LAUNCHED": after}
-    return [Told(first + late, number, Moment[name], lane, sent.get(name)) for name, late in at.items()]
+    return [(TOLD, first + late, number, Moment[name], lane, sent.get(name)) for name, late in at.items()]
 
 
 def test_phases_nest_and_samples_stand_where_phases_begin() -> None:
     found = build(
-        Begin(10, Phase.FORWARD, 0, 64),
-        Begin(20, Phase.FORWARD, 1, 96),
-        End(50, Phase.FORWARD, 1),
-        End(90, Phase.FORWARD, 0),
-        Begin(95, OPTIMIZER, 0, None),
-        End(99, OPTIMIZER, 0),
+        (BEGIN, 10, Phase.FORWARD, 0, 64),
+        (BEGIN, 20, Phase.FORWARD, 1, 96),
+        (END, 50, Phase.FORWARD, 1),
+        (END, 90, Phase.FORWARD, 0),
+        (BEGIN, 95, OPTIMIZER, 0, None),
+        (END, 99, OPTIMIZER, 0),
     )
     assert found.spans == (
         span("forward", 10, 90),
@@ -57,14 +56,14 @@ def test_a_collective_from_its_moments() -> None:
     before, after = (NOTHING, (2, 0, 50, 0)), (NOTHING, (3, 0, 80, 0))
     launches, launched, *rest = _life(7, 200, before, after)
     found = build(
-        Begin(190, Phase.GATHER, 2, None),
+        (BEGIN, 190, Phase.GATHER, 2, None),
         launches,
         launched,
-        End(215, Phase.GATHER, 2),
-        Done(250, 7),
-        Begin(290, Phase.WAIT, 2, None),
+        (END, 215, Phase.GATHER, 2),
+        (DONE, 250, 7),
+        (BEGIN, 290, Phase.WAIT, 2, None),
         *rest,
-        End(340, Phase.WAIT, 2),
+        (END, 340, Phase.WAIT, 2),
     )
     assert found.collectives == (
         Collective(7, 0, 2, "gather", "inner", "gather", 30, 1, 200, 210, 250, 310, 0, 300, 330),
@@ -78,7 +77,7 @@ def test_a_collective_from_its_moments() -> None:
 
 def test_the_local_work_on_a_reduction_is_shown_and_the_axis_is_the_one_that_sent() -> None:
     records = _life(0, 100, (NOTHING, NOTHING), ((0, 1, 0, 24), NOTHING), lane="outer")
-    found = build(Begin(90, Phase.REDUCE_ACROSS, 1, None), *records, End(300, Phase.REDUCE_ACROSS, 1))
+    found = build((BEGIN, 90, Phase.REDUCE_ACROSS, 1, None), *records, (END, 300, Phase.REDUCE_ACROSS, 1))
     (one,) = found.collectives
     assert (one.purpose, one.axis, one.lane, one.num_bytes, one.done_ns) == ("reduce", "outer", "outer", 24, 210)
     assert found.spans[1:] == (
@@ -89,12 +88,12 @@ def test_the_local_work_on_a_reduction_is_shown_and_the_axis_is_the_one_that_sen
 
 def test_on_streams_what_arrives_before_the_wait_blocks_nobody() -> None:
     early = [
-        Told(100, 0, Moment.LAUNCHES, "reduce", (NOTHING,)),
-        Told(110, 0, Moment.LAUNCHED, "reduce", ((0, 1, 0, 8),)),
-        Told(150, 0, Moment.ARRIVED, "reduce", None),
-        Told(160, 0, Moment.FINISHED, "reduce", None),
-        Told(300, 0, Moment.WAITS, "reduce", None),
-        Told(302, 0, Moment.WAITED, "reduce", None),
+        (TOLD, 100, 0, Moment.LAUNCHES, "reduce", (NOTHING,)),
+        (TOLD, 110, 0, Moment.LAUNCHED, "reduce", ((0, 1, 0, 8),)),
+        (TOLD, 150, 0, Moment.ARRIVED, "reduce", None),
+        (TOLD, 160, 0, Moment.FINISHED, "reduce", None),
+        (TOLD, 300, 0, Moment.WAITS, "reduce", None),
+        (TOLD, 302, 0, Moment.WAITED, "reduce", None),
     ]
     found = build_timeline([_step(0, 0, tuple(early))], _times(400), ("dp",), EMPTY)
     assert found.collectives[0].in_flight == (100, 150)
@@ -107,18 +106,18 @@ def test_what_sent_nothing_is_no_collective() -> None:
 
 def test_an_exception_leaves_out_what_it_ended() -> None:
     found = build(
-        Begin(10, Phase.FORWARD, 0, None),
-        Begin(20, Phase.FORWARD, 1, None),
-        Begin(30, Phase.WAIT, 1, None),  # raises
-        End(40, Phase.FORWARD, 1),
-        End(50, Phase.FORWARD, 0),
-        Begin(52, Phase.RELEASE, 0, None),  # in nothing
-        End(54, Phase.RELEASE, 0),
-        Begin(60, Phase.BACKWARD, 0, None),  # raises
-        Broken(70),
-        Begin(80, Phase.FORWARD, 0, None),
-        End(90, Phase.FORWARD, 0),
-        End(95, Phase.BACKWARD, 0),  # nobody knows of it any more
+        (BEGIN, 10, Phase.FORWARD, 0, None),
+        (BEGIN, 20, Phase.FORWARD, 1, None),
+        (BEGIN, 30, Phase.WAIT, 1, None),  # raises
+        (END, 40, Phase.FORWARD, 1),
+        (END, 50, Phase.FORWARD, 0),
+        (BEGIN, 52, Phase.RELEASE, 0, None),  # in nothing
+        (END, 54, Phase.RELEASE, 0),
+        (BEGIN, 60, Phase.BACKWARD, 0, None),  # raises
+        (BROKEN, 70),
+        (BEGIN, 80, Phase.FORWARD, 0, None),
+        (END, 90, Phase.FORWARD, 0),
+        (END, 95, Phase.BACKWARD, 0),  # nobody knows of it any more
     )
     assert found.spans == (
         span("forward", 10, 50),
@@ -131,8 +130,8 @@ def test_an_exception_leaves_out_what_it_ended() -> None:
 def test_steps_that_were_dropped_before_do_not_shift_the_clock() -> None:
     launched_before = _life(3, 800, (NOTHING, NOTHING), (NOTHING, (1, 0, 4, 0)))[2:]
     kept = [
-        _step(8, 900, (Begin(900, Phase.FORWARD, 0, None), *launched_before, End(950, Phase.FORWARD, 0))),
-        _step(9, 2000, (Begin(2010, Phase.FORWARD, 0, None), End(2020, Phase.FORWARD, 0), Done(2500, 77))),
+        _step(8, 900, ((BEGIN, 900, Phase.FORWARD, 0, None), *launched_before, (END, 950, Phase.FORWARD, 0))),
+        _step(9, 2000, ((BEGIN, 2010, Phase.FORWARD, 0, None), (END, 2020, Phase.FORWARD, 0), (DONE, 2500, 77))),
     ]
     found = build_timeline(kept, _times(3000), AXES, EMPTY)
     assert found.steps == (StepWindow(8, 900, 2000), StepWindow(9, 2000, 2500))
@@ -141,6 +140,6 @@ def test_steps_that_were_dropped_before_do_not_shift_the_clock() -> None:
 
 
 def test_a_launch_that_failed_has_no_bytes() -> None:
-    told = Told(10, 0, Moment.LAUNCHES, "gather", (NOTHING, (1, 0, 9, 0)))
-    found = build(Begin(5, Phase.GATHER, 1, None), told, Broken(20))
+    told = (TOLD, 10, 0, Moment.LAUNCHES, "gather", (NOTHING, (1, 0, 9, 0)))
+    found = build((BEGIN, 5, Phase.GATHER, 1, None), told, (BROKEN, 20))
     assert replace(found, steps=()) == replace(EMPTY, steps=())

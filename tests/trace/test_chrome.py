@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megatron_fsdp.trace.chrome import COMPUTE_THREAD, STEPS_THREAD, chrome_events, stack_rows
+from megatron_fsdp.trace.files import COMPUTE_THREAD, STEPS_THREAD, chrome_events, stack_rows
 from megatron_fsdp.trace.timeline import Timeline
 from tests.trace.synthetic import KNOWN, collective
 from tests.trace.test_summary import INTERVALS, nested_timelines

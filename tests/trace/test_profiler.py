@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.trace import trace
-from megatron_fsdp.trace.profiler_ranges import ProfilerRanges
+from megatron_fsdp.trace.recorder import ProfilerRanges
 from tests.conftest import RunRanks
 from tests.support.tower import FLOORS
 from tests.trace import training

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_fsdp.errors import TraceError
-from megatron_fsdp.trace.ranks import UnitMean, common_steps, compare, on_one_clock
-from megatron_fsdp.trace.summary import Times, summarise
+from megatron_fsdp.trace.summary import Times, UnitMean, common_steps, compare, on_one_clock, summarise
 from megatron_fsdp.trace.timeline import StepWindow
 from tests.trace.synthetic import EMPTY, KNOWN, collective, span
 

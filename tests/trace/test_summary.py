@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.trace.intervals import covered, union
-from megatron_fsdp.trace.summary import COLUMNS, StepSummary, Times, UnitStep, hidden_part, own_times, summarise
+from megatron_fsdp.trace.summary import (
+    COLUMNS,
+    StepSummary,
+    Times,
+    UnitStep,
+    covered,
+    hidden_part,
+    own_times,
+    summarise,
+    union,
+)
 from megatron_fsdp.trace.timeline import PHASES, Interval, Span, StepWindow, Timeline
 from tests.trace.synthetic import EMPTY, KNOWN, collective, span
 

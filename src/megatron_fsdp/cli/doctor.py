@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.arguments import add_json
-from megatron_fsdp.cli.doctor_models import CausalModel, RandomTokens
 from megatron_fsdp.cli.output import write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optional_packages import require_installed
+from megatron_fsdp.optional_packages import require, require_installed
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from megatron_fsdp.doctor import ParityReport
 
 _STRATEGIES = ("0", "1", "2", "3", "all")
@@ -132,7 +134,8 @@ def _what(args: argparse.Namespace) -> tuple[Any, Any]:
         return args.model, args.batch
     samples = args.samples or 2 * args.ranks * args.microbatches
     model_fn = CausalModel(str(args.hf_config.resolve()), args.layers)
-    return model_fn, args.batch or RandomTokens(model_fn.vocabulary_size(), samples, args.sequence_length)
+    tokens = None if args.batch else RandomTokens(model_fn.vocabulary_size(), samples, args.sequence_length)
+    return model_fn, args.batch or tokens
 
 
 def _show(report: ParityReport) -> None:
@@ -144,3 +147,81 @@ def _show(report: ParityReport) -> None:
     for sentence in report.diagnosis():
         write_line(sentence)
     write_line(f"{report.verdict}: {report.compared()}")
+
+
+# ---- models of transformers; what builds them can be sent to other processes -----------------------------------------
+
+
+@dataclass(frozen=True)
+class CausalModel:
+    """Builds a causal language model with random weights, in eval mode.
+
+    Attributes:
+        path: A config.json, or the folder it is in.
+        layers: How many layers; None: as many as the configuration says.
+    """
+
+    path: str
+    layers: int | None = None
+
+    def __call__(self) -> nn.Module:
+        """Build the model.
+
+        Raises:
+            ConfigurationError: transformers is missing, or builds no causal language model from this configuration.
+        """
+        config = self._config()
+        transformers: Any = require("transformers", "--hf-config")
+        try:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except Exception as error:
+            raise ConfigurationError(
+                f"--hf-config {self.path}: transformers {transformers.__version__} builds no causal language model "
+                f"from {type(config).__name__} ({str(error).splitlines()[0]:.200}); give a function that builds the "
+                "model as MODEL"
+            ) from error
+        return model.eval()
+
+    def vocabulary_size(self) -> int:
+        """Return how many tokens there are.
+
+        Raises:
+            ConfigurationError: As `__call__`, or the configuration does not say.
+        """
+        size = getattr(self._config(), "vocab_size", None)
+        if not isinstance(size, int):
+            raise ConfigurationError(f"--hf-config {self.path} has no vocab_size; give --batch, a function of a seed")
+        return size
+
+    def _config(self) -> Any:
+        if not Path(self.path).exists():
+            raise ConfigurationError(f"--hf-config {self.path}: there is no such file or folder; give a local one")
+        from megatron_fsdp.plan.models import read_config
+
+        config = read_config(self.path)
+        if self.layers is not None:
+            config.num_hidden_layers = self.layers
+        return config
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Makes batches of random tokens with the labels of a language model.
+
+    Attributes:
+        vocabulary_size: Of the model.
+        samples: Per batch.
+        length: Tokens of each.
+    """
+
+    vocabulary_size: int
+    samples: int
+    length: int
+
+    def __call__(self, seed: int) -> dict[str, Tensor]:
+        """Make a batch: `input_ids` and `labels`, (samples, length) int64."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(self.vocabulary_size, (self.samples, self.length), generator=generator)
+        return {"input_ids": tokens, "labels": tokens.clone()}

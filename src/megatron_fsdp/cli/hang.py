@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.output import write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
-from megatron_fsdp.engine.collective_log import check_timeout
-from megatron_fsdp.hang.explain import Explanation, explain
-from megatron_fsdp.hang.reading import read_folder
-from megatron_fsdp.hang.words import seconds
+
+if TYPE_CHECKING:
+    from megatron_fsdp.hang.explain import Explanation
 
 _AFTER_S = 10.0
 
@@ -50,6 +49,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: There are no logs, or the time is none.
     """
+    from megatron_fsdp.engine.collective_log import check_timeout
+    from megatron_fsdp.hang.explain import explain
+    from megatron_fsdp.hang.reading import read_folder
+
     check_timeout(args.after, "--after")
     found = explain(read_folder(args.folder), args.after)
     if args.json:
@@ -73,7 +76,7 @@ def _write(found: Explanation) -> None:
                 str(row.model),
                 row.process,
                 str(row.operations),
-                seconds(row.quiet_s),
+                f"{row.quiet_s:.1f} s",
                 row.doing,
             )
             for row in found.rows

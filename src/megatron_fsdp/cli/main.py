@@ -1,11 +1,26 @@
-"""The `mfsdp` command as a program."""
+"""The `mfsdp` command: which command a command line means; only that one is imported."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
+from megatron_fsdp.cli.guard import run_guarded
+from megatron_fsdp.config.command_parser import Parser
 from megatron_fsdp.interruption import end_quietly
+from megatron_fsdp.package_info import __version__
+
+_COMMANDS = {
+    "train": "train a language model, sharded over ranks; flags as in Megatron-LM",
+    "plan": "memory, traffic and time of a run, without hardware",
+    "doctor": "train a model sharded on local ranks and in one process, and name what differs",
+    "describe": "units, layouts, dtypes, groups and options of a model on a rank, without hardware",
+    "trace": "look into recorded timelines",
+    "hang": "name the rank that the others wait for, its unit and what it does",
+    "checkpoint": "inspect, compare, edit and convert",
+}
+"""Each is a module here with `add_parser(subparsers)`, but for the trainer, which has a command line of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         end_quietly()
-    from megatron_fsdp.cli.commands import run_command  # torch, which is slow to import
+    words = list(sys.argv[1:] if argv is None else argv)
+    asked = words[0] if words else ""
+    if asked == "train":
+        from megatron_fsdp.train import main as train
 
-    return run_command(sys.argv[1:] if argv is None else argv)
+        return train(words[1:])
+    parser = Parser(prog="mfsdp", description="Tools of Megatron-FSDP.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for name, told in _COMMANDS.items():
+        if name == asked:
+            import_module(f"megatron_fsdp.cli.{name}").add_parser(commands)  # most import torch, which is slow
+        else:
+            commands.add_parser(name, help=told)
+    return run_guarded(parser, words)

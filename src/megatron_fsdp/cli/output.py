@@ -13,29 +13,29 @@ Rows = Sequence[Sequence[str]]
 
 
 def write_line(text: str = "") -> None:
-    """One line of text."""
+    """Write one line of text."""
     sys.stdout.write(f"{printable(text)}\n")
 
 
 def write_json(value: Any) -> None:
-    """JSON, indented."""
+    """Write JSON, indented."""
     sys.stdout.write(f"{json.dumps(value, indent=2, allow_nan=False)}\n")
 
 
 def write_error(text: str) -> None:
-    """A line for the error stream."""
+    """Write a line to the error stream."""
     sys.stderr.write(f"error: {printable(text)}\n")
 
 
 def write_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Names and values, aligned."""
+    """Write names and values, aligned."""
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         write_line(f"{name:<{width}}  {value}")
 
 
 def write_table(columns: Sequence[str], rows: Rows, *, right: Sequence[str] = ()) -> None:
-    """A table.
+    """Write a table.
 
     Args:
         columns: Their titles.
@@ -72,5 +72,5 @@ def _write_rich(columns: Sequence[str], rows: Rows, right: Sequence[str]) -> boo
 
 
 def printable(text: str) -> str:
-    """Text whose control characters (which could command the terminal) are written as escapes."""
+    """Return text whose control characters (which could command the terminal) are written as escapes."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

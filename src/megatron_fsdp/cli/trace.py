@@ -6,15 +6,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.output import in_bytes, write_facts, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_SAME
-from megatron_fsdp.trace.files import read_timelines, write_chrome
-from megatron_fsdp.trace.picture import timeline_png
-from megatron_fsdp.trace.ranks import Comparison, compare, on_one_clock
-from megatron_fsdp.trace.summary import Times
-from megatron_fsdp.trace.timeline import Timeline
+
+if TYPE_CHECKING:
+    from megatron_fsdp.trace import Comparison, Timeline
+    from megatron_fsdp.trace.summary import Times
 
 _TIMES = ("compute", "gather", "wait", "copy", "reduce", "update", "other")
 _UNIT_COLUMNS = ("unit", *_TIMES, "exposed", "sent", "memory", "skew")
@@ -52,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TraceError: There is nothing to read, or it is damaged.
     """
+    from megatron_fsdp.trace.files import read_timelines, write_chrome
+    from megatron_fsdp.trace.picture import timeline_png
+    from megatron_fsdp.trace.summary import compare, on_one_clock
+
     timelines = read_timelines(args.folder, partial=args.partial)
     found = compare(timelines, args.step)
     if args.png is not None:

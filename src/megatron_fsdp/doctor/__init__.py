@@ -1,7 +1,6 @@
 """Parity checks: a sharded run against one process, and words for what differs."""
 
-from megatron_fsdp.doctor.difference import Difference
 from megatron_fsdp.doctor.parity import check_parity
-from megatron_fsdp.doctor.report import ParityReport, RunReport
+from megatron_fsdp.doctor.report import Difference, ParityReport, RunReport
 
 __all__ = ["Difference", "ParityReport", "RunReport", "check_parity"]

@@ -1,18 +1,91 @@
-"""From a tensor that differs to words that name the cause (pure)."""
+"""Whether two tensors differ by more than rounding, and which known fault explains how (pure)."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_fsdp.doctor.moved import tell_moved
-from megatron_fsdp.doctor.ratios import known_ratios, ratio_of, tell_ratio
-from megatron_fsdp.doctor.rounded import rounded_to
-from megatron_fsdp.doctor.tolerance import Nearness, Tolerance
-
 FEW = 8
-"""So many elements may be a multiple of what they should be, or be off as rounding is, by chance."""
+"""So many elements may be a multiple of what they should be by chance."""
+_BY_DTYPE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+_GROWTH = 4.0
+"""By how much rounding is let grow from one update to the next."""
+_FLOOR = 0.1
+"""Of the tolerance, for the largest element of the whole gradient: see `Tolerance.among`."""
+_NEAR_RATIO = 2e-3
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """|found - expected| <= part * (|expected| + largest |expected| of the tensor) + floor + extra.
+
+    Attributes:
+        part: Of the element, and of the largest element of its tensor.
+        floor: Whatever the tensor.
+    """
+
+    part: float
+    floor: float = 0.0
+
+    def at_step(self, step: int) -> Tolerance:
+        """Return what is allowed in a step, counted from 1: four times as much after every update."""
+        growth = _GROWTH ** (max(step, 1) - 1)
+        return Tolerance(self.part * growth, self.floor * growth)
+
+    def among(self, values: Iterable[Tensor | None]) -> Tolerance:
+        """Add a floor from the largest element of all gradients of a backward pass: a tenth of the tolerance of it.
+
+        A gradient that is zero in exact arithmetic (of a bias that normalisation or softmax takes off again) is the
+        rounding of terms that cancel. It has no size of its own to be relative to; the terms are about as large as
+        other gradients of the pass, so rounding is relative to those. The tolerance is some hundred times the rounding
+        of one operation (float32: 1e-5 and 6e-8), so a tenth of it leaves room for sums of many terms. What it hides is
+        smaller than 1e-6 of the largest element in float32 (5e-4 in float16, 3e-3 in bfloat16): a factor of 2 in a
+        tensor 1e-4 times the largest is a hundred times that.
+        """
+        sizes = [value.double().abs().nan_to_num(0.0, 0.0) for value in values if value is not None and value.numel()]
+        return replace(self, floor=self.part * _FLOOR * max((float(size.max()) for size in sizes), default=0.0))
+
+    def allowed(self, expected: Tensor, extra: Tensor | None = None) -> Tensor:
+        """Return the allowed difference of each element, in float64.
+
+        Args:
+            expected: What one process has.
+            extra: More that is allowed, element by element.
+        """
+        size = expected.double().abs()
+        largest = size.max() if size.numel() else size.sum()
+        allowed = self.part * (size + largest) + self.floor
+        return allowed if extra is None else allowed + extra
+
+    def differing(self, expected: Tensor, found: Tensor, extra: Tensor | None = None) -> Tensor:
+        """Return which elements differ; NaN agrees with NaN only."""
+        want, got = expected.double(), found.double()
+        is_near = (got - want).abs() <= self.allowed(want, extra)
+        return ~(is_near | (got == want) | (got.isnan() & want.isnan()))
+
+    def agrees(self, expected: Tensor, found: Tensor, extra: Tensor | None = None) -> bool:
+        """Tell whether shapes are equal and no element differs."""
+        return expected.shape == found.shape and not bool(self.differing(expected, found, extra).any())
+
+    def agree_numbers(self, expected: float, found: float) -> bool:
+        """Tell whether two numbers agree."""
+        return self.agrees(torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64))
+
+
+EXACT = Tolerance(0.0)
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
+    """Return the tolerance of the coarsest dtype: float64 1e-10, float32 1e-5, float16 5e-3, bfloat16 3e-2.
+
+    float32: sums of some thousands of terms in another order, each rounded to 6e-8. The 16-bit dtypes: a few units in
+    the last place (1e-3 and 8e-3) of the largest element.
+    """
+    return Tolerance(max((_BY_DTYPE.get(dtype, 0.0) for dtype in dtypes), default=0.0) or _BY_DTYPE[torch.float32])
 
 
 @dataclass(frozen=True)
@@ -20,8 +93,8 @@ class Diagnosis:
     """What is wrong with a tensor.
 
     Attributes:
-        kind: For programs: non-finite, missing, unexpected, shape, zero, frozen, stale, not reduced, factor, moved,
-            other tensor, counter, rounded, decay or unknown.
+        kind: For programs: non-finite, missing, unexpected, shape, zero, frozen, stale, not reduced, not accumulated,
+            factor, moved, other tensor, counter, rounded, ranks disagree or unknown.
         words: For people; follows the name of the tensor in a sentence.
         ratio: Found over expected, where that is one number.
     """
@@ -32,40 +105,47 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
+class Suspect:
+    """The value that a known fault would give in place of the right one."""
+
+    kind: str
+    words: str
+    value: Tensor
+
+
+@dataclass(frozen=True)
 class Context:
     """What else is known of a tensor; everything whole and of its shape.
 
     Attributes:
         num_ranks: Data-parallel ranks.
         microbatches: Per step.
-        what: "gradient" or "weight".
+        what: "gradient", "weight", "update" or "value".
         of_ranks: Its gradient from each rank's samples alone.
-        of_microbatches: Its gradient from each microbatch alone.
-        earlier: What it was before, by words such as "its value before update 2"; the likeliest first.
-        by_rank: What each rank found, where ranks disagree.
-        others: Other tensors of the run, by name.
+        suspects: Values that known faults give; the likeliest first.
     """
 
     num_ranks: int
     microbatches: int = 1
     what: str = "gradient"
     of_ranks: tuple[Tensor, ...] = ()
-    of_microbatches: tuple[Tensor, ...] = ()
-    earlier: tuple[tuple[str, Tensor], ...] = ()
-    by_rank: tuple[Tensor, ...] = ()
-    others: Mapping[str, Tensor] = field(default_factory=dict)
+    suspects: tuple[Suspect, ...] = ()
 
-    def part(self, place: Tensor | slice, num_ranks: int) -> "Context":
-        """The same of some elements, of the tensor made flat, which so many ranks hold."""
+    def part(self, piece: slice) -> Context:
+        """Return the same of some elements of the tensor made flat."""
         return replace(
             self,
-            num_ranks=num_ranks,
-            of_ranks=tuple(value.flatten()[place] for value in self.of_ranks),
-            of_microbatches=tuple(value.flatten()[place] for value in self.of_microbatches),
-            earlier=tuple((words, value.flatten()[place]) for words, value in self.earlier),
-            by_rank=(),
-            others={},
+            of_ranks=tuple(value.flatten()[piece] for value in self.of_ranks),
+            suspects=tuple(
+                replace(each, value=each.value.flatten()[piece])
+                for each in self.suspects
+                if each.kind != "other tensor"
+            ),
         )
+
+
+Explain = Callable[[Tensor, Tensor, Context, float], Diagnosis | None]
+"""(expected, found, context, slack) -> the cause, if it is this one; both in float64."""
 
 
 def diagnose(expected: Tensor | None, found: Tensor | None, context: Context, tolerance: Tolerance) -> Diagnosis:
@@ -80,186 +160,206 @@ def diagnose(expected: Tensor | None, found: Tensor | None, context: Context, to
     Returns:
         The first explanation that fits; causes that need an exact match are tried before mere ratios.
     """
-    if found is None or expected is None:
-        return _diagnose_absent(found, context)
+    if found is None:
+        return Diagnosis("missing", f"is missing (None): one process has a {context.what}")
+    if expected is None:
+        return Diagnosis("unexpected", f"is there, where one process has no {context.what} (None)")
     if expected.shape != found.shape:
         words = f"has the shape {tuple(found.shape)} where one process has {tuple(expected.shape)}"
         return Diagnosis("shape", words)
     want, got = expected.double(), found.double()
-    near = Nearness.around(want, tolerance)
-    for explain in (*_WHOLE, _explain_part):
-        diagnosis = explain(want, got, context, near)
+    finite = want.abs().nan_to_num(nan=0.0, posinf=0.0)
+    # One number for all elements, so that pieces and multiples of the tensor can be compared with it too.
+    slack = 2 * tolerance.part * float(finite.max() if finite.numel() else 0.0) + tolerance.floor
+    for explain in (*_EXPLANATIONS, _explain_part):
+        diagnosis = explain(want, got, context, slack)
         if diagnosis is not None:
             return diagnosis
-    return Diagnosis("unknown", _tell_unknown(want, got))
+    norms = float(want.norm()), float(got.norm())
+    ratio = norms[1] / norms[0] if norms[0] else math.inf
+    cosine = float(want.flatten() @ got.flatten()) / (norms[0] * norms[1]) if all(norms) else 0.0
+    return Diagnosis("unknown", f"fits no simple cause (norm {ratio:.4g} times what it should be, cosine {cosine:.4g})")
 
 
-Explain = Callable[[Tensor, Tensor, Context, Nearness], Diagnosis | None]
+def tell_ratio(ratio: float, num_ranks: int, microbatches: int) -> str:
+    """Tell a ratio in words.
+
+    Returns:
+        Such as `2 times what it should be (the number of ranks, 2: summed over ranks where the mean is wanted)`.
+    """
+    if math.isclose(ratio, -1.0, rel_tol=_NEAR_RATIO):
+        return "the negative of what it should be: the sign is flipped"
+    known = _known_ratios(num_ranks, microbatches).items()
+    near = [(value, name) for value, name in known if math.isclose(ratio, value, rel_tol=_NEAR_RATIO)]
+    number = f"{near[0][0] if near else ratio:.5g}"
+    if number == "1":  # off by less than these digits show
+        number = f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.2g}"
+    names = "; or ".join(name for _, name in near if name)
+    return f"{number} times what it should be" + (f" ({names})" if names else "")
 
 
-def _diagnose_absent(found: Tensor | None, context: Context) -> Diagnosis:
-    if found is None:
-        return Diagnosis("missing", f"is missing (None): one process has a {context.what}")
-    return Diagnosis("unexpected", f"is there, where one process has no {context.what} (None)")
+def _known_ratios(num_ranks: int, microbatches: int) -> dict[float, str]:
+    """Return ratios that name their cause."""
+    n, k = num_ranks, microbatches
+    found = {2.0: "", 0.5: ""}
+    if k > 1:
+        found[float(k)] = f"the number of microbatches, {k}: the loss is not divided by it"
+        found[1 / k] = f"1/{k}, one over the number of microbatches: divided by it once too often"
+    if n > 1:
+        doubled, halved = (f", or {word} (three ranks would tell)" if n == 2 else "" for word in ("doubled", "halved"))
+        ranks = {
+            float(n): f"the number of ranks, {n}: summed over ranks where the mean is wanted{doubled}",
+            1 / n: f"1/{n}, one over the number of ranks: divided by it once too often{halved}",
+            math.sqrt(n): f"sqrt({n}), the square root of the number of ranks",
+            1 / math.sqrt(n): f"1/sqrt({n}), one over the square root of the number of ranks",
+        }
+        for value, name in ranks.items():
+            found[value] = "; or ".join(filter(None, (name, found.get(value))))
+    return found
 
 
-def _explain_non_finite(expected: Tensor, found: Tensor, context: Context, _near: Nearness) -> Diagnosis | None:
+# ---- explanations ----------------------------------------------------------------------------------------------------
+
+
+def _near(expected: Tensor, found: Tensor, slack: float) -> Tensor:
+    """Return which elements agree; NaN agrees with nothing."""
+    return ((found - expected).abs() <= slack) | (found == expected)
+
+
+def _same(expected: Tensor, found: Tensor, slack: float) -> bool:
+    return expected.shape == found.shape and bool(_near(expected.double(), found, slack).all())
+
+
+def _explain_values(expected: Tensor, found: Tensor, _context: Context, _slack: float) -> Diagnosis | None:
     bad = ~found.isfinite() & expected.isfinite()
-    if not bool(bad.any()):
-        return None
-    ranks = [str(rank) for rank, value in enumerate(context.by_rank) if not bool(value.isfinite().all())]
-    where = f" on rank(s) {', '.join(ranks)}" if ranks else ""
-    what = "NaN" if bool(found.isnan().any()) else "infinite"
-    return Diagnosis("non-finite", f"is {what} in {int(bad.sum())} of {bad.numel()} elements{where}")
-
-
-def _explain_zero(expected: Tensor, found: Tensor, _context: Context, _near: Nearness) -> Diagnosis | None:
+    if bool(bad.any()):
+        what = "NaN" if bool(found.isnan().any()) else "infinite"
+        return Diagnosis("non-finite", f"is {what} in {int(bad.sum())} of {bad.numel()} elements")
     if bool(expected.any()) and not bool(found.any()):
         return Diagnosis("zero", "is zero", 0.0)
     return None
 
 
-def _explain_stale(_expected: Tensor, found: Tensor, context: Context, near: Nearness) -> Diagnosis | None:
-    for words, earlier in context.earlier:
-        if near.same(earlier.double(), found):
-            return Diagnosis("stale", f"is stale by one step: it equals {words}")
+def _explain_suspects(_expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
+    for suspect in context.suspects:
+        if _same(suspect.value, found, slack):
+            return Diagnosis(suspect.kind, suspect.words)
     return None
 
 
-def _explain_not_reduced(expected: Tensor, found: Tensor, context: Context, near: Nearness) -> Diagnosis | None:
-    """Whether the gradient is that of one rank's samples: everywhere, or of each rank in its own shard."""
-    if len(context.of_ranks) < 2:
-        return None
+def _explain_not_reduced(expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
+    """Explain a gradient that is that of one rank's samples: everywhere, or of each rank in its own shard."""
     n = len(context.of_ranks)
-    for scale, scaled in ((1.0, ""), (1.0 / n, f", divided by {n}")):
-        of_ranks = [value.double() * scale for value in context.of_ranks]
-        where = [~near.differing(value, found) for value in of_ranks]
-        for rank, agrees in enumerate(where):
-            if bool(agrees.all()):
-                words = f"is not reduced over ranks: it equals the gradient of rank {rank}'s samples alone{scaled}"
+    if n < 2:
+        return None
+    of_ranks = torch.stack(context.of_ranks).double()
+    for scale, divided in ((1.0, ""), (1.0 / n, f", divided by {n}")):
+        agrees = torch.stack([_near(value * scale, found, slack) for value in of_ranks])
+        for rank in range(n):
+            if bool(agrees[rank].all()):
+                words = f"is not reduced over ranks: it equals the gradient of rank {rank}'s samples alone{divided}"
                 return Diagnosis("not reduced", words)
-        if bool(torch.stack(where).any(0).all()) and _in_few_pieces(where):
-            words = f"is not reduced over ranks: each piece equals the gradient of one rank's samples alone{scaled}"
-            return Diagnosis("not reduced", f"{words} ({_tell_pieces(where)})")
-    for rank, own in enumerate(context.of_ranks):
-        if near.same(expected - own.double() / n, found):
+        if found.numel() > FEW and bool(agrees.any(0).all()):
+            words = f"is not reduced over ranks: each piece equals the gradient of one rank's samples alone{divided}"
+            return Diagnosis("not reduced", words)
+    for rank in range(n):
+        if _same(expected - of_ranks[rank] / n, found, slack):
             return Diagnosis("not reduced", f"lacks the gradient of rank {rank}'s samples: it is not in the sum")
     return None
 
 
-def _in_few_pieces(where: list[Tensor]) -> bool:
-    """Whether each rank's piece can be one stretch, as shards are: no more changes of rank than ranks."""
-    return len(_pieces(where)) <= len(where)
+def _explain_factor(expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
+    """Explain a tensor that is a multiple of the right one; few elements have to be a multiple that names its cause."""
+    known = (-1.0, *_known_ratios(context.num_ranks, context.microbatches))
+    return _factor_among(known if expected.numel() <= FEW else (*known, None), expected, found, context, slack)
 
 
-def _pieces(where: list[Tensor]) -> list[tuple[int, int]]:
-    """The longest stretches that one rank explains: (rank, end) in order; greedy, so as few as can be."""
-    flat = [agrees.flatten() for agrees in where]
-    start, total, pieces = 0, flat[0].numel(), list[tuple[int, int]]()
-    while start < total and len(pieces) <= len(where):
-        ends = []
-        for agrees in flat:
-            wrong = (~agrees[start:]).nonzero()
-            ends.append(start + int(wrong[0]) if len(wrong) else total)
-        rank = max(range(len(ends)), key=ends.__getitem__)
-        pieces.append((rank, ends[rank]))
-        start = ends[rank]
-    return pieces
+def _explain_factor_of_few(expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
+    return _factor_among((None,), expected, found, context, slack)
 
 
-def _tell_pieces(where: list[Tensor]) -> str:
-    told, start = [], 0
-    for rank, end in _pieces(where):
-        told.append(f"elements {start}..{end - 1}: rank {rank}")
-        start = end
-    return ", ".join(told)
-
-
-def _explain_microbatch(_expected: Tensor, found: Tensor, context: Context, near: Nearness) -> Diagnosis | None:
-    for number, value in enumerate(context.of_microbatches, start=1):
-        if len(context.of_microbatches) > 1 and near.same(value.double(), found):
-            return Diagnosis("not accumulated", f"equals the gradient of microbatch {number} alone")
-    return None
-
-
-def _explain_factor(expected: Tensor, found: Tensor, context: Context, near: Nearness) -> Diagnosis | None:
-    ratio = ratio_of(expected, found)
-    if ratio is None or abs(ratio - 1.0) < near.part or ratio == 0.0:
-        return None
-    # Near a known ratio that one is tried first: rounding moves the fitted one.
-    tried = [value for value, _ in known_ratios(context.num_ranks, context.microbatches)] + [-1.0, ratio]
-    for value in tried:
-        if near.scaled(value).same(expected * value, found):
-            words = f"is {tell_ratio(value, context.num_ranks, context.microbatches)}"
-            rounded = None if value != ratio else _explain_rounded(expected, found, context, near)
-            if rounded is not None and expected.numel() <= FEW:
-                words += f", or {rounded.words}: {expected.numel()} element(s) cannot tell"
-            return Diagnosis("factor", words, value)
-    return None
-
-
-def _explain_rounded(expected: Tensor, found: Tensor, context: Context, _near: Nearness) -> Diagnosis | None:
-    sizes = torch.stack([expected.abs(), *(value.double().abs() for value in context.of_ranks)])
-    # Each of n terms is off by eps / 2 of the largest, the sum of the first k of them by k times that, and so is their
-    # mean: eps / 2 * (1 + (2 + ... + n) / n + 1) in all.
-    times = (len(context.of_ranks) + 5) / 4 if context.of_ranks else 1.0
-    dtype = rounded_to(expected, found, sizes.amax(0), must_be_exact=context.what != "gradient", times=times)
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    where = "communicated or kept in a coarser dtype"
-    if dtype is torch.float32:
-        where = "kept in float32 by main_params_dtype, as fully_shard does unless told, or communicated in it"
-    return Diagnosis("rounded", f"is right, but rounded as {name} would ({where})")
-
-
-def _explain_moved(expected: Tensor, found: Tensor, context: Context, near: Nearness) -> Diagnosis | None:
-    words = tell_moved(expected, found, context.num_ranks, near)
-    return None if words is None else Diagnosis("moved", words)
-
-
-def _explain_other(_expected: Tensor, found: Tensor, context: Context, near: Nearness) -> Diagnosis | None:
-    for name, value in context.others.items():
-        if value.shape == found.shape and near.same(value.double(), found):
-            return Diagnosis("other tensor", f"has the values of `{name}`")
-    return None
-
-
-def _explain_part(expected: Tensor, found: Tensor, context: Context, near: Nearness) -> Diagnosis | None:
-    """The same explanations for the stretch of elements that differ, where the rest is right."""
+def _factor_among(
+    ratios: Iterable[float | None], expected: Tensor, found: Tensor, context: Context, slack: float
+) -> Diagnosis | None:
+    """Return the first ratio that fits; None among them stands for the one that fits best."""
     want, got = expected.flatten(), found.flatten()
-    places = near.differing(want, got).nonzero().flatten()
-    if len(places) == 0:
+    square = float(want @ want)
+    fitted = float(want @ got) / square if square > 0 else 0.0
+    if fitted == 0.0 or abs(fitted - 1) * float(want.abs().max()) <= slack:
         return None
-    first, last = int(places[0]), int(places[-1]) + 1
-    if last - first == len(want) or last - first < 2:
-        return None
-    piece = slice(first, last)
-    inside = context.part(piece, context.num_ranks)
-    for explain in _WHOLE:
-        diagnosis = explain(want[piece], got[piece], inside, near)
-        if diagnosis is not None:
-            words = f"is right but for elements {first}..{last - 1} of {len(want)}; that piece {diagnosis.words}"
-            return Diagnosis(diagnosis.kind, words, diagnosis.ratio)
+    for each in ratios:
+        ratio = fitted if each is None else each
+        if _same(want * ratio, got, slack * max(1.0, abs(ratio))):
+            told = tell_ratio(ratio, context.num_ranks, context.microbatches)
+            if not expected.dim():
+                told = f"{float(found):.7g} where one process has {float(expected):.7g}: {told}"
+            return Diagnosis("factor", f"is {told}", ratio)
     return None
 
 
-_WHOLE: tuple[Explain, ...] = (
-    _explain_non_finite,
-    _explain_stale,
+def _explain_moved(expected: Tensor, found: Tensor, _context: Context, slack: float) -> Diagnosis | None:
+    if expected.dim() == 2 and _same(expected.t().reshape(expected.shape), found, slack):
+        return Diagnosis("moved", "is transposed")
+    first, last = _stretch(expected, found, slack)
+    if last - first < 2 or not _same(expected.flatten().sort().values, found.flatten().sort().values, slack):
+        return None
+    words = f"has the right elements in other places, from element {first} to {last - 1} of {expected.numel()}"
+    width = expected[0].numel() if expected.dim() > 1 else 1
+    if width > 1:
+        words += f" (rows {first // width} to {(last - 1) // width} of {len(expected)})"
+    return Diagnosis("moved", words)
+
+
+def _explain_rounded(expected: Tensor, found: Tensor, context: Context, _slack: float) -> Diagnosis | None:
+    """Explain elements that are all off by what a coarser dtype rounds them at most, and some by 1/16 of it at least.
+
+    A gradient is a sum of the terms of n ranks. Each is off by eps / 2 of the largest, the sum of the first k of them
+    by k times that, and so is their mean: eps / 2 * (1 + (2 + ... + n) / n + 1) in all. A kept value has to be one that
+    the dtype can hold.
+    """
+    error = (found - expected).abs()
+    size = torch.stack([expected.abs(), *(value.double().abs() for value in context.of_ranks)]).amax(0)
+    times = (len(context.of_ranks) + 5) / 4 if context.of_ranks else 1.0
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):  # the finest that explains it is the likeliest
+        info = torch.finfo(dtype)
+        is_small = bool((error <= times * info.eps * (size + info.smallest_normal)).all())
+        is_shown = bool((error >= info.eps / 16 * size).any())
+        if is_small and is_shown and (context.what == "gradient" or torch.equal(found.to(dtype).double(), found)):
+            where = "communicated or kept in a coarser dtype"
+            if dtype is torch.float32:
+                where = "kept in float32 by main_params_dtype, as fully_shard does unless told, or communicated in it"
+            name = str(dtype).removeprefix("torch.")
+            return Diagnosis("rounded", f"is right, but rounded as {name} would ({where})")
+    return None
+
+
+_EXPLANATIONS: tuple[Explain, ...] = (
+    _explain_values,
+    _explain_suspects,
     _explain_not_reduced,
-    _explain_zero,
-    _explain_microbatch,
-    _explain_moved,
-    _explain_other,
     _explain_factor,
+    _explain_moved,
     _explain_rounded,
+    _explain_factor_of_few,
 )
 
 
-def _tell_unknown(expected: Tensor, found: Tensor) -> str:
+def _explain_part(expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
+    """Explain the stretch of elements that differ, where the rest is right."""
     want, got = expected.flatten(), found.flatten()
-    norms = float(want.norm()), float(got.norm())
-    ratio = norms[1] / norms[0] if norms[0] else float("inf")
-    cosine = float(want @ got) / (norms[0] * norms[1]) if norms[0] and norms[1] else 0.0
-    return f"fits no simple cause (norm {ratio:.4g} times what it should be, cosine {cosine:.4g})"
+    first, last = _stretch(want, got, slack)
+    if not 2 <= last - first < len(want):
+        return None
+    piece = slice(first, last)
+    for explain in _EXPLANATIONS:
+        told = explain(want[piece], got[piece], context.part(piece), slack)
+        if told is not None:
+            words = f"is right but for elements {first}..{last - 1} of {len(want)}; that piece {told.words}"
+            return replace(told, words=words)
+    return None
+
+
+def _stretch(expected: Tensor, found: Tensor, slack: float) -> tuple[int, int]:
+    """Return the first element that differs and the one behind the last; 0, 0 where none does."""
+    places = (~_near(expected, found, slack)).flatten().nonzero().flatten()
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)

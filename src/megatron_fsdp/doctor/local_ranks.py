@@ -50,26 +50,13 @@ class _Place:
         return Path(self.folder) / f"rank{self.rank}.{kind}"
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """What a rank met; `error` where it is one of this library's, which every rank raises alike."""
-
-    time_ns: int
-    text: str
-    error: MegatronFSDPError | None
-
-
 def run_on_local_ranks(
     act: Callable[[Any, str | None], Any], task: Any, num_ranks: int, device: str | None, timeout_s: float
 ) -> Any:
-    """Run `act(task, device)` on new processes with torch.distributed initialised.
+    """Run `act(task, device)`, a function of a module, on new processes with torch.distributed initialised.
 
-    Args:
-        act: A function of a module.
-        task: What it gets, the same on every rank.
-        num_ranks: How many processes.
-        device: "cpu", an accelerator, or None: the accelerator where there is one for every rank.
-        timeout_s: Seconds that all of it may take.
+    `device` is "cpu", an accelerator, or None: the accelerator where there is one for every rank. All of it may take
+    `timeout_s` seconds.
 
     Returns:
         What rank 0 returned.
@@ -98,7 +85,7 @@ def run_on_local_ranks(
 
 
 def choose_device(device: str | None, num_ranks: int) -> str:
-    """The type of device for so many ranks.
+    """Choose the type of device for so many ranks.
 
     Raises:
         ConfigurationError: There are not enough.
@@ -147,9 +134,13 @@ def _rank_main(place: _Place, job: bytes) -> None:
         if place.rank == 0:
             place.file("result").write_bytes(pickle.dumps(result))
     except BaseException as error:  # noqa: BLE001 - SystemExit too has to reach the parent
-        known = error if isinstance(error, MegatronFSDPError) else None
-        failure = _Failure(time.time_ns(), "".join(traceback.format_exception(error)), known)
-        place.file("failure").write_bytes(pickle.dumps(failure))
+        text = "".join(traceback.format_exception(error))
+        known = (
+            error
+            if isinstance(error, MegatronFSDPError)
+            else RankError(f"rank {place.rank} failed, and all ranks were ended:\n{_short(text)}")
+        )
+        place.file("failure").write_bytes(pickle.dumps((time.time_ns(), known)))
         status = 1
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -203,16 +194,15 @@ def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], ti
         if place.file("failure").exists()
     }
     for place, process in zip(places, processes, strict=True):
-        if process.exitcode and place.rank not in failures:
+        code = process.exitcode
+        if code and place.rank not in failures:
+            how = f"with exit code {code}" if code > 0 else f"(killed by signal {-code})"
+            how = "(killed by signal 9, as when memory runs out)" if code == -9 else how
             raise RankError(
-                f"rank {place.rank} died {_tell_end(process.exitcode)}, and all ranks were ended:\n"
-                f"{_log(place, never=_NEVER_BEGAN)}"
+                f"rank {place.rank} died {how}, and all ranks were ended:\n{_log(place, never=_NEVER_BEGAN)}"
             )
     if failures:
-        rank, first = min(failures.items(), key=lambda item: item[1].time_ns)
-        if first.error is not None:
-            raise first.error
-        raise RankError(f"rank {rank} failed, and all ranks were ended:\n{_short(first.text)}")
+        raise min(failures.values(), key=lambda failure: failure[0])[1]
     running = [place for place, process in zip(places, processes, strict=True) if process.is_alive()]
     if running:
         named = ", ".join(str(place.rank) for place in running)
@@ -220,14 +210,6 @@ def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], ti
             f"rank(s) {named} took more than {timeout_s:g} s and were ended; they wait for each other, or need more "
             f"time (timeout_s):\n{_log(running[0], never='(it had not begun: it was still importing)')}"
         )
-
-
-def _tell_end(exit_code: int) -> str:
-    """How a process ended that wrote nothing."""
-    if exit_code >= 0:
-        return f"with exit code {exit_code}"
-    why = ", as when memory runs out" if exit_code == -9 else ""
-    return f"(killed by signal {-exit_code}{why})"
 
 
 def _log(place: _Place, never: str) -> str:

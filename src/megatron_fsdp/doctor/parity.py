@@ -9,19 +9,14 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
-from megatron_fsdp.doctor.difference import Difference
-from megatron_fsdp.doctor.digest import digest_of_batch
 from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
-from megatron_fsdp.doctor.observation import Reference
-from megatron_fsdp.doctor.reference import run_reference
-from megatron_fsdp.doctor.report import ParityReport, RunReport
-from megatron_fsdp.doctor.selfcheck import SelfCheck
+from megatron_fsdp.doctor.reference import Reference, run_reference
+from megatron_fsdp.doctor.report import BUFFER, INITIAL, ParityReport, RunReport
 from megatron_fsdp.doctor.sharded import run_sharded, shard_with
-from megatron_fsdp.doctor.task import LossFn, ModelFn, OptimizerFn, ShardFn, Task, require_count
-from megatron_fsdp.doctor.tolerance import Tolerance
+from megatron_fsdp.doctor.task import LossFn, ModelFn, OptimizerFn, ShardFn, Task, digest_of_batch, require_count
 from megatron_fsdp.errors import ConfigurationError, RankError
 
 Result = TypeVar("Result")
@@ -111,7 +106,7 @@ def check_parity(
 
 
 def check_on_ranks(task: Task, device_name: str | None) -> ParityReport:
-    """The check on the ranks that there are; collective. Rank 0 is the one process, while the others wait.
+    """Run the check on the ranks that there are; collective. Rank 0 is the one process, while the others wait.
 
     Returns:
         The same report on every rank.
@@ -133,18 +128,24 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
         lambda: run_reference(task, num_ranks, device) if dist.get_rank() == 0 else None,
         "the model could not be trained in one process, without any sharding",
     )
-    known = gather_objects(None if right is None else _names(right[0]))[0]
+    can_compare, known = _from_first((right.can_compare, _names(right)) if right is not None else None)
     runs = []
-    if gather_objects(right is not None and right[1].can_compare)[0]:
-        for label, shard in _shardings(task, device):
-            observation = run_sharded(task, shard, known, device)
-            if right is not None:
-                reference, _, tolerance = right
-                found = compare(reference, observation, tolerance, repeats=device.type == "cpu")
-                runs.append(RunReport(label, tuple(found), () if task.checkpoint else ("checkpoint",)))
-    report = None if right is None else _report(task, num_ranks, *right, tuple(runs))
-    told: ParityReport = gather_objects(report)[0]
+    for label, shard in _shardings(task, device) if can_compare else []:
+        observation = run_sharded(task, shard, known, device)
+        if right is not None:
+            found = compare(right, observation, repeats=device.type == "cpu")
+            runs.append(RunReport(label, tuple(found), () if task.checkpoint else ("checkpoint",)))
+    report = None
+    if right is not None:
+        findings = () if right.finding is None else (right.finding,)
+        report = ParityReport(num_ranks, task.steps, right.tolerance.part, findings, tuple(runs), right.notes)
+    told: ParityReport = _from_first(report)
     return told
+
+
+def _from_first(value: Any) -> Any:
+    """Give every rank what rank 0 has; collective."""
+    return gather_objects(value)[0]
 
 
 def _with_batches(task: Task) -> Task:
@@ -178,23 +179,10 @@ def _together(act: Callable[[], Result], failing: str) -> Result:
     raise RankError(f"{failing}:\n{text}") from failure
 
 
-def _report(
-    task: Task,
-    num_ranks: int,
-    reference: Reference,
-    check: SelfCheck,
-    tolerance: Tolerance,
-    runs: tuple[RunReport, ...],
-) -> ParityReport:
-    findings = []
-    if check.finding is not None:
-        where, words = check.finding
-        findings.append(Difference(where, 0, "", "not a mean" if check.can_compare else "not repeatable", words))
-    return ParityReport(num_ranks, task.steps, tolerance.part, tuple(findings), runs, reference.notes)
-
-
 def _names(reference: Reference) -> tuple[str, ...]:
-    return (*reference.observation.initial, *reference.observation.buffers)
+    """Return the names of parameters and buffers in the user's own model."""
+    places = reference.observation.values.items()
+    return tuple(name for (where, _), values in places if where in (INITIAL, BUFFER) for name in values)
 
 
 def _shardings(task: Task, device: torch.device) -> list[tuple[str, ShardFn]]:

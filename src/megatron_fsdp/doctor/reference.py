@@ -1,218 +1,295 @@
-"""One process on the whole batch: what is right, and what would be wrong in a known way."""
+"""One process on the whole batch: whether the model agrees with itself, what is right, and what known faults give."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from megatron_fsdp.doctor.observation import Observation, Probes, Reference, StaleStep, StepRecord, Values
-from megatron_fsdp.doctor.recording import Trainee
-from megatron_fsdp.doctor.selfcheck import SelfCheck, check_itself, first_not_finite, tell_not_finite, unfit
+from megatron_fsdp.doctor.diagnose import EXACT, Tolerance, tell_ratio, tolerance_of
+from megatron_fsdp.doctor.report import BUFFER, GRADIENT, INITIAL, LOSS, STATE, WEIGHT, Difference, few
 from megatron_fsdp.doctor.task import Part, Task
-from megatron_fsdp.doctor.tolerance import EXACT, Tolerance, tolerance_of
+from megatron_fsdp.doctor.training import Observation, Place, Trainee, Values, number
 from megatron_fsdp.errors import ConfigurationError
 
 
-def run_reference(task: Task, num_ranks: int, device: torch.device) -> tuple[Reference, SelfCheck, Tolerance]:
+@dataclass(frozen=True)
+class Reference:
+    """What one process found.
+
+    Attributes:
+        num_ranks: For how many data-parallel ranks it stands.
+        microbatches: Per step.
+        tolerance: How far a right run may be from it.
+        observation: What is right; only initial weights where nothing can be compared.
+        finding: What is wrong with the model or its loss, if anything is.
+        can_compare: Whether the model repeats itself.
+        notes: What is worth knowing, and no fault.
+        frozen: Parameters that are not trained.
+        backward_order: Parameters in the order in which their gradients came.
+        losses_of_ranks: Loss of each rank's samples in step 1.
+        of_ranks: Gradients of each rank's samples alone, in step 1.
+        of_microbatches: Gradients of each microbatch alone, in step 1, divided as in the whole.
+        stale: Losses and gradients at the weights before the last update, of each step after the first.
+        spread: How far a weight, or optimizer state, moves in each step when gradients change by what rounding may
+            change them.
+        excused: Buffers that differ between ranks in right runs: statistics of batch normalisation.
+    """
+
+    num_ranks: int
+    microbatches: int
+    tolerance: Tolerance
+    observation: Observation
+    finding: Difference | None = None
+    can_compare: bool = True
+    notes: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    backward_order: tuple[str, ...] = ()
+    losses_of_ranks: tuple[float, ...] = ()
+    of_ranks: tuple[Values, ...] = ()
+    of_microbatches: tuple[Values, ...] = ()
+    stale: Mapping[Place, Values] = field(default_factory=dict)
+    spread: tuple[Values, ...] = ()
+    excused: frozenset[str] = frozenset()
+
+
+class _NotComparableError(Exception):
+    """Nothing can be compared with this model; says why."""
+
+
+def run_reference(task: Task, num_ranks: int, device: torch.device) -> Reference:
     """Train one process as all ranks together should.
 
     Args:
         task: What to train.
         num_ranks: For how many ranks it stands.
         device: Where.
-
-    Returns:
-        What it saw, what it found out about the model itself, and how far a right run may be from it.
     """
-    probe = Trainee(*task.build(device), task)
-    tolerance = _tolerance(task, probe.model)
-    notes = _notes(probe.model)
-    first = task.microbatches_of(1, num_ranks, device)
-    has_batch_norm = any(isinstance(module, _BatchNorm) for module in probe.model.modules())
-    trainee = Trainee(*task.build(device), task)
-    initial = trainee.parameters()
-    changing = _first_changing(probe.parameters(), initial)
-    if changing is None:
-        check = check_itself(task, probe, first, num_ranks, tolerance, samples_meet=has_batch_norm)
-    else:
-        check = unfit(
-            f"model_fn gives `{changing}` other values each time, though torch.manual_seed is called before; draw them "
-            "from torch's generator, or load them"
+    run = _OneProcess(task, num_ranks, device)
+    try:
+        return run.result()
+    except _NotComparableError as unfit:
+        finding = Difference("one process against itself", 0, "", "not repeatable", str(unfit))
+        return Reference(
+            num_ranks, task.microbatches, run.tolerance, Observation({}), finding, can_compare=False, notes=run.notes()
         )
-    order = _watch_backward(trainee)
-    unjudged = Reference(Observation(initial, (), {}), Probes(num_ranks, task.microbatches, frozenset(), ()), notes)
-    if not check.can_compare:
-        return unjudged, check, tolerance
-    steps, stale = _train(task, trainee, probe, num_ranks, device, by_slices=not check.is_mean)
-    broken = _tell_broken(trainee.model, steps)
-    if broken is not None:
-        return unjudged, unfit(broken), tolerance
-    observation = Observation(initial, steps, trainee.buffers())
-    probes = Probes(
-        num_ranks=num_ranks,
-        microbatches=task.microbatches,
-        frozen=frozenset(name for name, param in trainee.named_parameters() if not param.requires_grad),
-        backward_order=tuple(dict.fromkeys(order)),
-        losses_of_ranks=check.losses_of_ranks,
-        of_ranks=check.of_ranks,
-        of_microbatches=check.of_microbatches,
-        stale=stale,
-        spread=_spread(task, steps, _other_gradients(check, stale), device, tolerance),
-        betas=_betas(trainee.optimizer),
-        excused=_statistics(trainee),
-        decay=_decay(trainee),
-    )
-    return Reference(observation, probes, notes + _tell_untrained(trainee, steps)), check, tolerance
 
 
-def _first_changing(once: Values, again: Values) -> str | None:
-    """The first weight that a second build made differently."""
-    pairs = ((name, value, again.get(name)) for name, value in once.items())
-    return next((name for name, a, b in pairs if a is not None and (b is None or not EXACT.agrees(a, b))), None)
+@dataclass(frozen=True)
+class _Pass:
+    """Loss and gradients of one forward and backward."""
+
+    loss: float
+    gradients: Values
 
 
-def _tolerance(task: Task, model: nn.Module) -> Tolerance:
-    complex_names = [name for name, param in model.named_parameters() if param.is_complex()]
-    if complex_names:
-        raise ConfigurationError(f"`{complex_names[0]}` is complex; only real parameters can be compared")
-    if task.part_allowed is not None:
-        return Tolerance(task.part_allowed)
-    return tolerance_of(param.dtype for param in model.parameters() if param.is_floating_point())
+class _OneProcess:
+    """The model twice in one process: one that is trained, and a probe that tries things out beside it."""
 
+    def __init__(self, task: Task, num_ranks: int, device: torch.device) -> None:
+        self.task, self.num_ranks, self.device = task, num_ranks, device
+        self.probe = Trainee(*task.build(device), task)
+        self.trainee = Trainee(*task.build(device), task)
+        self.tolerance = self._tolerance()
+        self.batch_norms = [n for n, module in self.probe.model.named_modules() if isinstance(module, _BatchNorm)]
 
-def _notes(model: nn.Module) -> tuple[str, ...]:
-    found = []
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        found.append(
-            "the model has batch normalisation: each rank normalises by its own samples, so it is compared with one "
-            "process that does the same slice by slice; running_mean and running_var differ between ranks and are not "
-            "compared"
+    def _tolerance(self) -> Tolerance:
+        params = dict(self.probe.model.named_parameters())
+        complex_name = next((name for name, param in params.items() if param.is_complex()), None)
+        if complex_name is not None:
+            raise ConfigurationError(f"`{complex_name}` is complex; only real parameters can be compared")
+        if self.task.part_allowed is not None:
+            return Tolerance(self.task.part_allowed)
+        return tolerance_of(param.dtype for param in params.values() if param.is_floating_point())
+
+    def result(self) -> Reference:
+        """Check the model against itself, then train it.
+
+        Raises:
+            _NotComparableError: It does not repeat itself, or makes values that are not finite.
+        """
+        initial = self.trainee.parameters()
+        self._require_repeatable_build(initial)
+        microbatches = self.task.microbatches_of(1, self.num_ranks, self.device)
+        whole = self._require_repeatable_pass(microbatches)
+        of_ranks = [
+            self._try([self.task.parts_of_rank(microbatches, rank, self.num_ranks)]) for rank in range(self.num_ranks)
+        ]
+        parts = self.task.parts_whole(microbatches)
+        of_microbatches = [self._try([[part]]) for part in parts] if len(parts) > 1 else []
+        slices = self._try(self.task.parts_of_all(microbatches, self.num_ranks))
+        not_a_mean = _differing(whole, slices, self.tolerance)
+        order = _watch_backward(self.trainee)
+        values, stale = self._train(initial, by_slices=not_a_mean is not None)
+        # A batch norm normalises by the samples of a rank, so such a loss is no mean, and nothing is wrong with it.
+        finding = None
+        if not_a_mean is not None and not self.batch_norms:
+            words = _tell_not_mean(self.task, whole.loss, slices.loss, self.num_ranks, not_a_mean)
+            finding = Difference("loss", 0, "", "not a mean", words)
+        gradients_of_ranks = tuple(each.gradients for each in of_ranks)
+        return Reference(
+            num_ranks=self.num_ranks,
+            microbatches=self.task.microbatches,
+            tolerance=self.tolerance,
+            observation=Observation(values),
+            finding=finding,
+            notes=self.notes() + self._tell_untrained(values),
+            frozen=frozenset(name for name, param in self.trainee.named_parameters() if not param.requires_grad),
+            backward_order=tuple(dict.fromkeys(order)),
+            losses_of_ranks=tuple(each.loss for each in of_ranks),
+            of_ranks=gradients_of_ranks,
+            of_microbatches=tuple(each.gradients for each in of_microbatches),
+            stale=stale,
+            spread=self._spread(values, gradients_of_ranks, stale),
+            excused=frozenset(
+                f"{layer}.{buffer}".lstrip(".")
+                for layer in self.batch_norms
+                for buffer in ("running_mean", "running_var")
+            ),
         )
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-    if frozen:
-        found.append(f"{len(frozen)} parameters are frozen, and have to stay as they are")
-    return tuple(found)
 
+    def notes(self) -> tuple[str, ...]:
+        """Tell what is worth knowing, and no fault."""
+        found = []
+        if self.batch_norms:
+            found.append(
+                "the model has batch normalisation: each rank normalises by its own samples, so it is compared with "
+                "one process that does the same slice by slice; running_mean and running_var differ between ranks and "
+                "are not compared"
+            )
+        frozen = sum(not param.requires_grad for param in self.probe.model.parameters())
+        if frozen:
+            found.append(f"{frozen} parameters are frozen, and have to stay as they are")
+        return tuple(found)
 
-def _tell_untrained(trainee: Trainee, steps: tuple[StepRecord, ...]) -> tuple[str, ...]:
-    """A note on parameters that no backward reached."""
-    trained = [name for name, param in trainee.named_parameters() if param.requires_grad]
-    names = [name for name in trained if all(step.gradients[name] is None for step in steps)]
-    if not names:
-        return ()
-    shown = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-    told = f"{len(names)} trainable parameter(s) got no gradient in one process: {shown}; "
-    return (told + "they are unused, or cut off from the loss (by detach or no_grad)",)
+    def _tell_untrained(self, values: Mapping[Place, Values]) -> tuple[str, ...]:
+        gradients = [found for (where, _), found in values.items() if where == GRADIENT]
+        trained = [name for name, param in self.trainee.named_parameters() if param.requires_grad]
+        names = [name for name in trained if all(found[name] is None for found in gradients)]
+        if not names:
+            return ()
+        told = f"{len(names)} trainable parameter(s) got no gradient in one process: {few(names)}; "
+        return (told + "they are unused, or cut off from the loss (by detach or no_grad)",)
 
+    # ---- does it repeat itself ----------------------------------------------------------------------------------
 
-def _train(
-    task: Task, trainee: Trainee, probe: Trainee, num_ranks: int, device: torch.device, *, by_slices: bool
-) -> tuple[tuple[StepRecord, ...], tuple[StaleStep, ...]]:
-    """All steps, and beside each after the first what it would be with the weights before the last update."""
-    steps, stale = list[StepRecord](), list[StaleStep]()
-    before = trainee.parameters()
-    for number in range(1, task.steps + 1):
-        microbatches = task.microbatches_of(number, num_ranks, device)
-        ranks = task.parts_of_all(microbatches, num_ranks) if by_slices else [task.parts_whole(microbatches)]
-        if number > 1:
-            probe.put_back(trainee.buffers())
-            stale.append(_stale_step(probe, before, ranks))
-            before = steps[-1].parameters
-        steps.append(trainee.step(ranks, lambda loss: (loss, ())))
-    return tuple(steps), tuple(stale)
+    def _require_repeatable_build(self, initial: Values) -> None:
+        again = self.probe.parameters()
+        for name, value in initial.items():
+            other = again.get(name)
+            if value is not None and (other is None or not EXACT.agrees(value, other)):
+                raise _NotComparableError(
+                    f"model_fn gives `{name}` other values each time, though torch.manual_seed is called before; draw "
+                    "them from torch's generator, or load them"
+                )
 
+    def _require_repeatable_pass(self, microbatches: list[object]) -> _Pass:
+        whole = self._try([self.task.parts_whole(microbatches)])
+        self._require_finite(1, "the first step", whole.loss, {"gradient": whole.gradients})
+        again = self._try([self.task.parts_whole(microbatches)], seed=self.task.seed + 1)
+        random = _differing(whole, again, self.tolerance)
+        if random is not None:
+            raise _NotComparableError(_tell_random(self.probe.model, random))
+        return whole
 
-def _tell_broken(model: nn.Module, steps: tuple[StepRecord, ...]) -> str | None:
-    """Words for the first value of one process that is not finite."""
-    for number, record in enumerate(steps, start=1):
-        if not math.isfinite(record.loss):
-            return f"the loss of step {number} is {record.loss} in one process already, and sharding was not judged"
-        for what, values in (("gradient", record.gradients), ("weight", record.parameters)):
-            name = first_not_finite(values)
-            if name is not None:
-                return tell_not_finite(model, what, name, number)
-    return None
+    def _require_finite(self, step: int, when: str, loss: float, kinds: Mapping[str, Values]) -> None:
+        if not math.isfinite(loss):
+            raise _NotComparableError(
+                f"the loss of {when} is {loss} in one process already, and sharding was not judged"
+            )
+        is_half = any(param.dtype == torch.float16 for param in self.probe.model.parameters())
+        hint = " (float16 ends at 65504, and Adam's eps of 1e-8 is zero in it)" if is_half else ""
+        for kind, values in kinds.items():
+            for name, value in values.items():
+                if value is not None and not bool(value.isfinite().all()):
+                    raise _NotComparableError(
+                        f"the {kind} of `{name}` in step {step} is not finite in one process already{hint}, and "
+                        "sharding was not judged"
+                    )
 
+    def _try(self, ranks: Sequence[Sequence[Part]], seed: int | None = None) -> _Pass:
+        """Run forward and backward on the probe, and leave it as it was."""
+        buffers = self.probe.buffers()
+        torch.manual_seed(self.task.seed if seed is None else seed)
+        self.probe.model.zero_grad()
+        found = _Pass(self.probe.backward(ranks), self.probe.gradients())
+        self.probe.put_back(buffers)
+        return found
 
-def _stale_step(probe: Trainee, weights: Values, ranks: list[list[Part]]) -> StaleStep:
-    with torch.no_grad():
-        for name, param in probe.named_parameters():
-            value = weights[name]
-            if value is not None:
-                param.copy_(value)
-    probe.model.zero_grad()
-    return StaleStep(probe.backward_of_ranks(ranks), probe.gradients())
+    # ---- what is right ------------------------------------------------------------------------------------------
 
+    def _train(self, initial: Values, *, by_slices: bool) -> tuple[dict[Place, Values], dict[Place, Values]]:
+        """Make all steps, and beside each after the first what it would be with the weights before the last update."""
+        task, trainee = self.task, self.trainee
+        values, stale = dict[Place, Values]({(INITIAL, 0): initial}), dict[Place, Values]()
+        weights = [initial]
+        for step in range(1, task.steps + 1):
+            microbatches = task.microbatches_of(step, self.num_ranks, self.device)
+            whole = [task.parts_whole(microbatches)]
+            ranks = task.parts_of_all(microbatches, self.num_ranks) if by_slices else whole
+            if step > 1:
+                self._set_probe(weights[-2])
+                found = self._try(ranks)
+                stale |= {(LOSS, step): {"": number(found.loss)}, (GRADIENT, step): found.gradients}
+            record = trainee.step(step, ranks)
+            loss = record[LOSS, step][""]
+            assert loss is not None
+            kinds = {"gradient": record[GRADIENT, step], "weight": record[WEIGHT, step]}
+            self._require_finite(step, f"step {step}", float(loss), kinds)
+            values |= record
+            weights.append(record[WEIGHT, step])
+        return values | {(BUFFER, task.steps): trainee.buffers()}, stale
 
-def _spread(
-    task: Task,
-    steps: tuple[StepRecord, ...],
-    others: list[tuple[Values, ...]],
-    device: torch.device,
-    tolerance: Tolerance,
-) -> tuple[Mapping[str, Tensor | None], ...]:
-    """How far weights and optimizer state move when gradients change by what rounding may change, up and down.
+    def _set_probe(self, weights: Values) -> None:
+        self.probe.put_back(self.trainee.buffers())
+        with torch.no_grad():
+            for name, param in self.probe.named_parameters():
+                value = weights[name]
+                if value is not None:
+                    param.copy_(value)
 
-    Adam divides a gradient by its own size: where that is no more than rounding, the update may have either sign.
-    What no sample reaches (a row of an embedding) has a gradient of zero without any rounding, and is left alone: it is
-    zero in the `others` too, further gradients of the samples of each step.
-    """
-    spread: list[dict[str, Tensor | None]] = [{} for _ in steps]
-    for sign in (1.0, -1.0):
-        trainee = Trainee(*task.build(device), task)
-        for number, record in enumerate(steps, start=1):
-            allowed = tolerance.at_step(number).among(record.gradients.values())
-            for name, param in trainee.named_parameters():
-                grad = record.gradients[name]
-                if grad is not None:
-                    further = [values.get(name) for values in others[number - 1]]
-                    is_reached = torch.stack([each != 0 for each in (grad, *further) if each is not None]).any(0)
-                    shift = sign * allowed.allowed(grad) * is_reached
-                    param.grad = (grad.double() + shift).to(param.device, param.dtype)
-            if task.max_norm is not None:
-                nn.utils.clip_grad_norm_(trainee.model.parameters(), task.max_norm)
-            trainee.optimizer.step()
-            trainee.optimizer.zero_grad()
-            rights = {**record.parameters, **record.state}
-            for name, value in {**trainee.parameters(), **trainee.optimizer_state()[1]}.items():
-                right = rights.get(name)
-                if value is None or right is None:
-                    continue
-                moved, known = (value.double() - right.double()).abs(), spread[number - 1].get(name)
-                spread[number - 1][name] = moved if known is None else torch.maximum(known, moved)
-    return tuple(spread)
+    def _spread(
+        self, values: Mapping[Place, Values], of_ranks: Sequence[Values], stale: Mapping[Place, Values]
+    ) -> tuple[Values, ...]:
+        """Measure how far weights and optimizer state move when gradients change by what rounding may change.
 
-
-def _other_gradients(check: SelfCheck, stale: tuple[StaleStep, ...]) -> list[tuple[Values, ...]]:
-    """Gradients of the same samples in other ways, for each step."""
-    return [check.of_ranks, *((step.gradients,) for step in stale)]
-
-
-def _decay(trainee: Trainee) -> dict[str, float]:
-    """What part of a weight its decay takes off in one update, by name: learning rate times weight decay."""
-    parts = {
-        id(param): float(group["lr"]) * float(group.get("weight_decay", 0.0))
-        for group in trainee.optimizer.param_groups
-        for param in group["params"]
-        if "lr" in group
-    }
-    return {name: parts.get(id(param), 0.0) for name, param in trainee.named_parameters()}
-
-
-def _statistics(trainee: Trainee) -> frozenset[str]:
-    """Running statistics of batch normalisation, by name; what a module of another kind calls so is no such."""
-    layers = [name for name, module in trainee.model.named_modules() if isinstance(module, _BatchNorm)]
-    return frozenset(
-        f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in ("running_mean", "running_var")
-    )
+        Adam divides a gradient by its own size: where that is no more than rounding, the update may have either sign.
+        What no sample reaches (a row of an embedding) has a gradient of zero without any rounding, and is left alone:
+        it is zero in other gradients of the same samples too.
+        """
+        spread: list[dict[str, Tensor | None]] = [{} for _ in range(self.task.steps)]
+        for sign in (1.0, -1.0):
+            trainee = Trainee(*self.task.build(self.device), self.task)
+            for step in range(1, self.task.steps + 1):
+                gradients = values[GRADIENT, step]
+                others = of_ranks if step == 1 else [stale[GRADIENT, step]]
+                allowed = self.tolerance.at_step(step).among(gradients.values())
+                for name, param in trainee.named_parameters():
+                    grad = gradients[name]
+                    if grad is not None:
+                        alike = [each for each in (grad, *(found.get(name) for found in others)) if each is not None]
+                        is_reached = torch.stack([each != 0 for each in alike]).any(0)
+                        shift = sign * allowed.allowed(grad) * is_reached
+                        param.grad = (grad.double() + shift).to(param.device, param.dtype)
+                if self.task.max_norm is not None:
+                    nn.utils.clip_grad_norm_(trainee.model.parameters(), self.task.max_norm)
+                trainee.optimizer.step()
+                trainee.optimizer.zero_grad()
+                rights = {**values[WEIGHT, step], **values[STATE, step]}
+                for name, value in {**trainee.parameters(), **trainee.optimizer_state()[1]}.items():
+                    right, known = rights.get(name), spread[step - 1].get(name)
+                    if value is not None and right is not None:
+                        moved = (value.double() - right.double()).abs()
+                        spread[step - 1][name] = moved if known is None else torch.maximum(known, moved)
+        return tuple(spread)
 
 
 def _watch_backward(trainee: Trainee) -> list[str]:
-    """A list that fills with the names of parameters in the order in which their gradients come."""
+    """Return a list that fills with the names of parameters in the order in which their gradients come."""
     order: list[str] = []
     for name, param in trainee.named_parameters():
         if param.requires_grad:
@@ -220,8 +297,48 @@ def _watch_backward(trainee: Trainee) -> list[str]:
     return order
 
 
-def _betas(optimizer: torch.optim.Optimizer) -> tuple[float, float] | None:
-    betas = optimizer.param_groups[0].get("betas")
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        return None
-    return float(betas[0]), float(betas[1])
+def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | None:
+    """Tell what differs first; None if nothing does."""
+    if not tolerance.agree_numbers(expected.loss, found.loss):
+        return f"the loss is {expected.loss:.9g}, then {found.loss:.9g}"
+    allowed = tolerance.among(expected.gradients.values())
+    for name, want in expected.gradients.items():
+        got = found.gradients.get(name)
+        if want is None or got is None:
+            if want is not got:
+                return f"the gradient of `{name}` is there only once"
+        elif not allowed.agrees(want, got):
+            error, largest = (float(each.double().abs().max()) for each in (got.double() - want.double(), want))
+            return f"the gradient of `{name}` changes by up to {error:.3g} (its largest element is {largest:.3g})"
+    return None
+
+
+def _tell_random(model: nn.Module, difference: str) -> str:
+    layers = []
+    for name, module in model.named_modules():
+        p = getattr(module, "p", 0.0)
+        if module.training and "dropout" in type(module).__name__.lower() and isinstance(p, float) and p > 0:
+            layers.append(f"`{name}` is {type(module).__name__}({p:g})")
+    told = "it draws random numbers or is not deterministic"
+    advice = "take the noise out of model_fn, or draw it from the samples"
+    if layers:
+        told = f"it draws random numbers ({', '.join(layers[:4])})"
+        advice = "set dropout to 0, or put the model into eval mode in model_fn"
+    return (
+        f"the model does not repeat itself on the same samples: {difference}; {told}. Sharding was not judged: {advice}"
+    )
+
+
+def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int, difference: str) -> str:
+    """Tell why losses of ranks do not make up that of the batch; sharding has no part in it."""
+    told = f"from the whole batch in one process to its {num_ranks} slices together, {difference}"
+    if task.reduction == "mean" and abs(slices * num_ranks - whole) <= 1e-3 * abs(whole):
+        return (
+            f"the loss is a sum over samples, not a mean: {told}. Gradients are averaged over ranks, so those of this "
+            f"loss come out as {tell_ratio(1 / num_ranks, num_ranks, 1)}. Use a mean, or calculate_per_token_loss=True "
+            'in your shard_fn with reduction="sum" here'
+        )
+    return (
+        f"the loss is not a mean over samples: {told}. Slices may hold unequal numbers of counted tokens, or samples "
+        "of a batch see each other; ranks train on the mean of their own losses"
+    )

@@ -1,23 +1,15 @@
-"""What a parity check found, for people and for programs."""
+"""What a parity check found, for people and for programs (plain data)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_fsdp.doctor.difference import (
-    BUFFER,
-    COUNTER,
-    GRADIENT,
-    INITIAL,
-    LOADED,
-    LOSS,
-    NORM,
-    RESUMED,
-    STATE,
-    WEIGHT,
-    Difference,
-)
+INITIAL, LOSS, GRADIENT, NORM = "initial weight", "loss", "gradient", "gradient norm"
+COUNTER, WEIGHT, STATE, BUFFER = "step counter", "weight", "optimizer state", "buffer"
+LOADED, RESUMED = "checkpoint", "step after loading"
 
 COLUMNS = (
     ("initial weights", (INITIAL,)),
@@ -31,6 +23,48 @@ COLUMNS = (
 
 LIMITS = "sharding changes nothing; a fault of the model itself, which one process has too, is not seen"
 """What a report that passed has to say of itself."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that differs in one place of a run.
+
+    Attributes:
+        where: What kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
+        step: Optimizer step, from 1; 0 before the first.
+        name: The tensor, by its name in the user's model; empty for the loss and the norm.
+        kind: The cause, for programs (`Diagnosis.kind`).
+        words: The cause, for people.
+        ratio: Found over expected, where that is one number.
+        error: Largest difference of an element.
+        allowed: What was allowed for that element.
+        also: Other tensors that differ in the same place.
+    """
+
+    where: str
+    step: int
+    name: str
+    kind: str
+    words: str
+    ratio: float | None = None
+    error: float = math.nan
+    allowed: float = math.nan
+    also: tuple[str, ...] = ()
+
+    def told(self) -> str:
+        """Tell the difference in a sentence."""
+        when = f" of step {self.step}" if self.step else ""
+        name = f" `{self.name}`" if self.name else ""
+        size = "" if math.isnan(self.error) else f" [off by {self.error:.3g}, allowed {self.allowed:.3g}]"
+        more = f"; {len(self.also)} more differ there: {few(self.also)}" if self.also else ""
+        return f"{self.where}{when}{name} {self.words}{size}{more}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON: numbers that are not finite become None."""
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in {**asdict(self), "also": list(self.also)}.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -48,7 +82,7 @@ class RunReport:
     left_out: tuple[str, ...] = ()
 
     def cells(self) -> list[str]:
-        """One word for each column: ok, "step 2" (where it differs first) or "-"."""
+        """Return one word for each column: ok, "DIFFERS, step 2" (where it differs first) or "-"."""
         return [self._cell(title, places) for title, places in COLUMNS]
 
     def _cell(self, title: str, places: tuple[str, ...]) -> str:
@@ -78,7 +112,7 @@ class ParityReport:
     part_allowed: float
     findings: tuple[Difference, ...] = ()
     runs: tuple[RunReport, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -101,7 +135,7 @@ class ParityReport:
         return "passed" if self.passed else "DIFFERS" if self.judged else "NOT JUDGED"
 
     def diagnosis(self) -> list[str]:
-        """Sentences: each finding, the first difference of each run, runs of the same one together, and the notes."""
+        """Return sentences: each finding, the first difference of each run (alike ones together), and the notes."""
         lines = [f"before sharding: {finding.told()}" for finding in self.findings]
         of_runs = dict[str, list[str]]()
         for run in self.runs:
@@ -112,12 +146,12 @@ class ParityReport:
         return lines + [f"note: {note}" for note in (*self.notes, *limits)]
 
     def compared(self) -> str:
-        """What was compared with what: "2 ranks against one process, 3 steps, tolerance 1e-05"."""
-        ranks, steps = _counted(self.num_ranks, "rank"), _counted(self.steps, "step")
+        """Tell what was compared with what: "2 ranks against one process, 3 steps, tolerance 1e-05"."""
+        ranks, steps = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((self.num_ranks, "rank"), (self.steps, "step")))
         return f"{ranks} against one process, {steps}, tolerance {self.part_allowed:g}"
 
     def told(self) -> str:
-        """Everything, as text."""
+        """Tell everything, as text."""
         lines = [self.compared()]
         for run in self.runs:
             cells = zip(COLUMNS, run.cells(), strict=True)
@@ -128,7 +162,7 @@ class ParityReport:
         return self.told()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {
             "passed": self.passed,
             "judged": self.judged,
@@ -149,5 +183,6 @@ class ParityReport:
         }
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def few(names: Sequence[str]) -> str:
+    """List the first three names."""
+    return ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")

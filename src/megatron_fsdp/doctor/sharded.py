@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.checkpoint import Checkpointer
-from megatron_fsdp.checkpoint.ranks import gather_objects
-from megatron_fsdp.doctor.difference import BUFFER, COUNTER, GRADIENT, INITIAL, NORM, STATE, WEIGHT
-from megatron_fsdp.doctor.digest import digest_of
-from megatron_fsdp.doctor.observation import Disagreement, Observation, RoundTrip, StepRecord, Values
-from megatron_fsdp.doctor.recording import Trainee
-from megatron_fsdp.doctor.task import Pair, ShardFn, Task
+from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.doctor.report import BUFFER, INITIAL, LOADED, RESUMED, WEIGHT
+from megatron_fsdp.doctor.task import Pair, ShardFn, Task, digest_of
+from megatron_fsdp.doctor.training import Observation, Place, Trainee, Values
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard
 
@@ -28,7 +25,7 @@ _OTHER_SEED = 7919  # weights that loading has to replace
 
 
 def shard_with(strategy: int | str, device: torch.device) -> ShardFn:
-    """`fully_shard` over all ranks with a strategy and automatic units."""
+    """Return a function that calls `fully_shard` over all ranks with a strategy and automatic units."""
 
     def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pair:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
@@ -50,13 +47,14 @@ def run_sharded(task: Task, shard: ShardFn, known: tuple[str, ...], device: torc
         The same on every rank.
     """
     trainee = Trainee(*_shard(shard, task.build(device)), task, known)
-    initial, owners = trainee.parameters(), trainee.owners()
+    values, owners = dict[Place, Values]({(INITIAL, 0): trainee.parameters()}), trainee.owners()
+    losses: list[tuple[float, ...]] = []
     torch.manual_seed(task.seed)
-    steps = tuple(_step(task, trainee, number, device) for number in range(1, task.steps + 1))
-    buffers = trainee.buffers()
-    trip = _round_trip(task, trainee, shard, known, device) if task.checkpoint else None
-    observation = Observation(initial, steps, buffers, trip)
-    return replace(observation, disagreements=_disagreements(observation), owners=owners)
+    for step in range(1, task.steps + 1):
+        values |= _step(task, trainee, step, device, losses)
+    values[BUFFER, task.steps] = trainee.buffers()
+    trip = _round_trip(task, trainee, shard, known, device) if task.checkpoint else {}
+    return Observation(values, tuple(losses), trip, _disagreements(values), owners)
 
 
 def _shard(shard: ShardFn, pair: Pair) -> Pair:
@@ -76,22 +74,25 @@ def _shard(shard: ShardFn, pair: Pair) -> Pair:
     return given[0], given[1]
 
 
-def _step(task: Task, trainee: Trainee, number: int, device: torch.device) -> StepRecord:
+def _step(
+    task: Task, trainee: Trainee, step: int, device: torch.device, losses: list[tuple[float, ...]]
+) -> dict[Place, Values]:
+    """Make one step of this rank's samples, and note the losses of all ranks too."""
     num_ranks = dist.get_world_size()
-    microbatches = task.microbatches_of(number, num_ranks, device)
+    microbatches = task.microbatches_of(step, num_ranks, device)
 
-    def add_up(loss: float) -> tuple[float, tuple[float, ...]]:
-        losses = tuple(gather_objects(loss))
-        return sum(losses) * task.share_of_rank(num_ranks), losses
+    def add_up(loss: float) -> float:
+        losses.append(tuple(gather_objects(loss)))
+        return sum(losses[-1]) * task.share_of_rank(num_ranks)
 
-    return trainee.step([task.parts_of_rank(microbatches, dist.get_rank(), num_ranks)], add_up)
+    return trainee.step(step, [task.parts_of_rank(microbatches, dist.get_rank(), num_ranks)], add_up)
 
 
 def _round_trip(
     task: Task, trainee: Trainee, shard: ShardFn, known: tuple[str, ...], device: torch.device
-) -> RoundTrip:
+) -> dict[Place, tuple[Values, Values]]:
     """Save, load into a fresh model with other weights, and let both make one more step."""
-    made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=task.checkpoint_dir) if dist.get_rank() == 0 else None
+    made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=task.checkpoint_dir) if dist.get_rank() == 0 else ""
     folder = Path(gather_objects(made)[0])
     try:
         checkpointer = Checkpointer(folder)
@@ -99,46 +100,31 @@ def _round_trip(
         saved = _everything(trainee)
         fresh = Trainee(*_shard(shard, task.build(device, task.seed + _OTHER_SEED)), task, known)
         checkpointer.load(fresh.model, fresh.optimizer)
-        loaded = _everything(fresh)
-        went_on = _step(task, trainee, task.steps + 1, device).parameters
-        resumed = _step(task, fresh, task.steps + 1, device).parameters
-        return RoundTrip(saved, loaded, went_on, resumed)
+        loaded, later = _everything(fresh), task.steps + 1
+        went_on, resumed = (_step(task, each, later, device, [])[WEIGHT, later] for each in (trainee, fresh))
+        return {(LOADED, 0): (saved, loaded), (RESUMED, later): (went_on, resumed)}
     finally:
-        if made is not None:
+        if made:
             shutil.rmtree(made, ignore_errors=True)
 
 
 def _everything(trainee: Trainee) -> Values:
     counters, state = trainee.optimizer_state()
-    counts = {f"{name}: step": _number(count) for name, count in counters.items()}
-    return {**trainee.parameters(), **state, **counts}
+    return {**trainee.parameters(), **state, **{f"{name}: step": count for name, count in counters.items()}}
 
 
-def _disagreements(observation: Observation) -> tuple[Disagreement, ...]:
-    """What ranks hold different values of, in the first place where they do; one collective, and one more if so."""
-    mine = {(place, name): digest_of(value) for place, values in _places(observation) for name, value in values.items()}
+def _disagreements(values: Mapping[Place, Values]) -> dict[Place, dict[str, tuple[Tensor | None, ...]]]:
+    """Return what ranks hold different values of, in the first place where they do.
+
+    One collective, and one more if so.
+    """
+    mine = {(place, name): digest_of(value) for place, here in values.items() for name, value in here.items()}
     everyone = gather_objects(mine)
     keys = dict.fromkeys(key for of_rank in everyone for key in of_rank)
     different = [key for key in keys if len({of_rank.get(key) for of_rank in everyone}) > 1]
     if not different:
-        return ()
+        return {}
     place = different[0][0]
-    here = dict(_places(observation)).get(place, {})
     names = [name for at, name in different if at == place]
-    values = gather_objects({name: here.get(name) for name in names})
-    return tuple(Disagreement(place, name, tuple(of_rank[name] for of_rank in values)) for name in names)
-
-
-def _places(observation: Observation) -> Iterator[tuple[tuple[str, int], Mapping[str, Tensor | None]]]:
-    yield (INITIAL, 0), observation.initial
-    for number, record in enumerate(observation.steps, start=1):
-        yield (GRADIENT, number), record.gradients
-        yield (NORM, number), {"": None if record.norm is None else _number(record.norm)}
-        yield (COUNTER, number), {name: _number(count) for name, count in record.counters.items()}
-        yield (WEIGHT, number), record.parameters
-        yield (STATE, number), record.state
-    yield (BUFFER, len(observation.steps)), observation.buffers
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+    of_ranks = gather_objects({name: values[place].get(name) for name in names})
+    return {place: {name: tuple(of_rank[name] for of_rank in of_ranks) for name in names}}

@@ -1,5 +1,6 @@
 """What is to be checked: how to build, feed and shard the user's model."""
 
+import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,11 +8,9 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map
 
 from megatron_fsdp.config.import_path import import_by_path
-from megatron_fsdp.doctor.batches import check_divides, part_of
-from megatron_fsdp.doctor.digest import digest_of_batch
 from megatron_fsdp.errors import ConfigurationError
 
 ModelFn = Callable[[], nn.Module]
@@ -27,23 +26,10 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Task:
-    """What to run; a callable may be given by its import path, "package.module:name".
+    """What to run, as `check_parity` documents it; a callable may be given by its import path, "package.module:name".
 
     Attributes:
-        model_fn: Builds the model.
-        batch: Samples of all ranks together, or a function of a seed (or of nothing) that makes them.
-        loss_fn: (model, samples) -> scalar loss; None: see `loss_of`.
-        optimizer_fn: (model) -> optimizer, "adamw" or "sgd".
-        shard_fn: (model, optimizer) -> both, sharded; None: `fully_shard` with each of `strategies`.
-        strategies: 0 to 3, by number or name.
-        steps: Optimizer steps.
-        microbatches: Per step.
-        max_norm: Gradients are clipped to this norm; None: not clipped.
-        reduction: Whether the loss is a mean over samples or a sum; says how losses of ranks add up.
-        seed: Of weights and batches.
-        part_allowed: Allowed difference, as a part; None: by dtype.
-        checkpoint: Whether to check a round trip.
-        checkpoint_dir: A folder that all ranks share; None: a temporary one of this machine.
+        part_allowed: `tolerance` of `check_parity`.
         made: The batch of each step, once it is made, so that every run gets the same one.
     """
 
@@ -64,7 +50,7 @@ class Task:
     made: tuple[Any, ...] = ()
 
     def build(self, device: torch.device, seed: int | None = None) -> Pair:
-        """The model on a device and its optimizer, from a known state of the random generators.
+        """Build the model on a device and its optimizer, from a known state of the random generators.
 
         Raises:
             ConfigurationError: `model_fn` or `optimizer_fn` gives something else.
@@ -88,11 +74,11 @@ class Task:
         return cast(torch.optim.Optimizer, _resolve(self.optimizer_fn, "optimizer_fn")(model))
 
     def sharding(self) -> ShardFn | None:
-        """The user's own function, if there is one."""
+        """Return the user's own sharding function, if there is one."""
         return None if self.shard_fn is None else cast(ShardFn, _resolve(self.shard_fn, "shard_fn"))
 
     def with_batches(self) -> "Task":
-        """The same with the batch of every step made, and of one more where there is a checkpoint.
+        """Make the batch of every step, and of one more where there is a checkpoint.
 
         Raises:
             ConfigurationError: The same seed gives other samples a second time.
@@ -118,7 +104,7 @@ class Task:
         return batch(self.seed + step) if inspect.signature(batch).parameters else batch()
 
     def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
-        """The microbatches of a step (counted from 1), each of all ranks together.
+        """Return the microbatches of a step (counted from 1), each of all ranks together.
 
         Raises:
             ConfigurationError: The batch does not divide.
@@ -130,24 +116,24 @@ class Task:
         return [part_of(batch, number, self.microbatches) for number in range(self.microbatches)]
 
     def parts_of_rank(self, microbatches: list[Any], rank: int, num_ranks: int) -> list[Part]:
-        """The samples of one rank."""
+        """Return the samples of one rank."""
         return [(1 / self.microbatches, part_of(micro, rank, num_ranks)) for micro in microbatches]
 
     def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[list[Part]]:
-        """The samples of every rank, slice by slice, weighed so that losses add up as those of ranks do."""
+        """Return the samples of every rank, slice by slice, weighed so that losses add up as those of ranks do."""
         share = self.share_of_rank(num_ranks) / self.microbatches
         return [[(share, part_of(micro, rank, num_ranks)) for micro in microbatches] for rank in range(num_ranks)]
 
     def parts_whole(self, microbatches: list[Any]) -> list[Part]:
-        """Whole microbatches."""
+        """Return whole microbatches."""
         return [(1 / self.microbatches, micro) for micro in microbatches]
 
     def share_of_rank(self, num_ranks: int) -> float:
-        """What the loss of one rank counts in that of all."""
+        """Return what the loss of one rank counts in that of all."""
         return 1 / num_ranks if self.reduction == "mean" else 1.0
 
     def loss_of(self, model: nn.Module, samples: Any) -> Tensor:
-        """The loss: of `loss_fn`, or `model(**samples)`, `model(*samples)` or `model(samples)` and its `.loss`.
+        """Compute the loss: `loss_fn`, or `.loss` of `model(**samples)`, `model(*samples)` or `model(samples)`.
 
         Raises:
             ConfigurationError: That is not a scalar tensor.
@@ -187,3 +173,76 @@ def require_count(argument: str, value: Any) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{argument} is {value!r}; give a whole number from 1")
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def count_samples(batch: Any) -> int:
+    """Count the samples of a batch: the length of the first dimension, which all its tensors share.
+
+    Args:
+        batch: A tensor, or tensors in dicts, tuples and lists. Numbers and other values belong to every part.
+
+    Raises:
+        ConfigurationError: It has no tensor with a dimension, or their first dimensions differ.
+    """
+    leaves = tree_flatten_with_path(batch)[0]
+    lengths = {
+        "".join(map(str, path)) or "batch": len(leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.dim() > 0
+    }
+    if not lengths:
+        raise ConfigurationError("the batch holds no tensor with a dimension; the first dimension of each is samples")
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ConfigurationError(
+            f"the first dimension of every tensor of the batch is samples, and these differ: {told}; expand what all "
+            "samples share, or close over it in loss_fn"
+        )
+    return next(iter(lengths.values()))
+
+
+def check_divides(batch: Any, num_ranks: int, microbatches: int) -> None:
+    """Refuse a batch that ranks and microbatches do not divide.
+
+    Raises:
+        ConfigurationError: They do not, or as of `count_samples`.
+    """
+    samples = count_samples(batch)
+    if samples == 0 or samples % (num_ranks * microbatches):
+        raise ConfigurationError(
+            f"a batch of {samples} samples does not divide into {microbatches} microbatch(es) of {num_ranks} equal "
+            f"slices; give a multiple of {num_ranks * microbatches} samples, or another number of ranks or microbatches"
+        )
+
+
+def part_of(batch: Any, index: int, count: int) -> Any:
+    """Return part `index` of `count` equal parts, in the order of the samples."""
+    length = count_samples(batch) // count
+
+    def cut(leaf: Any) -> Any:
+        has_samples = isinstance(leaf, Tensor) and leaf.dim() > 0
+        return leaf[index * length : (index + 1) * length] if has_samples else leaf
+
+    return tree_map(cut, batch)
+
+
+def digest_of(value: Tensor | None) -> bytes:
+    """Hash bits and shape of a tensor on the CPU; empty for None."""
+    if value is None:
+        return b""
+    data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(data + repr(value.shape).encode(), digest_size=16).digest()
+
+
+def digest_of_batch(batch: Any) -> bytes:
+    """Hash the tensors, numbers and texts in dicts, tuples and lists; other values are left out."""
+    total = hashlib.blake2b(digest_size=16)
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            total.update(digest_of(leaf.cpu()))
+        elif isinstance(leaf, str | int | float):
+            total.update(repr(leaf).encode())
+    return total.digest()

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.hang.compare import BESIDE, Difference, Mismatch, first_mismatch
 from megatron_fsdp.hang.reading import Logs, RankLog
-from megatron_fsdp.hang.state import Doing, State, communicates, state_of
-from megatron_fsdp.hang.words import (
-    after,
-    doing_told,
-    listed,
-    operation_told,
-    phase_told,
-    seconds,
-    subject,
-    unit_told,
-    where,
-)
+from megatron_fsdp.hang.state import Doing, Operation, State, communicates, state_of
 from megatron_fsdp.hang.writer import UnitFacts
 
 _UNSURE_S = 1.5
@@ -35,6 +25,39 @@ _TAKES_ALL = (
 _ROWS_SHOWN = 16
 _FLIGHTS_SHOWN = 2
 _FRAMES_SHOWN = 4
+_PARAMETERS_SHOWN = 4
+
+_WAITING = {
+    Phase.GATHER: "starts to gather the weights of {unit}",
+    Phase.WAIT: "waits for the weights of {unit}",
+    Phase.REDUCE: "starts to reduce the gradients of {unit}",
+    Phase.RETIRE: "waits for the reduced gradients of {unit}",
+    Phase.FINALISE: "ends its backward",
+    Phase.GATHER_ACROSS: "gathers the weights of {unit} over the outer axis",
+    Phase.REDUCE_ACROSS: "reduces the gradients of {unit} over the outer axis",
+    Phase.AGREE: "compares notes with the other ranks",
+    Phase.NORM: "waits for the norm of all gradients",
+    Phase.WHOLE: "puts whole tensors together",
+    Phase.FORWARD: "computes the forward of {unit}",
+    Phase.BACKWARD: "computes the backward of {unit}",
+    Phase.RELEASE: "releases the weights of {unit}",
+    Phase.COPY: "copies a gradient of {unit}",
+    Phase.INSTALL: "installs weights",
+}
+_DONE = {
+    Phase.GATHER: "gathers {unit} ({bytes} bytes)",
+    Phase.REDUCE: "reduces {unit} ({bytes} bytes)",
+    Phase.GATHER_ACROSS: "gathers {unit} over the outer axis ({bytes} bytes)",
+    Phase.REDUCE_ACROSS: "reduces {unit} over the outer axis ({bytes} bytes)",
+    Phase.AGREE: "compares notes with the other ranks",
+    Phase.NORM: "computes the norm of all gradients",
+    Phase.WHOLE: "puts whole tensors together",
+}
+_BETWEEN = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE, Phase.INSTALL, Phase.REDUCE, Phase.RETIRE})
+_ENDS_BACKWARD = frozenset(
+    {Phase.BACKWARD, Phase.COPY, Phase.REDUCE, Phase.REDUCE_ACROSS, Phase.RETIRE, Phase.FINALISE}
+)
+_BY_NAME = {phase.value: phase for phase in Phase}
 
 
 class Kind(Enum):
@@ -172,7 +195,7 @@ class _Ranks:
         self.newest_ns = max(state.seen_ns for state in self.states.values())
 
     def find(self) -> Finding:
-        """What is odd; what explains everything else comes first."""
+        """Find what is odd; what explains everything else comes first."""
         # Before what is over: back ends end a process where others send it what it does not expect.
         steps = (self._missing, self._different, self._over, partial(self._elsewhere, self._stuck()))
         for step in steps:
@@ -417,3 +440,98 @@ class _Ranks:
     def _unit_line(self, state: State) -> tuple[str, ...]:
         """What the unit holds that a rank is concerned with, if it is."""
         return (unit_told(self.units[state.unit]),) if state.phase and state.phase not in BESIDE else ()
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Name some ranks: `rank 3`, or `ranks 0, 1, 4-7`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    parts = [
+        str(first) if first == last else f"{first}, {last}" if last == first + 1 else f"{first}-{last}"
+        for first, last in spans
+    ]
+    return f"rank{'s' if len(spans) > 1 or (spans and spans[0][0] != spans[0][1]) else ''} {', '.join(parts)}"
+
+
+def subject(ranks: Iterable[int]) -> str:
+    """Name some ranks in front of a verb in the singular."""
+    told = listed(ranks)
+    return f"each of {told}" if told.startswith("ranks") else told
+
+
+def seconds(value: float) -> str:
+    """Tell a time with one decimal."""
+    return f"{value:.1f} s"
+
+
+def where(step: int, in_backward: bool, phase: str = "") -> str:
+    """Tell a place, such as `in the forward of step 3`; steps count from 0, as optimizer steps do.
+
+    Args:
+        step: The step.
+        in_backward: Whether autograd ran.
+        phase: What was under way; some phases also stand between forward and backward.
+    """
+    if not in_backward and _BY_NAME.get(phase) in _BETWEEN:
+        return f"in step {step}"
+    return f"in the {'backward' if in_backward else 'forward'} of step {step}"
+
+
+def after(step: int, in_backward: bool, phase: str) -> str:
+    """Tell a place outside of the model, such as `after the backward of step 3`.
+
+    Args:
+        step: The step.
+        in_backward: Whether autograd ran when the model was last heard of.
+        phase: What it did then.
+    """
+    last = _BY_NAME.get(phase)
+    if last is Phase.INSTALL:
+        return f"before the forward of step {step}"
+    if in_backward or last in _ENDS_BACKWARD:
+        return f"after the backward of step {step}"
+    return f"in step {step}" if phase in BESIDE else f"after the forward of step {step}"
+
+
+def operation_told(operation: Operation, units: Sequence[UnitFacts]) -> str:
+    """Tell what an operation does, as the predicate of a sentence about one rank."""
+    phase = _BY_NAME.get(operation.phase)
+    template = _DONE.get(phase, operation.phase) if phase is not None else operation.phase
+    return template.format(unit=units[operation.unit].label, bytes=operation.num_bytes)
+
+
+def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
+    """Tell what a rank is doing, as the predicate of a sentence about it."""
+    if state.doing is Doing.NOTHING_YET:
+        return "has not called the model yet"
+    if state.doing is Doing.ENDED:
+        return "has ended its program"
+    if state.doing is Doing.FAILED:
+        return f"raised an error while it {phase_told(state.failed_in, state.unit, units)}"
+    if state.doing is Doing.OUTSIDE:
+        last = phase_told(state.phase, state.unit, units)
+        return f"runs code outside of the model (the last it did there: {last}, step {state.step})"
+    return f"{phase_told(state.phase, state.unit, units)} {where(state.step, state.in_backward, state.phase)}"
+
+
+def phase_told(name: str, unit: int, units: Sequence[UnitFacts]) -> str:
+    """Tell what goes on in a phase, as the predicate of a sentence."""
+    phase = _BY_NAME.get(name)
+    template = _WAITING[phase] if phase is not None else f"is in {name} of {{unit}}"
+    return template.format(unit=units[unit].label)
+
+
+def unit_told(unit: UnitFacts) -> str:
+    """Tell what a unit holds."""
+    names = unit.parameters
+    more = f" and {len(names) - _PARAMETERS_SHOWN} more" if len(names) > _PARAMETERS_SHOWN else ""
+    shown = ", ".join(names[:_PARAMETERS_SHOWN]) or "no parameters"
+    count = f"{len(names)} parameter{'s' if len(names) != 1 else ''}"
+    return f"{unit.label} holds {shown}{more} ({count}, {unit.num_bytes} bytes)"

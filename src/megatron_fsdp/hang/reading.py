@@ -1,11 +1,20 @@
-"""Logs of a folder as frozen data. What cannot be read is told in words, and left out."""
+"""Logs of a folder, and dumps of PyTorch's flight recorder beside them, as frozen data.
+
+What cannot be read is told in words, and left out. Of the flight recorder, which records the last collectives of a
+process, of any library, only the JSON form is read; dumps in pickle, which could run code, are left alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from torch._C import _distributed_c10d
 
 from megatron_fsdp.engine.collective_log import (
     Beat,
@@ -17,11 +26,11 @@ from megatron_fsdp.engine.collective_log import (
     read_words,
 )
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang.flight_recorder import flight_name, read_flight
-from megatron_fsdp.hang.processes import is_alive
-from megatron_fsdp.hang.writer import Writer, from_json, is_log_name
+from megatron_fsdp.hang.writer import Writer, is_alive, is_log_name, writer_from_json
 
 MOST_FILE_BYTES = 1 << 28
+_MOST_FLIGHT_BYTES = 1 << 26
+_FLIGHTS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -65,17 +74,17 @@ class Logs:
 
 
 def read_writer(path: Path) -> Writer:
-    """Who wrote a log.
+    """Read who wrote a log.
 
     Raises:
         ValueError: The file is none, or damaged; says how.
         OSError: It cannot be read.
     """
-    return from_json(read_head(_content(path))[0])
+    return writer_from_json(read_head(_content(path))[0])
 
 
 def read_log(path: Path) -> RankLog:
-    """One log.
+    """Read one log.
 
     Raises:
         ValueError: The file is none, or damaged; says how.
@@ -84,7 +93,7 @@ def read_log(path: Path) -> RankLog:
     alive = is_alive(read_writer(path).process)
     content = _content(path)  # again: of a process that is dead, this is the last
     who, places = read_head(content)
-    writer = from_json(who)
+    writer = writer_from_json(who)
     records, torn = read_records(content, places)
     known = [r for r in records if r.unit in range(len(writer.units)) and r.phase < len(writer.phases)]
     return RankLog(
@@ -110,7 +119,7 @@ def _content(path: Path) -> bytes:
 
 
 def read_folder(folder: Path, run: str | None = None) -> Logs:
-    """The logs of one run in a folder.
+    """Read the logs of one run in a folder.
 
     Args:
         folder: Where they are.
@@ -158,3 +167,64 @@ def _of_run(folder: Path, found: Sequence[RankLog], run: str, remarks: Sequence[
         for which, those in others.items()
     ]
     return Logs(tuple(ranks), (*remarks, *told))
+
+
+# ---- the flight recorder ---------------------------------------------------------------------------------------------
+
+
+def flight_name(rank: int, model: int) -> str:
+    """Return the file name of a dump."""
+    return f"rank-{rank:05d}{f'.model-{model}' if model else ''}.flight.json"
+
+
+def dump_flight(folder: Path, writer: Writer) -> bool:
+    """Write what the recorder of this process holds beside its log; whether there was anything.
+
+    It records where `TORCH_FR_BUFFER_SIZE` (or `TORCH_NCCL_TRACE_BUFFER_SIZE`) is above 0.
+    """
+    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None) or getattr(
+        _distributed_c10d, "_dump_nccl_trace_json", None
+    )
+    if dump is None:
+        return False
+    with contextlib.suppress(OSError, RuntimeError):
+        text = dump()
+        if not last_entries(text):
+            return False
+        beside = folder / f"{flight_name(writer.rank, writer.model)}.{writer.process.pid}"
+        beside.write_bytes(text)
+        beside.replace(folder / flight_name(writer.rank, writer.model))
+        return True
+    return False
+
+
+def read_flight(path: Path) -> tuple[str, ...]:
+    """Read the last collectives of a dump, one line each; nothing where there is none, or it cannot be read."""
+    try:
+        return last_entries(path.read_bytes()) if path.is_file() and path.stat().st_size <= _MOST_FLIGHT_BYTES else ()
+    except OSError:
+        return ()
+
+
+def last_entries(text: bytes) -> tuple[str, ...]:
+    """List the last collectives of a dump in JSON, oldest first, one line each.
+
+    Args:
+        text: As `torch._C._distributed_c10d._dump_fr_trace_json` gives it; anything else gives nothing.
+    """
+    try:
+        found = json.loads(text)
+        entries = found.get("entries", [])
+        return tuple(_flight_told(entry) for entry in entries[-_FLIGHTS_SHOWN:])
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
+        return ()
+
+
+def _flight_told(entry: Mapping[str, Any]) -> str:
+    group = entry.get("process_group", entry.get("pg_name", "?"))
+    if isinstance(group, list | tuple):
+        group = " ".join(str(part) for part in group)
+    return (
+        f"{entry['profiling_name']} number {entry.get('collective_seq_id', '?')} of group {group}: "
+        f"{entry.get('state', 'state unknown')}, {entry.get('input_sizes')} to {entry.get('output_sizes')}"
+    )

@@ -127,7 +127,7 @@ class State:
 
 
 def state_of(log: RankLog) -> State:
-    """What a rank was doing when its log was read."""
+    """Read off a log what its rank was doing."""
     writer, records = log.writer, log.records
     began_ns = records[-1].time_ns if records else writer.started_ns
     seen_ns = max(began_ns, log.beat.time_ns if log.beat is not None else 0, log.read_ns if log.alive else 0)
@@ -173,7 +173,7 @@ def state_of(log: RankLog) -> State:
 
 
 def communicates(phase: str) -> bool:
-    """Whether a phase of this name sends or waits for something."""
+    """Tell whether a phase of this name sends or waits for something."""
     return phase in _COMMUNICATES
 
 

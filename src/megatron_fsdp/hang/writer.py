@@ -1,16 +1,36 @@
-"""What a log says of who wrote it, and what it is called; the same words for those who write and those who read."""
+"""What a log says of who wrote it: rank, process, units, and what the file is called; for writers and readers."""
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.engine.collective_log import SUFFIX
-from megatron_fsdp.hang.processes import Process
 
 _NAME = re.compile(r"rank-(\d{5,})(?:\.model-(\d+))?" + re.escape(SUFFIX))
+_START_FIELD = 19  # field 22 of proc(5), counted after the name in parentheses, which may hold anything
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process among all that ever were.
+
+    Attributes:
+        host: Name of its machine.
+        pid: Its number there.
+        started: When it began, in clock ticks since the machine did; None where the system does not say.
+        namespace: Where its number counts, where the system says (containers number their processes anew).
+    """
+
+    host: str
+    pid: int
+    started: int | None = None
+    namespace: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,48 +75,77 @@ class Writer:
     phases: tuple[str, ...]
 
 
-def as_json(writer: Writer) -> dict[str, Any]:
-    """For the header of a log."""
-    return asdict(writer)
-
-
-def from_json(found: Mapping[str, Any]) -> Writer:
-    """The writer that a header tells of.
+def writer_from_json(found: Mapping[str, Any]) -> Writer:
+    """Return the writer that a header, the fields of a `Writer` as JSON, tells of.
 
     Raises:
         ValueError: Something is missing, or is not what it should be.
     """
     try:
-        process = found["process"]
-        return Writer(
-            int(found["rank"]),
-            int(found["world_size"]),
-            tuple(int(rank) for rank in found["peers"]),
-            int(found["model"]),
-            str(found["run"]),
-            int(found["started_ns"]),
-            Process(str(process["host"]), int(process["pid"]), process["started"], str(process["namespace"])),
-            tuple(
-                UnitFacts(str(unit["label"]), tuple(str(name) for name in unit["parameters"]), int(unit["num_bytes"]))
-                for unit in found["units"]
-            ),
-            tuple(str(phase) for phase in found["phases"]),
-        )
+        units = (UnitFacts(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in found["units"])
+        lists = {name: tuple(found[name]) for name in ("peers", "phases")}
+        return Writer(**{**found, **lists, "process": Process(**found["process"]), "units": tuple(units)})
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its header is incomplete ({error})") from None
 
 
 def file_name(rank: int, model: int) -> str:
-    """What the log of a model on a rank is called; the first model of a process needs no number."""
+    """Return the file name of a model's log on a rank; the first model of a process needs no number."""
     return f"rank-{rank:05d}{f'.model-{model}' if model else ''}{SUFFIX}"
 
 
 def rank_and_model(name: str) -> tuple[int, int] | None:
-    """The rank and model that a file of this name is of; None where it is not called as logs are."""
+    """Return the rank and model that a file of this name is of; None where it is not called as logs are."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 0))
 
 
 def is_log_name(name: str) -> bool:
-    """Whether a file is called as logs are."""
+    """Tell whether a file is called as logs are."""
     return rank_and_model(name) is not None
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def this_process() -> Process:
+    """Return the process that asks."""
+    return Process(socket.gethostname(), os.getpid(), _started(os.getpid()), _namespace())
+
+
+def is_alive(process: Process) -> bool | None:
+    """Tell whether a process still runs; None: it is of another machine or container, so nobody here knows."""
+    if process.host != socket.gethostname() or process.namespace != _namespace():
+        return None
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    started = _started(process.pid)
+    return started == process.started and not _is_zombie(process.pid)
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _fields(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _started(pid: int) -> int | None:
+    fields = _fields(pid)
+    return int(fields[_START_FIELD]) if len(fields) > _START_FIELD else None
+
+
+def _is_zombie(pid: int) -> bool:
+    """Dead, but its parent has not looked yet."""
+    return _fields(pid)[:1] == ["Z"]

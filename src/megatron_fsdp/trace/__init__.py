@@ -1,11 +1,9 @@
 """Timelines of training: what every unit did when and what was hidden behind what; data, JSON, a picture, numbers."""
 
-from megatron_fsdp.trace.chrome import chrome_events
-from megatron_fsdp.trace.files import read_timelines, write_chrome, write_timeline
+from megatron_fsdp.trace.files import chrome_events, read_timelines, write_chrome, write_timeline
 from megatron_fsdp.trace.picture import timeline_png
-from megatron_fsdp.trace.ranks import Comparison, compare
 from megatron_fsdp.trace.recorder import Recorder, trace
-from megatron_fsdp.trace.summary import Summary, summarise
+from megatron_fsdp.trace.summary import Comparison, Summary, compare, summarise
 from megatron_fsdp.trace.timeline import Collective, MemorySample, Span, StepWindow, Timeline
 
 __all__ = [

@@ -1,4 +1,13 @@
-"""From the raw log to a timeline: marks become times, beginnings find their ends, moments become collectives."""
+"""From the raw log to a timeline: marks become times, beginnings find their ends, moments become collectives.
+
+What is noted while a model trains is a plain tuple (a named one takes several times as long to make):
+
+    (BEGIN, mark, phase, unit, bytes taken or None)
+    (END, mark, phase, unit)
+    (TOLD, mark, number of the collective, moment, lane, counters of all axes where it is launched, else None)
+    (DONE, mark, number of the collective)        the back end reports that it is done
+    (BROKEN, mark)                                the model was reset: nothing that has begun ends
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,6 @@ from typing import Any
 
 from megatron_fsdp.comm.lanes import Clock, Moment
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.trace.log import Begin, Broken, Counts, Done, End, Record, StepLog, Told, decode
 from megatron_fsdp.trace.timeline import (
     BLOCKED,
     GATHER,
@@ -20,6 +28,28 @@ from megatron_fsdp.trace.timeline import (
     StepWindow,
     Timeline,
 )
+
+BEGIN, END, TOLD, DONE, BROKEN = range(5)
+Raw = tuple[Any, ...]
+Counts = tuple[int, int, int, int]
+"""Gathers, reductions, bytes of gathers, bytes of reductions of one axis so far."""
+
+
+@dataclass
+class StepLog:
+    """The records of one step.
+
+    Attributes:
+        index: Which one, counted from the start of the recording.
+        start: A mark before all others of the step.
+        records: In the order they were noted.
+        is_cut: Whether there was no room for all.
+    """
+
+    index: int
+    start: Any
+    records: list[Raw] = field(default_factory=list)
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +67,7 @@ class Times:
     end_ns: int
 
     def of_steps(self, steps: Sequence[StepLog]) -> list[int]:
-        """When each step started; from step to step, since clocks of devices lose precision over long stretches."""
+        """Return when each step started; step by step, since clocks of devices lose precision over long stretches."""
         starts, now = [], self.end_ns
         for step, later in zip(reversed(steps), [self.end, *(step.start for step in reversed(steps))], strict=False):
             now -= self.clock.elapsed_ns(step.start, later)
@@ -87,9 +117,9 @@ def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], 
     builder, starts = _Builder(axes), times.of_steps(steps)
     last_ns = starts[-1]
     for step, start_ns in zip(steps, starts, strict=True):
-        for record in map(decode, list(step.records)):
-            now_ns = start_ns + times.clock.elapsed_ns(step.start, record.mark)
-            builder.take(step.index, now_ns, record)
+        for kind, mark, *rest in list(step.records):
+            now_ns = start_ns + times.clock.elapsed_ns(step.start, mark)
+            builder.take(step.index, now_ns, (kind, *rest))
             last_ns = max(last_ns, now_ns)
     windows = tuple(
         StepWindow(step.index, start, end)
@@ -114,25 +144,26 @@ class _Builder:
         self.spans: list[Span] = []
         self.memory: list[MemorySample] = []
 
-    def take(self, step: int, now_ns: int, record: Record) -> None:
-        """The next one."""
-        if isinstance(record, Begin):
-            self._open.append(_Open(step, record.phase, record.unit, now_ns))
-            if record.memory is not None:
-                self.memory.append(MemorySample(step, record.unit, now_ns, record.memory))
-        elif isinstance(record, End):
-            self._end(now_ns, record)
-        elif isinstance(record, Told):
-            self._tell(step, now_ns, record)
-        elif isinstance(record, Done):
-            if record.number in self._lives:
-                self._lives[record.number].done_ns = now_ns
-        elif isinstance(record, Broken):
-            self._open.clear()
+    def take(self, step: int, now_ns: int, record: Raw) -> None:
+        """Read the next one, without its mark."""
+        match record:
+            case (kind, phase, unit, memory) if kind == BEGIN:
+                self._open.append(_Open(step, phase, unit, now_ns))
+                if memory is not None:
+                    self.memory.append(MemorySample(step, unit, now_ns, memory))
+            case (kind, phase, unit) if kind == END:
+                self._end(now_ns, phase, unit)
+            case (kind, number, moment, lane, sent) if kind == TOLD:
+                self._tell((step, now_ns), number, moment, lane, sent)
+            case (kind, number) if kind == DONE:
+                if number in self._lives:
+                    self._lives[number].done_ns = now_ns
+            case _:
+                self._open.clear()
 
-    def _end(self, now_ns: int, record: End) -> None:
+    def _end(self, now_ns: int, phase: Phase | str, unit: int) -> None:
         """Close a phase; what began in it and is not over was ended by an exception."""
-        known = [place for place, found in enumerate(self._open) if (found.phase, found.unit) == record[1:]]
+        known = [place for place, found in enumerate(self._open) if (found.phase, found.unit) == (phase, unit)]
         if not known:
             return
         depth = known[-1]
@@ -142,23 +173,27 @@ class _Builder:
         duration_ns = now_ns - found.start_ns
         self.spans.append(Span(found.step, found.unit, name, found.start_ns, duration_ns, depth, found.num_bytes))
 
-    def _tell(self, step: int, now_ns: int, record: Told) -> None:
-        if record.moment is Moment.LAUNCHES:
+    def _tell(
+        self, now: tuple[int, int], number: int, moment: Moment, lane: str, sent: tuple[Counts, ...] | None
+    ) -> None:
+        """Note a moment of a collective, at a step and time."""
+        step, now_ns = now
+        if moment is Moment.LAUNCHES:
             unit = self._open[-1].unit if self._open else 0
-            assert record.sent is not None
-            self._lives[record.number] = _Life(step, unit, record.lane, 0, record.sent)
-        life = self._lives.get(record.number)
+            assert sent is not None
+            self._lives[number] = _Life(step, unit, lane, 0, sent)
+        life = self._lives.get(number)
         if life is None:
             return  # launched before the first step
-        life.moments[record.moment] = now_ns
-        if record.moment is Moment.LAUNCHED:
-            assert record.sent is not None
-            life.after = record.sent
+        life.moments[moment] = now_ns
+        if moment is Moment.LAUNCHED:
+            assert sent is not None
+            life.after = sent
             if self._open:
                 self._open[-1].num_bytes += sum(_moved(life.before, life.after)[2:])
-        elif record.moment is Moment.WAITS:
+        elif moment is Moment.WAITS:
             life.wait_step, life.depth = step, len(self._open)
-        elif record.moment is Moment.WAITED:
+        elif moment is Moment.WAITED:
             self._waited(life)
 
     def _waited(self, life: _Life) -> None:
@@ -175,7 +210,7 @@ class _Builder:
             self.spans.append(Span(life.wait_step, unit, LOCAL_SUM, end_ns, sum_ns, life.depth, 0))
 
     def collectives(self) -> list[Collective]:
-        """All that sent something."""
+        """Return all that sent something."""
         found = (self._collective(number, life) for number, life in self._lives.items())
         return [collective for collective in found if collective is not None]
 

@@ -1,29 +1,39 @@
-"""A folder of timelines: `trace-rank{r}.json` of every rank, trace events for viewers and the exact data."""
+"""A folder of timelines: `trace-rank{r}.json` of every rank, trace events for viewers and the exact data.
+
+Perfetto and chrome://tracing show the events ("Trace Event Format", Google, 2016): "X" (complete), "C" (counter), "s"
+and "f" (flow) and "M" (metadata), with times in microseconds. A rank is a process. Its threads are the steps, the
+compute side, and the lanes; complete events of one thread have to nest, so a lane has as many threads as it had
+collectives in flight at a time.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from megatron_fsdp.errors import TraceError
-from megatron_fsdp.trace.chrome import chrome_events
 from megatron_fsdp.trace.timeline import (
-    HOST,
+    BLOCKED,
     LANES,
-    PHASES,
-    STREAM,
+    OPTIMIZER,
     Collective,
     MemorySample,
     Span,
     StepWindow,
     Timeline,
 )
+
+STEPS_THREAD, COMPUTE_THREAD = 0, 1
+_FIRST_LANE_THREAD = 100
+_THREADS_PER_LANE = 1000
+_FLOWS_PER_RANK = 1_000_000_000
+
+Event = dict[str, Any]
 
 KEY = "megatronFsdpTimeline"
 """Where the data stands in the file; viewers pass over it."""
@@ -137,54 +147,142 @@ def _read(path: Path, rank: int) -> Timeline:
 
 
 def _from_json(data: dict[str, Any]) -> Timeline:
-    hints = get_type_hints(Timeline)
-    values: dict[str, Any] = {
-        name: _checked(data[name], hint, name)
-        for name, hint in hints.items()
-        if name not in (*_TABLES, "units", "peers")
-    }
-    values["units"] = tuple(_checked(label, str, "units") for label in _checked(data["units"], list, "units"))
-    values["peers"] = tuple(_checked(rank, int, "peers") for rank in _checked(data["peers"], list, "peers"))
-    values |= {name: _rows(data[name], row, name) for name, row in _TABLES.items()}
-    timeline = Timeline(**values)
-    _check_values(timeline)
-    return timeline
-
-
-def _rows(table: Any, row: type, name: str) -> tuple[Any, ...]:
-    hints = get_type_hints(row)
-    if _checked(table, dict, name)["columns"] != list(hints):
-        raise ValueError(f"the columns of {name} are {table['columns']}, not {list(hints)}")
-    found = []
-    for values in _checked(table["rows"], list, name):
-        cells = zip(_checked(values, list, name), hints.items(), strict=True)
-        found.append(row(*(_checked(value, hint, column) for value, (column, hint) in cells)))
-    return tuple(found)
-
-
-def _checked(value: Any, hint: Any, name: str) -> Any:
-    """A value that has the type it should have; a truth value is no number."""
-    allowed = get_args(hint) or (hint,)
-    if type(value) not in allowed:
-        wanted = " or ".join("null" if kind is NoneType else kind.__name__ for kind in allowed)
-        raise TypeError(f"{name} is {value!r:.60}, not {wanted}")
-    return value
-
-
-def _check_values(timeline: Timeline) -> None:
-    """What names something names something that is there."""
+    values = {field.name: data[field.name] for field in fields(Timeline)}
+    for name, row in _TABLES.items():
+        columns = [field.name for field in fields(row)]
+        if data[name]["columns"] != columns:
+            raise ValueError(f"the columns of {name} are {data[name]['columns']}, not {columns}")
+        values[name] = tuple(row(**dict(zip(columns, cells, strict=True))) for cells in data[name]["rows"])
+    timeline = Timeline(**values | {"units": tuple(data["units"]), "peers": tuple(data["peers"])})
     known = {window.index for window in timeline.steps}
     items: list[Span | Collective | MemorySample] = [*timeline.spans, *timeline.collectives, *timeline.memory]
     for item in items:
-        if not 0 <= item.unit < len(timeline.units):
-            raise ValueError(f"unit {item.unit} of {len(timeline.units)}")
-        if item.step not in known:
-            raise ValueError(f"step {item.step} is not among the steps")
+        if not 0 <= item.unit < len(timeline.units) or item.step not in known:
+            raise ValueError(f"step {item.step} or unit {item.unit} is not there")
+    return timeline
+
+
+# ---- events for viewers ----------------------------------------------------------------------------------------------
+
+
+def chrome_events(timelines: Iterable[Timeline]) -> list[Event]:
+    """Make the trace events of some ranks.
+
+    Args:
+        timelines: One per rank.
+
+    Returns:
+        Events as JSON values: metadata first, then by time.
+    """
+    events = [event for timeline in timelines for event in _events_of(timeline)]
+    return sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
+
+
+def _events_of(timeline: Timeline) -> Iterator[Event]:
+    yield from _process(timeline)
+    yield _thread(timeline, STEPS_THREAD, "steps")
+    for window in timeline.steps:
+        yield _complete(
+            timeline, STEPS_THREAD, f"step {window.index}", "step", window.start_ns, window.end_ns - window.start_ns
+        )
+    yield _thread(timeline, COMPUTE_THREAD, "compute")
     for span in timeline.spans:
-        if span.phase not in PHASES or span.duration_ns < 0:
-            raise ValueError(f"phase {span.phase!r} of {span.duration_ns} ns")
-    if timeline.clock not in (HOST, STREAM):
-        raise ValueError(f"clock {timeline.clock!r}")
-    for one in timeline.collectives:
-        if one.lane not in LANES:
-            raise ValueError(f"lane {one.lane!r}")
+        yield _phase(timeline, span)
+    for place, lane in enumerate(LANES):
+        yield from _lane(timeline, place, [one for one in timeline.collectives if one.lane == lane])
+    for sample in timeline.memory:
+        yield {
+            "ph": "C",
+            "name": f"bytes {timeline.memory_kind}",
+            "pid": timeline.rank,
+            "ts": _us(sample.time_ns),
+            "args": {"bytes": sample.num_bytes},
+        }
+
+
+def _phase(timeline: Timeline, span: Span) -> Event:
+    whole_model = span.phase == OPTIMIZER
+    name = span.phase if whole_model else f"{span.phase} {timeline.units[span.unit]}"
+    event = _complete(timeline, COMPUTE_THREAD, name, span.phase, span.start_ns, span.duration_ns)
+    event["args"] = {"unit": timeline.units[span.unit], "step": span.step, "bytes": span.num_bytes}
+    return event
+
+
+def _lane(timeline: Timeline, place: int, collectives: Sequence[Collective]) -> Iterator[Event]:
+    flying = [(one, one.in_flight) for one in collectives]
+    intervals = [interval for _, interval in flying if interval is not None]
+    known = [one for one, interval in flying if interval is not None]
+    for one, row, (start_ns, end_ns) in zip(known, stack_rows(intervals), intervals, strict=True):
+        thread = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place + row
+        name = f"{one.purpose} {timeline.units[one.unit]}"
+        event = _complete(timeline, thread, name, f"collective,{one.purpose}", start_ns, end_ns - start_ns)
+        event["args"] = {
+            "unit": timeline.units[one.unit],
+            "step": one.step,
+            "bytes": one.num_bytes,
+            "axis": one.axis,
+            "number": one.number,
+        }
+        yield event
+        yield from _arrow(timeline, one, thread)
+    for row in range(1 + max(stack_rows(intervals), default=-1)):
+        thread = _FIRST_LANE_THREAD + _THREADS_PER_LANE * place + row
+        yield _thread(timeline, thread, f"{LANES[place]} lane" + (f" ({row + 1})" if row else ""))
+
+
+def _arrow(timeline: Timeline, one: Collective, thread: int) -> Iterator[Event]:
+    """From a collective to the wait for it."""
+    if one.wait_ns is None or one.blocked is None:
+        return
+    common = {
+        "name": BLOCKED,
+        "cat": "flow",
+        "pid": timeline.rank,
+        "id": timeline.rank * _FLOWS_PER_RANK + one.number,
+    }
+    yield {"ph": "s", "tid": thread, "ts": _us(one.launch_ns), **common}
+    yield {"ph": "f", "bp": "e", "tid": COMPUTE_THREAD, "ts": _us(one.wait_ns), **common}
+
+
+def stack_rows(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    """Put each interval into the first row where nothing else lies at that time.
+
+    Args:
+        intervals: (start, end), by start.
+
+    Returns:
+        The row of each.
+    """
+    ends: list[int] = []
+    rows = []
+    for start, end in intervals:
+        row = next((row for row, taken_until in enumerate(ends) if taken_until <= start), len(ends))
+        ends[row:] = [end, *ends[row + 1 :]]
+        rows.append(row)
+    return rows
+
+
+def _process(timeline: Timeline) -> Iterator[Event]:
+    common = {"ph": "M", "pid": timeline.rank, "tid": 0}
+    yield {**common, "name": "process_name", "args": {"name": f"rank {timeline.rank} ({timeline.device})"}}
+    yield {**common, "name": "process_sort_index", "args": {"sort_index": timeline.rank}}
+
+
+def _thread(timeline: Timeline, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": "thread_name", "pid": timeline.rank, "tid": thread, "args": {"name": name}}
+
+
+def _complete(timeline: Timeline, thread: int, name: str, kind: str, start_ns: int, duration_ns: int) -> Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "pid": timeline.rank,
+        "tid": thread,
+        "ts": _us(start_ns),
+        "dur": _us(duration_ns),
+    }
+
+
+def _us(time_ns: int) -> float:
+    return time_ns / 1000

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.trace.chrome import stack_rows
-from megatron_fsdp.trace.ranks import common_steps, on_one_clock
-from megatron_fsdp.trace.summary import COLUMNS, hidden_part, summarise
+from megatron_fsdp.trace.files import stack_rows
+from megatron_fsdp.trace.summary import COLUMNS, common_steps, hidden_part, on_one_clock, summarise
 from megatron_fsdp.trace.timeline import LANES, Interval, Span, Timeline
 
 if TYPE_CHECKING:

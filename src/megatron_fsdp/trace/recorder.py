@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,17 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.comm.lanes import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.trace.build import Times, build_timeline
-from megatron_fsdp.trace.gathering import name_together
-from megatron_fsdp.trace.log import BEGIN, BROKEN, DONE, END, TOLD, Raw, StepLog
-from megatron_fsdp.trace.profiler_ranges import ProfilerRanges
+from megatron_fsdp.trace.build import BEGIN, BROKEN, DONE, END, TOLD, Raw, StepLog, Times, build_timeline
 from megatron_fsdp.trace.timeline import HOST, OPTIMIZER, STREAM, Timeline
 
 MAX_RECORDS = 500_000
@@ -35,6 +35,45 @@ _LAUNCH = (Moment.LAUNCHES, Moment.LAUNCHED)
 _COPY, _FORWARD, _INSTALL = Phase.COPY, Phase.FORWARD, Phase.INSTALL
 
 _profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class ProfilerRanges:
+    """Opens and closes ranges named such as "mfsdp/gather layers.3".
+
+    Args:
+        labels: Of all units.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+        self._open: list[tuple[Phase, int, record_function]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any is."""
+        return bool(self._open)
+
+    def begins(self, phase: Phase, unit: int) -> None:
+        """Open one; a profiler runs."""
+        opened = record_function(f"mfsdp/{phase.value} {self._labels[unit]}")
+        opened.__enter__()
+        self._open.append((phase, unit, opened))
+
+    def ends(self, phase: Phase, unit: int) -> None:
+        """Close it, if it is open, and what an exception left open inside of it."""
+        if any((phase, unit) == opened[:2] for opened in self._open):
+            while self._close_last() != (phase, unit):
+                pass
+
+    def close(self) -> None:
+        """Close all, innermost first."""
+        while self._open:
+            self._close_last()
+
+    def _close_last(self) -> tuple[Phase, int]:
+        phase, unit, opened = self._open.pop()
+        opened.__exit__(None, None, None)
+        return phase, unit
 
 
 class Recorder(Observer):
@@ -89,7 +128,7 @@ class Recorder(Observer):
         if self._steps:
             raise TraceError("this recording was started before; make another Recorder")
         if self._align:
-            self._recording, self._peers = name_together(self._engine.reaching_all)
+            self._recording, self._peers = _name_together(self._engine.reaching_all)
             self._clock.settle()
             for group in self._engine.reaching_all:
                 if group is not None:
@@ -116,7 +155,7 @@ class Recorder(Observer):
         self._times = self._read_clock()
 
     def result(self) -> Timeline:
-        """What was recorded so far.
+        """Return what was recorded so far.
 
         Raises:
             TraceError: Recording has not begun.
@@ -169,7 +208,7 @@ class Recorder(Observer):
             self._was_installed = self._was_used
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
-        """A forward that failed has taken its time; other phases that failed are left out."""
+        """Note a forward that failed, which has taken its time; other phases that failed are left out."""
         if phase is _FORWARD:
             self.ends(phase, unit)
 
@@ -278,3 +317,25 @@ def _drop(_record: Raw) -> None:
 def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
     """Called by a thread of the back end; appending to a list is safe."""
     note((DONE, time.perf_counter_ns(), number))
+
+
+@real_values()
+def _name_together(groups: Sequence[dist.ProcessGroup | None]) -> tuple[str, frozenset[int]]:
+    """Agree on the name of a recording; one small collective for each group.
+
+    Args:
+        groups: One after another they reach all ranks of the model; None: this rank alone.
+
+    Returns:
+        The name, never used before, and the global ranks; the same on all of them.
+    """
+    name, ranks = uuid.uuid4().hex, frozenset({dist.get_rank()})
+    for group in groups:
+        if group is None:
+            continue
+        found = [(name, ranks)] * dist.get_world_size(group)
+        dist.all_gather_object(found, (name, ranks), group=group)
+        # The least of all names, so that ranks that meet in different groups end with the same.
+        name = min(other for other, _ in found)
+        ranks = frozenset().union(*(those for _, those in found))
+    return name, ranks

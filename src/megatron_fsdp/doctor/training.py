@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,49 +11,66 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.doctor.observation import StepRecord, Values
+from megatron_fsdp.doctor.report import COUNTER, GRADIENT, LOSS, NORM, STATE, WEIGHT
 from megatron_fsdp.doctor.task import Part, Task
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-AddUp = Callable[[float], tuple[float, tuple[float, ...]]]
-"""From the loss of this process to that of all, and those of the ranks."""
+Values = Mapping[str, Tensor | None]
+"""Whole tensors on the CPU by the names of the user's model; the loss and the norm by an empty name."""
+Place = tuple[str, int]
+"""What kind of value, and of which step (from 1; 0: before the first)."""
+AddUp = Callable[[float], float]
+"""From the loss of this process to that of all."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one run saw.
+
+    Attributes:
+        values: All that is compared, in the order of causes.
+        losses_of_ranks: Loss of each rank's samples in every step; empty in one process.
+        round_trip: What was saved and what was loaded, and the step after it with and without loading.
+        disagreements: Where ranks hold different values that should be the same: those of each rank, by name.
+        owners: Which rank holds each element of the parameters that are sharded; flat, int16.
+    """
+
+    values: Mapping[Place, Values]
+    losses_of_ranks: tuple[tuple[float, ...], ...] = ()
+    round_trip: Mapping[Place, tuple[Values, Values]] = field(default_factory=dict)
+    disagreements: Mapping[Place, Mapping[str, tuple[Tensor | None, ...]]] = field(default_factory=dict)
+    owners: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Trainee:
     """A model and its optimizer under observation; methods that read tensors are collective where they are sharded.
 
-    Attributes:
-        model: What is called.
-        optimizer: What is stepped.
+    Args:
+        model: Sharded or not.
+        optimizer: Of its parameters.
+        task: How to train it.
+        known: Names of parameters and buffers in the user's own model; empty: this is that model.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, known: Iterable[str] = ()
     ) -> None:
-        """Observe.
-
-        Args:
-            model: Sharded or not.
-            optimizer: Of its parameters.
-            task: How to train it.
-            known: Names of parameters and buffers in the user's own model; empty: this is that model.
-        """
         self.model, self.optimizer, self._task = model, optimizer, task
         self._known = frozenset(known)
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the names of the user's model; tied ones once."""
+        """Yield parameters by the names of the user's model; tied ones once."""
         return ((self._own_name(name), param) for name, param in self.model.named_parameters())
 
     def parameters(self) -> Values:
-        """Weights, whole."""
+        """Return weights, whole."""
         return {name: whole(param) for name, param in self.named_parameters()}
 
     def owners(self) -> Mapping[str, Tensor]:
-        """Which rank holds each element of the parameters that are cut into shards; flat, int16."""
+        """Return which rank holds each element of the parameters that are cut into shards; flat, int16."""
         found = {}
         for name, param in self.named_parameters():
             if isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements):
@@ -63,7 +81,7 @@ class Trainee:
         return found
 
     def gradients(self) -> Values:
-        """Gradients, whole; None where there is none."""
+        """Return gradients, whole; None where there is none."""
         found: dict[str, Tensor | None] = {}
         for name, param in self.named_parameters():
             grad = param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
@@ -71,7 +89,7 @@ class Trainee:
         return found
 
     def buffers(self) -> Values:
-        """Buffers, whole."""
+        """Return buffers, whole."""
         return {self._own_name(name): whole(buffer) for name, buffer in self.model.named_buffers()}
 
     def put_back(self, buffers: Values) -> None:
@@ -82,19 +100,19 @@ class Trainee:
                 if value is not None:
                     buffer.copy_(value)
 
-    def optimizer_state(self) -> tuple[dict[str, float], dict[str, Tensor | None]]:
-        """The step counter of each parameter, and the other tensors as `<parameter>: <slot>`."""
-        counters, tensors = dict[str, float](), dict[str, Tensor | None]()
+    def optimizer_state(self) -> tuple[Values, Values]:
+        """Return the step counter of each parameter, and the other tensors as `<parameter>: <slot>`."""
+        counters, tensors = dict[str, Tensor | None](), dict[str, Tensor | None]()
         for name, param in self.named_parameters():
             for slot, value in self.optimizer.state.get(param, {}).items():
                 if slot == "step":
-                    counters[name] = float(value)
+                    counters[name] = number(float(value))
                 elif isinstance(value, Tensor) and (isinstance(value, DTensor) or value.shape == param.shape):
                     tensors[f"{name}: {slot}"] = whole(value)
         return counters, tensors
 
     def _own_name(self, name: str) -> str:
-        """The name in the user's model, without what wrappers put into it."""
+        """Return the name in the user's model, without what wrappers put into it."""
         if not self._known or name in self._known:
             return name
         short = name
@@ -107,44 +125,50 @@ class Trainee:
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def backward(self, parts: Sequence[Part]) -> float:
-        """Forward and backward of some parts; gradients add up.
+    def backward(self, ranks: Sequence[Sequence[Part]]) -> float:
+        """Run forward and backward of the parts of several ranks, each of which begins with the same buffers.
+
+        Gradients add up, and the buffers of the first rank are kept.
 
         Returns:
-            The weighed sum of their losses.
+            The weighed sum of the losses.
         """
-        total = 0.0
-        for weight, samples in parts:
-            loss = self._task.loss_of(self.model, samples)
-            (loss * weight).backward()
-            total += float(loss.detach()) * weight
+        before, kept, total = None, None, 0.0
+        for place, parts in enumerate(ranks):
+            if len(ranks) > 1:
+                before = self.buffers() if before is None else before
+                self.put_back(before)
+            for weight, samples in parts:
+                loss = self._task.loss_of(self.model, samples)
+                (loss * weight).backward()
+                total += float(loss.detach()) * weight
+            if place == 0 and len(ranks) > 1:
+                kept = self.buffers()
+        if kept is not None:
+            self.put_back(kept)
         return total
 
-    def backward_of_ranks(self, ranks: Sequence[Sequence[Part]]) -> float:
-        """The same for the parts of several ranks, each of which begins with the same buffers; keeps the first's."""
-        before = self.buffers()
-        total = self.backward(ranks[0])
-        kept = self.buffers()
-        for parts in ranks[1:]:
-            self.put_back(before)
-            total += self.backward(parts)
-        self.put_back(kept)
-        return total
-
-    def step(self, ranks: Sequence[Sequence[Part]], add_up: AddUp) -> StepRecord:
-        """One optimizer step of the parts of several ranks that this process stands for; sharded, of its own."""
+    def step(self, number_of_step: int, ranks: Sequence[Sequence[Part]], add_up: AddUp = float) -> dict[Place, Values]:
+        """Make one optimizer step of the parts of the ranks that this process stands for, and note everything."""
         self.optimizer.zero_grad()
-        loss, of_ranks = add_up(self.backward(ranks[0]) if len(ranks) == 1 else self.backward_of_ranks(ranks))
+        loss = add_up(self.backward(ranks))
         gradients = self.gradients()
         norm = self._clip()
         self.optimizer.step()
         counters, state = self.optimizer_state()
-        record = StepRecord(loss, of_ranks, gradients, norm, counters, self.parameters(), state)
+        found: dict[str, Values] = {
+            LOSS: {"": number(loss)},
+            GRADIENT: gradients,
+            NORM: {} if norm is None else {"": number(norm)},
+            COUNTER: counters,
+            WEIGHT: self.parameters(),
+            STATE: state,
+        }
         self.optimizer.zero_grad()
-        return record
+        return {(where, number_of_step): values for where, values in found.items()}
 
     def _clip(self) -> float | None:
-        """Clip as the model does it itself, else as torch does; the norm of before."""
+        """Clip as the model does it itself, else as torch does, and return the norm of before."""
         if self._task.max_norm is None:
             return None
         clip: Any = getattr(self.model, "clip_grad_norm_", None)
@@ -156,7 +180,12 @@ class Trainee:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a whole tensor in this process' memory; collective where it is sharded."""
+    """Copy a whole tensor into this process' memory; collective where it is sharded."""
     with torch.no_grad():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return full.detach().to("cpu", copy=True)
+
+
+def number(value: float) -> Tensor:
+    """Return a number as a tensor, float64."""
+    return torch.tensor(value, dtype=torch.float64)
