@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_fsdp.checkpoint import reading_budget
 from megatron_fsdp.checkpoint.entries import cover_problem
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.hf.index import open_folder
+from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.objects import load_object_bytes, load_object_file
 from megatron_fsdp.checkpoint.restricted_pickle import load_restricted
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder

@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.tools.edit_plan import Kept, Operation, edited_paths, plan_edit
 from megatron_fsdp.checkpoint.tools.kinds import MANIFEST
 from megatron_fsdp.checkpoint.tools.nesting import STRUCTURE_FILE, nested_paths
-from megatron_fsdp.checkpoint.tools.new_folder import new_folder, require_apart
+from megatron_fsdp.checkpoint.new_folder import new_folder, require_apart
 from megatron_fsdp.checkpoint.tools.pieces import whole
 from megatron_fsdp.checkpoint.tools.stream_write import ObjectSource, TensorSource, write_folder
 from megatron_fsdp.errors import CheckpointError

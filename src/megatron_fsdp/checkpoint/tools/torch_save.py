@@ -21,7 +21,7 @@ from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
 from megatron_fsdp.checkpoint.restricted_pickle import reading
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.tools.nesting import KeyPath, Structure, count_paths, flattened, nested_paths, unflattened
-from megatron_fsdp.checkpoint.tools.new_folder import new_file, new_folder
+from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.tools.pieces import pieces
 from megatron_fsdp.checkpoint.tools.plain_objects import plain
 from megatron_fsdp.checkpoint.tools.stream_write import CHUNK_BYTES, ObjectSource, TensorSource, row_boxes, write_folder
