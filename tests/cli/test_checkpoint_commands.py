@@ -15,8 +15,10 @@ from megatron_fsdp.cli import output
 from megatron_fsdp.cli.checkpoint import inspector
 from megatron_fsdp.cli.main import main
 from tests.checkpoint.tools import builders
+from tests.support import json_schema
 
 ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs" / "schemas" / "inspect.schema.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +68,6 @@ def test_group_meta_is_hidden_unless_asked_for(mfsdp: Mfsdp, tmp_path: Path) -> 
         _, out, _ = mfsdp("inspect", tmp_path / "a", flag)
         assert hint not in out
         assert out.count("\noptimizer.param_to_group_meta") == 6
-    _, out, _ = mfsdp("inspect", tmp_path / "a", "--tree", "--filter", "^model")
-    assert "`-- model.module" in out
-    assert "    |-- layers" in out
 
 
 def test_inspect_json_and_problems(mfsdp: Mfsdp, tmp_path: Path) -> None:
@@ -83,15 +82,15 @@ def test_inspect_json_and_problems(mfsdp: Mfsdp, tmp_path: Path) -> None:
 
 def test_show(mfsdp: Mfsdp, tmp_path: Path) -> None:
     builders.save({"w": torch.arange(12.0).reshape(3, 4), "o": {"x": 1}}, tmp_path / "a")
-    status, out, _ = mfsdp("show", tmp_path / "a", "w", "--slice", "1:,:2", "--json")
+    status, out, _ = mfsdp("inspect", tmp_path / "a", "w", "--slice", "1:,:2", "--json")
     assert status == 0
     assert json.loads(out)["values"] == [[4.0, 5.0], [8.0, 9.0]]
     _, out, _ = mfsdp("print-tensor", tmp_path / "a", "w", "--hash")
     assert "float32 (3, 4), 48 B" in out
     assert "checksum" in out
-    _, out, _ = mfsdp("show", tmp_path / "a", "o.x", "--json")
+    _, out, _ = mfsdp("inspect", tmp_path / "a", "o.x", "--json")
     assert json.loads(out)["value"] == 1
-    status, _, err = mfsdp("show", tmp_path / "a", "v")
+    status, _, err = mfsdp("inspect", tmp_path / "a", "v")
     assert status == 2
     assert "has no v" in err
 
@@ -128,20 +127,26 @@ def test_edit_and_torch_files(mfsdp: Mfsdp, tmp_path: Path) -> None:
     assert "matches no key" in err
 
 
-def test_list(mfsdp: Mfsdp, tmp_path: Path) -> None:
+def test_of_a_run_its_checkpoints_are_listed(mfsdp: Mfsdp, tmp_path: Path) -> None:
     builders.save({"w": torch.zeros(2)}, tmp_path / "iter_0000003")
-    status, out, _ = mfsdp("list", tmp_path)
+    (tmp_path / "iter_0000004").mkdir()
+    status, out, _ = mfsdp("inspect", tmp_path)
     assert status == 0
-    assert out.splitlines()[1].split()[0] == "iter_0000003"
-    assert out.splitlines()[1].endswith("latest")
-    assert json.loads(mfsdp("list", tmp_path, "--json")[1])[0]["iteration"] == 3
+    rows = [line.split() for line in out.splitlines()]
+    assert (rows[1][0], rows[1][-1]) == ("iter_0000003", "latest")
+    assert (rows[2][0], rows[2][-1]) == ("iter_0000004", "unfinished")
+    assert ["path", str(tmp_path / "iter_0000003")] in rows
+    told = json.loads(mfsdp("inspect", tmp_path, "--json")[1])
+    assert [item["iteration"] for item in told["run"]] == [3, 4]
+    assert json_schema.problems(told, SCHEMA) == []
+    assert json.loads(mfsdp("inspect", tmp_path / "iter_0000003", "--json")[1])["run"] == []
 
 
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
         (["inspct"], "did you mean inspect?"),
-        (["show", "a", "k", "--slcie=1"], "did you mean --slice?"),
+        (["inspect", "a", "k", "--slcie=1"], "did you mean --slice?"),
         (["compare-two-checkpoints"], "did you mean compare-two-checkpoint?"),
     ],
 )
@@ -158,9 +163,9 @@ def test_options_that_cannot_be_honoured_are_refused(mfsdp: Mfsdp, tmp_path: Pat
     builders.save({"w": torch.zeros(2)}, tmp_path / "a")
     for argv in (
         ["inspect", tmp_path / "a", "--enable-msc"],
-        ["inspect", tmp_path / "a", "--tree", "--json"],
+        ["inspect", tmp_path / "a", "--hash"],
         ["diff", tmp_path / "a", tmp_path / "a", "--bitwise", "--rtol", "1"],
-        ["show", tmp_path / "a", "w", "--slice", "1,2"],
+        ["inspect", tmp_path / "a", "w", "--slice", "1,2"],
     ):
         status, out, err = mfsdp(*argv)
         assert (status, out) == (2, "")

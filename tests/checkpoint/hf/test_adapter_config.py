@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_fsdp.checkpoint.hf.adapters import check_config
 
 from megatron_fsdp.checkpoint.hf import load_adapter, save_adapter
+from megatron_fsdp.checkpoint.hf.adapters import check_config
 from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.hf.hf_models import build, logits
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from megatron_fsdp.checkpoint.hf.files import (
     portions,
     read_header,
 )
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, MissingPackageError
 from megatron_fsdp.sharding.shards import Box
 
 # ---- headers ---------------------------------------------------------------------------------------------------------
@@ -233,6 +234,13 @@ def test_a_wrong_folder_is_named(tmp_path: Path) -> None:
         open_folder(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: a pickle"):
+        open_folder(tmp_path)
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"z": torch.ones(3)}, tmp_path / MODEL_FILE)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(MissingPackageError, match=r"a Hugging Face folder needs the package safetensors.*\[hf\]"):
         open_folder(tmp_path)
 
 

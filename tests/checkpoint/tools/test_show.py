@@ -9,7 +9,7 @@ from hypothesis import given
 
 from megatron_fsdp.checkpoint.checksum import checksum_box
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.show import ShownObject, ShownTensor, parse_part, show
+from megatron_fsdp.checkpoint.tools.inspect import ShownObject, ShownTensor, parse_part, show
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.tools import builders
 
