@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
-import io
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -315,13 +316,15 @@ def write_files(
     exchange = _Exchange(job, group)
     rounds = itertools.zip_longest(*(portions_of(files, portion_bytes) for files in shared))
     doing = f"writing {folder}"
-    with _FileWriter(folder, shared[rank]) as writer:
+    writer = _FileWriter(folder, shared[rank])
+    try:
         for index, wanted in enumerate(rounds, 1):
             values = exchange.put_together(wanted)
             if values is not None:
                 writer.write(wanted[rank][0].file, values)
             if index % _ROUNDS_BETWEEN_CHECKS == 0:
                 raise_together(writer.problem, doing, group)
+    finally:
         writer.finish()
     raise_together(writer.problem, doing, group)
 
@@ -406,60 +409,44 @@ def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch
 
 
 class _FileWriter:
-    """Writes this rank's files from begin to end, one after another; after an error it keeps that and writes no more.
+    """Appends to this rank's files, one after another; after an error it keeps that and writes no more.
 
     Attributes:
         problem: What went wrong.
     """
 
     def __init__(self, folder: Path, files: Sequence[FileLayout]) -> None:
-        self._folder = folder
-        self._waiting = list(files)
-        self._file: io.FileIO | None = None
-        self._name = ""
         self.problem: OSError | None = None
-
-    def __enter__(self) -> _FileWriter:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._folder = folder
+        self._name = ""
+        self._file: BinaryIO | None = None
+        for layout in files:
+            self._attempt((folder / layout.name).write_bytes, layout.head)
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        """Append values to the file of a name; those before it are finished."""
-        if self.problem is None:
-            try:
-                while self._name != name:
-                    self._open_next()
-                self._append(values.view(-1).view(torch.uint8).numpy().data)
-            except OSError as error:
-                self.problem = error
+        """Append values to the file of a name; the one before is finished."""
+        if self._name != name:
+            self.finish()
+            self._name = name
+        self._attempt(self._append, values.view(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Write files without elements, and make sure that everything has reached the disk."""
-        try:
-            while self.problem is None and self._waiting:
-                self._open_next()
-            self._close()
-        except OSError as error:
-            self.problem = self.problem or error
+        """Bring the file that is open to the disk, and close it."""
+        file, self._file = self._file, None
+        if file is not None:
+            self._attempt(file.flush)
+            self._attempt(os.fsync, file.fileno())
+            with contextlib.suppress(OSError):  # tries once more what could not be flushed
+                file.close()
 
-    def _open_next(self) -> None:
-        self._close()
-        layout = self._waiting.pop(0)
-        self._name = layout.name
-        self._file = (self._folder / layout.name).open("xb", buffering=0)
-        self._append(memoryview(layout.head))
+    def _append(self, values: memoryview) -> None:
+        if self._file is None:
+            self._file = (self._folder / self._name).open("ab")
+        self._file.write(values)
 
-    def _append(self, rest: memoryview) -> None:
-        assert self._file is not None
-        while rest:
-            rest = rest[self._file.write(rest) :]
-
-    def _close(self) -> None:
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+    def _attempt(self, act: Callable[..., object], *args: object) -> None:
+        if self.problem is None:
+            try:
+                act(*args)
+            except OSError as error:
+                self.problem = error
