@@ -191,19 +191,6 @@ def test_text_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert told.err == "error: \\x9bx\n"
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_a_terminal_gets_the_same_words(
-    mfsdp: Mfsdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_rich: bool
-) -> None:
-    builders.save({"[bold]w": torch.zeros(2)}, tmp_path / "a")
-    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda _self: True, raising=False)
-    if not has_rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    _, out, _ = mfsdp("inspect", tmp_path / "a")
-    assert "[bold]w" in out
-    assert "float32" in out
-
-
 def test_the_inspector_has_the_same_commands(mfsdp: Mfsdp, tmp_path: Path) -> None:
     builders.save({"w": torch.zeros(2)}, tmp_path / "a")
     assert mfsdp("inspect", tmp_path / "a", program=inspector)[1] == mfsdp("inspect", tmp_path / "a")[1]

@@ -35,9 +35,8 @@ from megatron_fsdp.checkpoint.tools.locate import list_checkpoints, open_checkpo
 from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli import checkpoint_convert
-from megatron_fsdp.cli.arguments import add_json
 from megatron_fsdp.cli.guard import run_guarded
-from megatron_fsdp.cli.output import in_bytes, write_facts, write_json, write_line, write_table
+from megatron_fsdp.cli.output import add_json, in_bytes, write_facts, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME, Parser
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
