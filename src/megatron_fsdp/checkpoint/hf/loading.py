@@ -349,7 +349,7 @@ def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: 
         with torch.no_grad():
             for entry in wanted:
                 _copy(entry.sources, held[entry.live.name], reader)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # whatever it is
         raise CheckpointError(f"{error}; the model is partly loaded, load again before using it") from error
     return reader.bytes_read
 
