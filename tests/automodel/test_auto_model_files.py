@@ -11,13 +11,16 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fsdp.automodel import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
+from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 from tests.automodel.small_models import batch_of, build, config_of
 from tests.automodel.test_auto_model import STRATEGIES
 from tests.automodel.training import plain_name, strategy, whole
@@ -231,8 +234,19 @@ def test_a_model_of_images_and_text_has_the_logits_of_transformers(
 
 
 def bytes_while_loading(folder: str, name: str) -> tuple[int, int, int]:
-    """Bytes inside of `from_pretrained`: at the peak, at the end, and of this rank's weights."""
-    with LiveBytes() as live:
+    """Bytes inside of `from_pretrained`: at the peak, at the end, and of this rank's weights.
+
+    A mapped file would count whole, so a copy of each box that is read counts in its place.
+    """
+    read = FolderReader.read
+
+    def read_a_copy(self: FolderReader, tensor: StoredTensor, box: Box) -> Tensor:
+        with _disable_current_modes():
+            mapped = read(self, tensor, box)
+        return mapped.clone()
+
+    with pytest.MonkeyPatch.context() as patch, LiveBytes() as live:
+        patch.setattr(FolderReader, "read", read_a_copy)
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy(name))
         end = live.now_bytes
     return live.peak_bytes, end, sum(getattr(param, "_local_tensor", param).nbytes for param in model.parameters())

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_fsdp.checkpoint.run_folder import POINTER
 from megatron_fsdp.checkpoint.verify import NO_MANIFEST, NOT_READ, VerifyReport, verify
-from megatron_fsdp.cli import checkpoint_verify
+from megatron_fsdp.cli import checkpoint as checkpoint_command
 from megatron_fsdp.errors import CheckpointError
 from tests.support import byte_damage, hostile
 from tests.support.byte_damage import saved_bytes
@@ -201,7 +201,7 @@ def test_only_a_missing_folder_is_an_error(tmp_path: Path, given: str) -> None:
 
 def command(*arguments: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    checkpoint_verify.add_parser(parser.add_subparsers())
+    checkpoint_command.add_commands(parser)
     args = parser.parse_args(["verify", *map(str, arguments)])
     return args.run(args)
 

@@ -15,8 +15,10 @@ from megatron_fsdp.cli import output
 from megatron_fsdp.cli.checkpoint import inspector
 from megatron_fsdp.cli.main import main
 from tests.checkpoint.tools import builders
+from tests.support import json_schema
 
 ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs" / "schemas" / "inspect.schema.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +68,6 @@ def test_group_meta_is_hidden_unless_asked_for(mfsdp: Mfsdp, tmp_path: Path) -> 
         _, out, _ = mfsdp("inspect", tmp_path / "a", flag)
         assert hint not in out
         assert out.count("\noptimizer.param_to_group_meta") == 6
-    _, out, _ = mfsdp("inspect", tmp_path / "a", "--tree", "--filter", "^model")
-    assert "`-- model.module" in out
-    assert "    |-- layers" in out
 
 
 def test_inspect_json_and_problems(mfsdp: Mfsdp, tmp_path: Path) -> None:
@@ -83,15 +82,15 @@ def test_inspect_json_and_problems(mfsdp: Mfsdp, tmp_path: Path) -> None:
 
 def test_show(mfsdp: Mfsdp, tmp_path: Path) -> None:
     builders.save({"w": torch.arange(12.0).reshape(3, 4), "o": {"x": 1}}, tmp_path / "a")
-    status, out, _ = mfsdp("show", tmp_path / "a", "w", "--slice", "1:,:2", "--json")
+    status, out, _ = mfsdp("inspect", tmp_path / "a", "w", "--slice", "1:,:2", "--json")
     assert status == 0
     assert json.loads(out)["values"] == [[4.0, 5.0], [8.0, 9.0]]
     _, out, _ = mfsdp("print-tensor", tmp_path / "a", "w", "--hash")
     assert "float32 (3, 4), 48 B" in out
     assert "checksum" in out
-    _, out, _ = mfsdp("show", tmp_path / "a", "o.x", "--json")
+    _, out, _ = mfsdp("inspect", tmp_path / "a", "o.x", "--json")
     assert json.loads(out)["value"] == 1
-    status, _, err = mfsdp("show", tmp_path / "a", "v")
+    status, _, err = mfsdp("inspect", tmp_path / "a", "v")
     assert status == 2
     assert "has no v" in err
 
@@ -128,20 +127,26 @@ def test_edit_and_torch_files(mfsdp: Mfsdp, tmp_path: Path) -> None:
     assert "matches no key" in err
 
 
-def test_list(mfsdp: Mfsdp, tmp_path: Path) -> None:
+def test_of_a_run_its_checkpoints_are_listed(mfsdp: Mfsdp, tmp_path: Path) -> None:
     builders.save({"w": torch.zeros(2)}, tmp_path / "iter_0000003")
-    status, out, _ = mfsdp("list", tmp_path)
+    (tmp_path / "iter_0000004").mkdir()
+    status, out, _ = mfsdp("inspect", tmp_path)
     assert status == 0
-    assert out.splitlines()[1].split()[0] == "iter_0000003"
-    assert out.splitlines()[1].endswith("latest")
-    assert json.loads(mfsdp("list", tmp_path, "--json")[1])[0]["iteration"] == 3
+    rows = [line.split() for line in out.splitlines()]
+    assert (rows[1][0], rows[1][-1]) == ("iter_0000003", "latest")
+    assert (rows[2][0], rows[2][-1]) == ("iter_0000004", "unfinished")
+    assert ["path", str(tmp_path / "iter_0000003")] in rows
+    told = json.loads(mfsdp("inspect", tmp_path, "--json")[1])
+    assert [item["iteration"] for item in told["run"]] == [3, 4]
+    assert json_schema.problems(told, SCHEMA) == []
+    assert json.loads(mfsdp("inspect", tmp_path / "iter_0000003", "--json")[1])["run"] == []
 
 
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
         (["inspct"], "did you mean inspect?"),
-        (["show", "a", "k", "--slcie=1"], "did you mean --slice?"),
+        (["inspect", "a", "k", "--slcie=1"], "did you mean --slice?"),
         (["compare-two-checkpoints"], "did you mean compare-two-checkpoint?"),
     ],
 )
@@ -158,9 +163,9 @@ def test_options_that_cannot_be_honoured_are_refused(mfsdp: Mfsdp, tmp_path: Pat
     builders.save({"w": torch.zeros(2)}, tmp_path / "a")
     for argv in (
         ["inspect", tmp_path / "a", "--enable-msc"],
-        ["inspect", tmp_path / "a", "--tree", "--json"],
+        ["inspect", tmp_path / "a", "--hash"],
         ["diff", tmp_path / "a", tmp_path / "a", "--bitwise", "--rtol", "1"],
-        ["show", tmp_path / "a", "w", "--slice", "1,2"],
+        ["inspect", tmp_path / "a", "w", "--slice", "1,2"],
     ):
         status, out, err = mfsdp(*argv)
         assert (status, out) == (2, "")
@@ -184,19 +189,6 @@ def test_text_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) ->
     told = capsys.readouterr()
     assert told.out == "w\\x1b[2J\\u202e\\udc80\nkey\n\\x07k\\r\n"
     assert told.err == "error: \\x9bx\n"
-
-
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_a_terminal_gets_the_same_words(
-    mfsdp: Mfsdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_rich: bool
-) -> None:
-    builders.save({"[bold]w": torch.zeros(2)}, tmp_path / "a")
-    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda _self: True, raising=False)
-    if not has_rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    _, out, _ = mfsdp("inspect", tmp_path / "a")
-    assert "[bold]w" in out
-    assert "float32" in out
 
 
 def test_the_inspector_has_the_same_commands(mfsdp: Mfsdp, tmp_path: Path) -> None:
@@ -240,3 +232,38 @@ def test_sizes_have_units() -> None:
     assert [output.in_bytes(n) for n in (0, 1023, 1024, 5 << 20, 3 << 30, 2 << 40)] == [
         "0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 GiB", "2.00 TiB",
     ]  # fmt: skip
+
+
+# ---- map -------------------------------------------------------------------------------------------------------------
+
+
+NAMES = {
+    "module.module.embedding.word_embeddings.weight": 0,
+    "module.module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": 1,
+}
+MAP = {
+    "model.module.embedding.word_embeddings.weight": 0,
+    "model.module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": 1,
+}
+
+
+@pytest.mark.parametrize("command", ["map", "print-torch-dcp-in-json"])
+def test_the_map_is_written_into_the_folder_and_printed(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    builders.save(NAMES, tmp_path / "map")
+    assert inspector([command, str(tmp_path / "map")]) == 0
+    path = tmp_path / "map" / "param_to_param_group_map.json"
+    assert json.loads(path.read_text()) == MAP
+    content, place = capsys.readouterr().out.splitlines()
+    assert json.loads(content.removeprefix("torch dcp content: ")) == MAP
+    assert place == str(path)
+
+
+def test_place_and_prefix_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    builders.save({"module.w": 2}, tmp_path / "map")
+    assert inspector(["map", str(tmp_path / "map"), "--out", str(tmp_path / "m.json"), "--model-prefix", "m"]) == 0
+    assert json.loads((tmp_path / "m.json").read_text()) == {"m.w": 2}
+    assert inspector(["map", str(tmp_path / "none")]) == 2

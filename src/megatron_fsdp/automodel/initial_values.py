@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.checkpoint.hf.base_model import base_tensors
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, keep_pieces, unwrap
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_pieces, unwrap
 from megatron_fsdp.engine.meta_init import (
     blank_tensor,
     draw_blueprint,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.own_classes import own_class
+from megatron_fsdp.checkpoint.hf.live import own_class
 
 
 def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:

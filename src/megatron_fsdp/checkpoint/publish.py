@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fsdp.checkpoint.file_ops import FileOps, claim
+from megatron_fsdp.checkpoint.reading_budget import open_file
 from megatron_fsdp.checkpoint.retention import to_prune
 from megatron_fsdp.checkpoint.run_folder import (
     MARK_OF_WHOLE,
@@ -190,7 +191,8 @@ class Publisher:
 
 def _number_in(path: Path) -> int | None:
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read(19)
     except OSError:
         return None
     return int(content) if content.isdigit() and len(content) < 19 else None

@@ -18,7 +18,7 @@ from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.objects import load_object
 from megatron_fsdp.checkpoint.reading_budget import open_file, shortened
 from megatron_fsdp.checkpoint.restricted_pickle import printable, reading
-from megatron_fsdp.checkpoint.tools.side_files import noted_files, side_file_problems
+from megatron_fsdp.checkpoint.tools.kinds import side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
 COMMON_FILE = "common.pt"
@@ -126,7 +126,7 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
         return report
     report.tensors, report.objects = len(opened.tensors), len(opened.objects)
     problems = opened.file_problems()
-    _check_files(opened, problems, {} if sealed is None else sealed.facts, report)
+    _check_files(opened, problems, report)
     if sealed is not None:
         _compare_names(opened, sealed, report)
     for key, entry in opened.tensors.items():
@@ -152,18 +152,16 @@ def _read_manifest(path: Path, report: VerifyReport) -> Manifest | None:
         return None
 
 
-def _check_files(
-    opened: CheckpointFolder, problems: Mapping[str, str], facts: Mapping[str, Any], report: VerifyReport
-) -> None:
+def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: VerifyReport) -> None:
     for name, problem in problems.items():
         missing = not (opened.path / name).exists()
         (report.missing if missing else report.damaged).append(Finding("file", name, problem))
-    beside = side_file_problems(opened, facts)
+    beside = list(side_file_problems(opened))
     for side in beside:
         (report.missing if side.state == "missing" else report.damaged).append(
             Finding("file", printable(side.name), side.reason)
         )
-    known = {*opened.files, *KNOWN_FILES, *noted_files(facts), *(side.name for side in beside)}
+    known = {*opened.files, *KNOWN_FILES, *(side.name for side in beside)}
     try:
         present = sorted(opened.path.iterdir())
     except OSError as error:

@@ -36,10 +36,10 @@ def add_parser(subparsers: Any) -> None:
     Args:
         subparsers: What `ArgumentParser.add_subparsers` returned. Parsed arguments go to `run`.
     """
-    for name in (NAME, REFERENCE_NAME):
+    for name, shown in ((NAME, {"help": "convert a torch_dist checkpoint to fsdp_dtensor"}), (REFERENCE_NAME, {})):
         parser = subparsers.add_parser(
             name,
-            help="convert a torch_dist checkpoint to fsdp_dtensor",
+            **shown,
             description="Convert a torch_dist checkpoint of Megatron to fsdp_dtensor. Run it as it is, or on several "
             "processes with torchrun; it needs no GPU.",
         )

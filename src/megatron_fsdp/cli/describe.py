@@ -7,8 +7,7 @@ import ast
 import inspect
 from typing import Any
 
-from megatron_fsdp.cli.arguments import add_json
-from megatron_fsdp.cli.output import write_json, write_line
+from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
 

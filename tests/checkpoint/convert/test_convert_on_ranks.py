@@ -19,8 +19,7 @@ from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.tools.edit import edit
-from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
+from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.support.parity import assert_equal_tensors

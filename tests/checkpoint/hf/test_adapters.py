@@ -1,6 +1,7 @@
 """LoRA adapters of sharded models, in peft's format."""
 
 import json
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf, save_adapter, save_hf
+from megatron_fsdp.checkpoint.hf.adapters import check_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
 from tests.conftest import RunRanks
@@ -173,3 +175,125 @@ def test_modules_that_are_saved_whole_are_part_of_the_adapter(tmp_path: Path) ->
     other = with_adapter(seed=1, modules_to_save=["lm_head"]).eval()
     assert load_adapter(other, tmp_path / "out").is_complete
     assert torch.equal(logits(other), logits(model))
+
+
+# ---- configs that compute something else -----------------------------------------------------------------------------
+
+
+quiet = pytest.mark.filterwarnings("ignore")
+"""Of peft: newer names, a schedule that is not called."""
+
+
+def adapted(config: Any, seed: int = 0) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(build("llama", seed=seed), config).eval()
+
+
+def test_another_alpha_of_loha_is_refused(tmp_path: Path) -> None:
+    models = [adapted(peft.LoHaConfig(r=3, alpha=alpha, target_modules=["q_proj"])) for alpha in (9, 1, 9)]
+    save_adapter(models[0], tmp_path / "out")
+    with pytest.raises(CheckpointError, match="has alpha=9, and the model's adapter alpha=1"):
+        load_adapter(models[1], tmp_path / "out")
+    assert load_adapter(models[2], tmp_path / "out").is_complete
+    assert logits(models[2]).equal(logits(models[0]))
+
+
+DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "another kind": ("LoHaConfig", {}, {"peft_type": "LOKR"}),
+    "coft": ("OFTConfig", {"oft_block_size": 4}, {"coft": True}),
+    "block_share": ("OFTConfig", {"oft_block_size": 4}, {"block_share": True}),
+    "decompose": ("LoKrConfig", {}, {"decompose_both": True}),
+    "feedforward": ("IA3Config", {"target_modules": ["a"], "feedforward_modules": ["a"]}, {"feedforward_modules": []}),
+    "tokens": ("LoraConfig", {"trainable_token_indices": [1, 5]}, {"trainable_token_indices": [5, 1]}),
+    "changed base": ("LoraConfig", {}, {"init_lora_weights": "pissa"}),
+    "unknown": ("LoraConfig", {}, {"use_something_new": True}),
+}
+SAME: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dropout": ("LoraConfig", {"lora_dropout": 0.1}, {"lora_dropout": 0.5}),
+    "plain init": ("LoraConfig", {}, {"init_lora_weights": "gaussian"}),
+    "order of a set": (
+        "IA3Config",
+        {"target_modules": ["a", "b"], "feedforward_modules": ["a", "b"]},
+        {"target_modules": ["b", "a"], "feedforward_modules": ["b", "a"]},
+    ),
+    "schedule": ("AdaLoraConfig", {"total_step": 10}, {"total_step": 20, "tinit": 3}),
+    "older peft": ("LoraConfig", {}, {"use_dora": ..., "lora_bias": ..., "rank_pattern": ...}),
+    "file": ("LoraConfig", {}, {"peft_version": "0.1", "inference_mode": True, "base_model_name_or_path": "x"}),
+    "unknown number": ("LoraConfig", {}, {"new_group_size": 16, "new_switch": False}),
+}
+
+
+def compare(kind: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
+    config = getattr(peft, kind)(**options)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        own = json.loads((Path(folder) / "adapter_config.json").read_text())
+    stored = {name: value for name, value in {**own, **changes}.items() if value is not ...}
+    check_config(stored, config, "x.json")
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_changes_the_computation_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"x.json has {next(iter(DIFFERENT[name][2]))}="):
+        compare(*DIFFERENT[name])
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_does_not_change_it_passes(name: str) -> None:
+    compare(*SAME[name])
+
+
+def test_a_missing_field_has_its_default() -> None:
+    with pytest.raises(CheckpointError, match="use_dora=False, and the model's adapter use_dora=True"):
+        compare("LoraConfig", {"use_dora": True}, {"use_dora": ...})
+
+
+# ---- other adapters than LoRA ----------------------------------------------------------------------------------------
+
+
+def vera() -> Any:
+    return peft.VeraConfig(r=3, target_modules=["q_proj"])
+
+
+@quiet
+def test_projections_that_layers_share_are_saved_as_by_peft(tmp_path: Path) -> None:
+    model = adapted(vera())
+    save_adapter(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert "base_model.vera_A" in stored(tmp_path / "ours")
+    assert same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    other = adapted(vera())
+    other.base_model.vera_A["default"].zero_()
+    assert load_adapter(other, tmp_path / "theirs").is_complete
+    assert torch.equal(other.base_model.vera_A["default"], model.base_model.vera_A["default"])
+
+
+@quiet
+def test_the_base_is_loaded_below_all_that_adapters_add(tmp_path: Path) -> None:
+    base = build("llama", seed=7)
+    base.save_pretrained(tmp_path / "base")
+    ada = adapted(peft.AdaLoraConfig(init_r=3, target_modules=["q_proj"], total_step=10))
+    own = build("llama")
+    own.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    for model, inner in ((ada, ada.base_model.model), (own, own)):
+        assert len(load_hf(model, tmp_path / "base").loaded) == 21
+        found = inner.model.layers[0].self_attn.q_proj.base_layer.weight
+        assert torch.equal(found, base.model.layers[0].self_attn.q_proj.weight)
+    tokens = adapted(peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 5]))
+    with pytest.raises(ConfigurationError, match=r"trainable tokens hold copies.*before adding the adapters"):
+        load_hf(tokens, tmp_path / "base")
+
+
+@quiet
+def test_adapters_that_are_not_saved_are_refused_in_words(tmp_path: Path) -> None:
+    own = build("llama")
+    own.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigurationError, match=r"added by its own add_adapter; only those of peft\.get_peft_model"):
+        save_adapter(own, tmp_path / "out")
+    with pytest.raises(ConfigurationError, match=r"save_adapter \(those of peft\.get_peft_model\), or merge"):
+        save_hf(own, tmp_path / "out")
+    prompt = adapted(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    for call in (save_adapter, load_adapter):
+        with pytest.raises(ConfigurationError, match=r"is a learned prompt \(PromptTuningConfig\)"):
+            call(prompt, tmp_path / "out")

@@ -1,6 +1,5 @@
 """Files of transformers load into sharded models: the same logits, nothing but each rank's bytes, all or nothing."""
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.checkpoint.hf import load_hf
-from megatron_fsdp.checkpoint.hf.index import INDEX_FILE, MODEL_FILE
-from megatron_fsdp.checkpoint.hf.reading import FolderReader
-from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
+from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FolderReader, StoredTensor
 from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, save_reference, shard
 from tests.conftest import RunRanks
@@ -39,17 +36,6 @@ class Loaded:
     cuts_rows: bool
 
 
-class CountingFile(io.FileIO):
-    """Counts what is read of weight files."""
-
-    total = 0
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = super().readinto(buffer)
-        CountingFile.total += count
-        return count
-
-
 def load(
     kind: str,
     folder: str,
@@ -58,14 +44,21 @@ def load(
     changes: dict[str, Any] | None = None,
 ) -> Loaded:
     model = shard(build(kind, **(changes or {})), strategy, **(options() if options else {}))
+    read, count = FolderReader.read, 0
+
+    def counting(self: FolderReader, tensor: StoredTensor, box: Box) -> Tensor:
+        nonlocal count
+        values = read(self, tensor, box)
+        count += values.nbytes
+        return values
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.checkpoint.hf.reading.io.FileIO", CountingFile)
-        CountingFile.total = 0
+        patch.setattr(FolderReader, "read", counting)
         report = load_hf(model, folder)
     params = list(model.parameters())
     held = sum(p._local_tensor.numel() * p.element_size() for p in params)  # type: ignore[attr-defined]
     cuts = any(p.shard_frame.description.is_cut_inside_rows for p in params)  # type: ignore[attr-defined]
-    return Loaded(logits(model), report, CountingFile.total, held, model.full_parameters(), cuts)
+    return Loaded(logits(model), report, count, held, model.full_parameters(), cuts)
 
 
 def hybrid_2x2() -> dict[str, Any]:
@@ -226,7 +219,7 @@ def test_no_more_than_a_portion_is_held(tmp_path: Path, monkeypatch: pytest.Monk
         return read(self, tensor, box)
 
     monkeypatch.setattr(FolderReader, "read", noting)
-    monkeypatch.setattr("megatron_fsdp.checkpoint.hf.reading.PORTION_BYTES", 200)
+    monkeypatch.setattr("megatron_fsdp.checkpoint.hf.files.PORTION_BYTES", 200)
     load_hf(model, tmp_path)
     assert max(held) <= 200
     assert sum(held) == sum(p.numel() for p in model.parameters()) * 4

@@ -1,6 +1,5 @@
 """Files that do not fit or cannot be read: the same error on every rank, and nothing half-loaded unsaid."""
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.checkpoint.hf import load_hf
-from megatron_fsdp.checkpoint.hf.index import MODEL_FILE
+from megatron_fsdp.checkpoint.hf.files import MODEL_FILE, FolderReader
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.hf.hf_models import build, same_tensors, save_reference, shard
 from tests.conftest import RunRanks
@@ -80,7 +79,7 @@ UNFIT: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
         _put("lm_head.weight", torch.ones(41, 16)),
         ["transformer.wte.weight and lm_head.weight are one tied weight in the model, and two different ones"],
     ),
-    "a cut file": ("llama", _cut, ["ends at byte", "cut off"]),
+    "a cut file": ("llama", _cut, ["model.safetensors cannot be read as safetensors", "cut off"]),
 }
 
 
@@ -140,13 +139,12 @@ def fail_midway(folder: str) -> list[str]:
     """Rank 1's disk fails after the checks."""
     model = shard(build("llama"))
 
-    def failing(_self: io.FileIO, _buffer: Any, /) -> int:
+    def failing(*_: Any) -> Tensor:
         raise OSError("disk on fire")
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            broken = type("Broken", (io.FileIO,), {"readinto": failing})
-            patch.setattr("megatron_fsdp.checkpoint.hf.reading.io.FileIO", broken)
+            patch.setattr(FolderReader, "read", failing)
         with pytest.raises(CheckpointError) as raised:
             load_hf(model, folder)
     return [str(raised.value), str(load_hf(model, folder))]

@@ -1,5 +1,6 @@
 """A sharded model is saved as transformers saves it, by several ranks, all or nothing."""
 
+import functools
 import json
 import resource
 from collections.abc import Callable
@@ -14,10 +15,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
-from megatron_fsdp.checkpoint.hf.index import INDEX_FILE, MODEL_FILE
-from megatron_fsdp.checkpoint.hf.live import live_tensors, unwrap
-from megatron_fsdp.checkpoint.hf.names import file_tensors
-from megatron_fsdp.checkpoint.hf.saving import plan_job
+from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE
 from megatron_fsdp.checkpoint.hf.writing import write_files
 from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -96,19 +94,19 @@ def check_index(folder: Path, on_disk: dict[str, Tensor], max_bytes: int) -> Non
         assert len(inside) == 1 or sum(sizes[key] for key in inside) <= max_bytes
 
 
-def write_in_small_stretches(kind: str, folder: str) -> bool:
+def save_in_small_portions(kind: str, folder: str) -> bool:
     model = shard(build(kind))
-    module = unwrap(model)
-    live = live_tensors(module)
-    job = plan_job(live, lambda shapes: file_tensors(module, shapes), Path(folder), None, (5000, MODEL_FILE), None)
-    write_files(job, Path(folder), stretch_bytes=52)
+    small = functools.partial(write_files, portion_bytes=52)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_fsdp.checkpoint.hf.saving.write_files", small)
+        save_hf(model, folder, max_shard_bytes=5000)
     return same_tensors(model.full_parameters(), dict(build(kind).named_parameters()))
 
 
-def test_the_size_of_stretches_does_not_matter(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(3, write_in_small_stretches, "mixtral", str(tmp_path)) == [True] * 3
+def test_the_size_of_portions_does_not_matter(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(3, save_in_small_portions, "mixtral", str(tmp_path / "out")) == [True] * 3
     build("mixtral").save_pretrained(tmp_path / "reference")
-    assert same_tensors(stored(tmp_path), stored(tmp_path / "reference"))
+    assert same_tensors(stored(tmp_path / "out"), stored(tmp_path / "reference"))
 
 
 # ---- dtypes and the files beside the weights -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.stream_write import TensorSource, write_folder
+from megatron_fsdp.checkpoint.tools.repack import TensorSource, write_folder
 from megatron_fsdp.sharding.shards import Box
 
 COMMON = {

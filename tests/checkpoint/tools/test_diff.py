@@ -12,9 +12,14 @@ import torch
 from hypothesis import given
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
-from megatron_fsdp.checkpoint.tools.compare_values import BLOCK, Tolerance, compare_piece
-from megatron_fsdp.checkpoint.tools.diff import diff, tensor_difference
+from megatron_fsdp.checkpoint.tools.diff import (
+    BLOCK,
+    Tolerance,
+    compare_piece,
+    diff,
+    first_difference,
+    tensor_difference,
+)
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.tools import builders

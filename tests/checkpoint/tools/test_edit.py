@@ -1,5 +1,6 @@
 """Editing: what happens to keys is planned purely; the data really come along."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.tools.diff import diff
-from megatron_fsdp.checkpoint.tools.edit import edit
-from megatron_fsdp.checkpoint.tools.edit_plan import Kept, edited_path, edited_paths, parse_operation, plan_edit
+from megatron_fsdp.checkpoint.tools.edit import Kept, edit, edited_path, edited_paths, parse_operation, plan_edit
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.tools import builders
 
@@ -169,7 +169,7 @@ def test_an_edited_torch_dist_checkpoint_is_one_still(tmp_path: Path) -> None:
     assert report.dropped_files == ("integrity.json", "link")
     assert (tmp_path / "b" / "tokenizer" / "vocab.txt").read_text() == "x"
     found = CheckpointFolder(tmp_path / "b")
-    assert found.metadata.planner_data is None
+    assert not found.metadata.planner_data
     assert (tmp_path / "b" / "common.pt").read_bytes() == (folder.path / "common.pt").read_bytes()
     kept = diff(folder, found, pattern="^(?!optimizer)")
     assert kept.is_same
@@ -196,7 +196,7 @@ def test_nothing_half_done_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         calls.append(args)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(CheckpointError, match="No space left"):
         edit(folder, tmp_path / "b", [parse_operation("remove a")])
     assert len(calls) == 1

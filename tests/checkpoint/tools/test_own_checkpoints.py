@@ -7,10 +7,8 @@ import torch
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.contents import require_sound
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
-from megatron_fsdp.checkpoint.tools.diff import diff
-from megatron_fsdp.checkpoint.tools.edit import edit
-from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
+from megatron_fsdp.checkpoint.tools.diff import diff, first_difference
+from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import inspect_folder
 from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save

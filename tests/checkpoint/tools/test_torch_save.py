@@ -4,6 +4,7 @@ import argparse
 import collections
 import os
 import pathlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
-from megatron_fsdp.checkpoint.tools.edit import edit
-from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
-from megatron_fsdp.checkpoint.tools.nesting import Structure, flattened, unflattened
+from megatron_fsdp.checkpoint.tools.diff import first_difference
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.tools import builders
 from tests.conftest import RunRanks
+from tests.support import hostile
 
 
 def many_kinds() -> dict[Any, Any]:
@@ -58,23 +57,33 @@ def many_kinds() -> dict[Any, Any]:
     }
 
 
-def repacked(state: dict[Any, Any], path: Path, **kwargs: Any) -> dict[Any, Any]:
+def repacked(state: dict[Any, Any], path: Path, nesting: str = "torch") -> dict[Any, Any]:
     torch.save(state, path / "in.pt")
-    from_torch_save(path / "in.pt", path / "dcp", chunk_bytes=kwargs.pop("chunk_bytes", 40))
-    to_torch_save(CheckpointFolder(path / "dcp"), path / "out.pt", **kwargs)
+    from_torch_save(path / "in.pt", path / "dcp", nesting=nesting, chunk_bytes=40)
+    to_torch_save(CheckpointFolder(path / "dcp"), path / "out.pt")
     return torch.load(path / "out.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 20, 0])
-def test_there_and_back_changes_nothing(tmp_path: Path, memory_bytes: int) -> None:
+def test_there_and_back_changes_nothing(tmp_path: Path) -> None:
     state = many_kinds()
-    back = repacked(state, tmp_path, memory_bytes=memory_bytes)
+    back = repacked(state, tmp_path, "own")
     state["model"]["complex"] = state["model"]["complex"].resolve_conj()
     assert first_difference(state, back) is None
     assert list(back["model"]) == list(state["model"])
     assert {type(key) for key in back["optimizer"]["state"]} == {int}
     assert len(CheckpointFolder(tmp_path / "dcp").tensors["model.a.w"].chunks) == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "in.pt", "out.pt"]
+
+
+def test_what_torch_forgets_of_the_shape_of_a_state(tmp_path: Path) -> None:
+    """Keys that are numbers become text, and containers without elements are left out, as by torch's own converters."""
+    state = many_kinds()
+    back = repacked(state, tmp_path)
+    state["model"]["complex"] = state["model"]["complex"].resolve_conj()
+    state["optimizer"]["state"] = {"0": state["optimizer"]["state"][0]}
+    del state["empty"]
+    assert first_difference(state, back) is None
+    assert "optimizer.state.0.exp_avg" in CheckpointFolder(tmp_path / "dcp").tensors
 
 
 def test_tensors_of_the_file_do_not_share_storage(tmp_path: Path) -> None:
@@ -107,35 +116,25 @@ def test_the_folder_has_a_manifest(tmp_path: Path) -> None:
     assert len(one.tensors) == len(one.objects) == 1
 
 
-KEYS = st.one_of(st.integers(0, 3), st.sampled_from(["a", "b", "a.b"]), st.none(), st.booleans())
-LEAVES = st.one_of(st.integers(), st.none(), st.text(max_size=2), st.just(()), st.builds(lambda: torch.zeros(2)))
+KEYS = st.sampled_from(["a", "b", "a.b"])
+LEAVES = st.one_of(st.integers(), st.none(), st.text(max_size=2), st.just(()), st.floats(width=32))
 STATES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.one_of(KEYS, st.integers(0, 3)), inner, max_size=3),
     max_leaves=8,
 )
 
 
-def same_tree(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a is b
-    if isinstance(a, dict):
-        same_keys = sorted((type(k).__name__, str(k)) for k in a) == sorted((type(k).__name__, str(k)) for k in b)
-        return isinstance(b, dict) and same_keys and all(same_tree(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return isinstance(b, list) and len(a) == len(b) and all(map(same_tree, a, b))
-    return type(a) is type(b) and a == b
-
-
-@given(st.dictionaries(KEYS, STATES, max_size=3))
+@settings(max_examples=25)
+@given(st.dictionaries(KEYS, STATES, min_size=1, max_size=3))
 def test_any_nested_state_comes_back(state: dict[Any, Any]) -> None:
-    try:
-        leaves, paths, structure, notes = flattened(state, "it")
-    except CheckpointError as error:
-        assert "under" in str(error)  # noqa: PT017  # two leaves of one key cannot be stored
-        return
-    assert notes == []
-    assert same_tree(state, unflattened(leaves, paths, structure))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            back = repacked(state, Path(folder), "own")
+        except CheckpointError as error:
+            assert "would be stored" in str(error)  # noqa: PT017  # two leaves of one key cannot be
+            return
+    assert first_difference(state, back) is None
 
 
 def test_entries_that_would_have_one_key_are_refused(tmp_path: Path) -> None:
@@ -147,17 +146,14 @@ def test_entries_that_would_have_one_key_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "paths",
-    [
-        {"a": ("x",), "b": ("x", "y")},
-        {"a": ("x", 0), "b": ("x", "y")},
-        {"a": (0,), "b": ("b",)},
-        {"a": ("x",), "b": ("x",)},
-    ],
+    "paths", [{"a": ("x",), "b": ("x", "y")}, {"a": ("x", 0), "b": ("x", "y")}, {"a": ("x",), "b": ("x",)}]
 )
-def test_paths_that_contradict_are_refused(paths: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="the metadata"):
-        unflattened({"a": {}, "b": 2}, paths, Structure())
+def test_paths_that_contradict_are_refused(tmp_path: Path, paths: dict[str, Any]) -> None:
+    builders.save({"a": 1, "b": 2, "w": torch.zeros(1)}, tmp_path / "dcp")
+    hostile.edit_metadata(tmp_path / "dcp", lambda found: found.planner_data.update(paths))
+    with pytest.raises(CheckpointError, match="the metadata contradict themselves"):
+        to_torch_save(CheckpointFolder(tmp_path / "dcp"), tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_objects_become_what_the_safe_loader_takes(tmp_path: Path) -> None:
@@ -220,30 +216,6 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     folder = builders.save({"w": torch.zeros(1)}, tmp_path / "dcp")
     with pytest.raises(CheckpointError, match="exists already"):
         to_torch_save(folder, tmp_path / "list.pt")
-
-
-def test_a_damaged_structure_file_is_refused(tmp_path: Path) -> None:
-    torch.save({"w": {0: torch.zeros(1)}}, tmp_path / "in.pt")
-    from_torch_save(tmp_path / "in.pt", tmp_path / "dcp")
-    for text in (
-        "{",
-        "[]",
-        '{"keys": [[["w", "0"], "__import__(1)"]], "empty": []}',
-        '{"keys": [[[], "1"]], "empty": []}',
-    ):
-        (tmp_path / "dcp" / "structure.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"structure\.json (is damaged|cannot be read)"):
-            to_torch_save(CheckpointFolder(tmp_path / "dcp"), tmp_path / "out.pt")
-    assert not (tmp_path / "out.pt").exists()
-
-
-def test_editing_keeps_the_shape_of_the_state_while_keys_stay(tmp_path: Path) -> None:
-    torch.save({"s": {0: torch.ones(1), 1: torch.zeros(1)}}, tmp_path / "in.pt")
-    from_torch_save(tmp_path / "in.pt", tmp_path / "dcp")
-    for name, operation, keys in (("cast", "cast . float64", [0, 1]), ("removed", "remove 1", ["0"])):
-        edit(CheckpointFolder(tmp_path / "dcp"), tmp_path / name, [parse_operation(operation)])
-        to_torch_save(CheckpointFolder(tmp_path / name), tmp_path / f"{name}.pt")
-        assert list(torch.load(tmp_path / f"{name}.pt", weights_only=True)["s"]) == keys
 
 
 # ---- with ranks --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from megatron_fsdp.automodel.context_parallel.attention import (
 )
 from megatron_fsdp.automodel.context_parallel.layout import SequenceLayout
 from megatron_fsdp.automodel.context_parallel.rotary import show_whole_length
-from megatron_fsdp.checkpoint.hf.own_classes import own_class
+from megatron_fsdp.checkpoint.hf.live import own_class
 from megatron_fsdp.errors import ConfigurationError
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}

@@ -17,9 +17,9 @@ from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, make_plan
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.new_folder import require_apart
 from megatron_fsdp.checkpoint.ranks import gather_objects, rank_of, together, world_size_of
 from megatron_fsdp.checkpoint.tools.locate import locate
-from megatron_fsdp.checkpoint.tools.new_folder import require_apart
 from megatron_fsdp.errors import CheckpointError
 
 _TRACKER = "latest_checkpointed_iteration.txt"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,22 +13,37 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.adapter_config import check_config, default_config, plain_config
-from megatron_fsdp.checkpoint.hf.index import ADAPTER_FILE, WeightFiles, open_folder
+from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
+from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
-from megatron_fsdp.checkpoint.hf.loading import load_matched
-from megatron_fsdp.checkpoint.hf.matching import Match, match_tensors
-from megatron_fsdp.checkpoint.hf.parts import FileTensor
-from megatron_fsdp.checkpoint.hf.saving import plan_job, publish_files
+from megatron_fsdp.checkpoint.hf.loading import Match, load_matched, match_tensors
+from megatron_fsdp.checkpoint.hf.saving import publish_files
+from megatron_fsdp.checkpoint.hf.writing import Cut, plan_job
 from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
-CONFIG_FILE = "adapter_config.json"
-
+_CONFIG_FILE = "adapter_config.json"
 _ONE_FILE = 2**62
+
+_ABOUT_THE_FILE = "auto_mapping base_model_name_or_path inference_mode peft_version revision task_type"
+_SEEN_BY_NAMES = """
+bias exclude_modules layers_pattern layers_to_transform modules_to_save save_indices save_only_topk_weights
+save_precomputed_indices save_projection target_modules target_parameters
+"""  # they decide which tensors there are, and the names of the stored ones are compared anyhow
+_FOR_TRAINING = """
+beta1 beta2 corda_config d_initial deltaT eva_config init_logits_std init_theta_d_bound init_v_bound
+init_vector_bank_bound lora_ga_config megatron_config megatron_core orth_reg_weight progressbar rank_dropout_scale
+runtime_config target_r tfinal tinit total_step
+"""  # schedules, first values, and where things run
+_HARMLESS = frozenset(f"{_ABOUT_THE_FILE} {_SEEN_BY_NAMES} {_FOR_TRAINING}".split())
+"""Fields of peft's configs with which the same weights compute the same; dropouts are told by their name."""
+
+_INIT_FIELDS = {"init_ia3_weights", "init_lora_weights", "init_weights"}
+_PLAIN_INITS = {"eva", "gaussian", "orthogonal"}
+"""Other named ones change the weights of the base, or what is computed (pissa, olora, loftq, bat)."""
 
 
 def save_adapter(
@@ -53,10 +70,16 @@ def save_adapter(
     module, folder = _peft_model(model, adapter_name), Path(folder)
 
     def naming(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
-        return adapter_tensors(module, shapes, adapter_name, save_embedding_layers)
+        return _adapter_tensors(module, shapes, adapter_name, save_embedding_layers)
 
-    live = together(f"preparing to save {folder}", lambda: _live_of(module, naming), group)
-    job = plan_job(live, naming, folder, None, (_ONE_FILE, ADAPTER_FILE), group)
+    def stored_tensors() -> list[LiveTensor]:
+        live = _all_live(module)
+        wanted = {name for tensor in naming(_shapes(live)).values() for name in tensor.names}
+        return [tensor for tensor in live if tensor.name in wanted]
+
+    doing = f"preparing to save {folder}"
+    live = together(doing, stored_tensors, group)
+    job = plan_job(live, naming, Cut(_ONE_FILE, ADAPTER_FILE), doing, group)
     publish_files(job, folder, lambda temporary: _write_config(module, adapter_name, temporary), group)
 
 
@@ -90,10 +113,10 @@ def load_adapter(
 
     def match() -> Match:
         live = _all_live(module)
-        described = adapter_tensors(module, live_shapes(live), adapter_name, False)
+        described = _adapter_tensors(module, _shapes(live), adapter_name, False)
         unknown = files.tensors.keys() - described.keys()
-        if unknown and has_embeddings(module):  # they may be stored with the adapter
-            more = adapter_tensors(module, live_shapes(live), adapter_name, True)
+        if unknown and hasattr(module.get_base_model(), "get_input_embeddings"):  # they may be stored with the adapter
+            more = _adapter_tensors(module, _shapes(live), adapter_name, True)
             if unknown & more.keys():
                 described = more
         names = {key: tensor.parts[0].name for key, tensor in described.items()}
@@ -104,15 +127,10 @@ def load_adapter(
     return load_matched(model, together(f"matching {folder} with the model", match, group), files, strict, group)
 
 
-def adapter_tensors(
+def _adapter_tensors(
     module: Any, shapes: Mapping[str, tuple[int, ...]], adapter_name: str, save_embedding_layers: bool
 ) -> dict[str, FileTensor]:
-    """What peft stores of a model's tensors for an adapter, by key in the file.
-
-    Raises:
-        CannotFollowError: peft computes with the weights before it stores them.
-        CheckpointError: peft stores nothing.
-    """
+    """What peft stores of a model's tensors for an adapter, by key in the file."""
     from peft.utils import get_peft_model_state_dict
 
     plain: Any = {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
@@ -124,13 +142,7 @@ def adapter_tensors(
     return dict(found)
 
 
-def has_embeddings(module: Any) -> bool:
-    """Whether peft would find embeddings to store with an adapter."""
-    return hasattr(module.get_base_model(), "get_input_embeddings")
-
-
-def live_shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:
-    """Shapes of global tensors by name."""
+def _shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in live}
 
 
@@ -139,12 +151,6 @@ def _all_live(module: nn.Module) -> list[LiveTensor]:
     return [
         replace(tensor, name=alias, aliases=(alias,)) for tensor in live_tensors(module) for alias in tensor.aliases
     ]
-
-
-def _live_of(module: nn.Module, naming: Any) -> list[LiveTensor]:
-    live = _all_live(module)
-    wanted = {name for tensor in naming(live_shapes(live)).values() for name in tensor.names}
-    return [tensor for tensor in live if tensor.name in wanted]
 
 
 def _peft_model(model: nn.Module, adapter_name: str) -> Any:
@@ -172,11 +178,11 @@ def _peft_model(model: nn.Module, adapter_name: str) -> Any:
 
 def _open_adapter(folder: Path, own: Any) -> WeightFiles:
     files = open_folder(folder, ADAPTER_FILE, None)
-    path = folder / CONFIG_FILE
+    path = folder / _CONFIG_FILE
     stored = read_json(path)
     if not isinstance(stored, dict):
         raise CheckpointError(f"{path} is no adapter config")
-    check_config(stored, plain_config(own), default_config(own), path)
+    check_config(stored, own, path)
     return files
 
 
@@ -191,3 +197,53 @@ def _write_config(module: Any, adapter_name: str, folder: Path) -> None:
     if config.task_type is None:
         mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+
+
+# ---- whether the same weights compute the same -----------------------------------------------------------------------
+
+
+def check_config(stored: Mapping[str, Any], config: Any, where: object) -> None:
+    """Refuse a stored config with which the same weights compute something else than the model's adapter."""
+    own, defaults = _as_json(config.to_dict()), _default_config(config)  # older releases of peft do not know all fields
+    for name in sorted(own, key=lambda name: (name != "peft_type", name)):
+        theirs = stored.get(name, defaults.get(name))
+        if _meaning(name, theirs) != _meaning(name, own[name]):
+            raise CheckpointError(
+                f"{where} has {name}={theirs!r}, and the model's adapter {name}={own[name]!r}, with which the "
+                "same weights compute something else; make the adapter with the stored config"
+            )
+    for name in sorted(stored.keys() - own.keys()):
+        meaning = _meaning(name, stored[name])
+        if meaning is True or isinstance(meaning, str | list | dict):  # numbers are taken for those of options off
+            raise CheckpointError(
+                f"{where} has {name}={stored[name]!r}, which the installed peft does not know; install a peft that does"
+            )
+
+
+def _default_config(config: Any) -> dict[str, Any]:
+    """What peft takes for the fields that a stored config lacks."""
+    found = {}
+    for field in dataclasses.fields(config):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return _as_json(found)
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    )
+    return found
+
+
+def _meaning(name: str, value: Any) -> Any:
+    """What is compared of a value: nothing of harmless ones, sets in one order."""
+    if name in _HARMLESS or "dropout" in name:
+        return None
+    if name in _INIT_FIELDS and (not isinstance(value, str) or value in _PLAIN_INITS):
+        return None
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        return sorted(value) or None  # a set in the config, stored in any order
+    return value or None

@@ -1,13 +1,15 @@
-"""The tensors of a live model that belong in a checkpoint, and which boxes of them this rank holds."""
+"""The tensors of a live model that belong in a checkpoint, under whatever wrappers and adapters it is."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor.foreign import boxes_here
@@ -16,6 +18,9 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
 Piece = tuple[Box, torch.Tensor]
+
+_COPIES = {"modules_to_save", "original_module", "token_adapter", "trainable_tokens_delta"}
+"""Modules of peft that hold whole copies of base weights."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,10 @@ def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:
         full: The whole tensor.
     """
     for box, view in pieces:
-        view.copy_(full[tuple(slice(first, first + n) for first, n in zip(box.offsets, box.lengths, strict=True))])
+        view.copy_(full[box.indices])
+
+
+# ---- the model inside of wrappers ------------------------------------------------------------------------------------
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -109,7 +117,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
     while True:
-        if hasattr(model, "parameter_groups") and not all(map(_is_sharded, model.parameters())):
+        if hasattr(model, "parameter_groups") and not all(
+            hasattr(param, "_megatron_fsdp_model") for param in model.parameters()
+        ):
             raise ConfigurationError(
                 "the model shows full parameters at the moment (inside of a forward, or of full_parameters_context); "
                 "load and save outside of that"
@@ -126,8 +136,24 @@ def _is_wrapper(model: nn.Module) -> bool:
     return isinstance(model, torch_wrappers) or hasattr(type(model), "install_optimized_model_weights")
 
 
-def _is_sharded(param: torch.Tensor) -> bool:
-    return hasattr(param, "_megatron_fsdp_model")
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module that torch's `fully_shard` may have wrapped: `LlamaModel`, not `FSDPLlamaModel`."""
+    kinds: Any = type(module).__mro__
+    found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+    return found
+
+
+@contextlib.contextmanager
+def with_own_classes(module: nn.Module) -> Iterator[None]:
+    """Let all modules of a model have their own classes meanwhile: transformers looks conversions up by class name."""
+    changed: list[tuple[Any, type]] = [(part, type(part)) for part in module.modules() if isinstance(part, FSDPModule)]
+    for part, _ in changed:
+        part.__class__ = own_class(part)
+    try:
+        yield
+    finally:
+        for part, kind in changed:
+            part.__class__ = kind
 
 
 def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:
@@ -141,6 +167,9 @@ def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:
         install()
 
 
+# ---- its tensors -----------------------------------------------------------------------------------------------------
+
+
 def live_tensors(module: nn.Module) -> list[LiveTensor]:
     """Parameters and persistent buffers of an unwrapped model, each once, in the order of its modules."""
     names: dict[int, list[str]] = {}
@@ -148,7 +177,8 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
     for name, tensor, is_parameter in _named_tensors(module):
         names.setdefault(id(tensor), []).append(name)
         first.setdefault(id(tensor), (tensor, is_parameter))
-    tied = _tied_names(module)
+    told: Any = getattr(module, "all_tied_weights_keys", None)
+    tied = told if isinstance(told, dict) else ()  # names that transformers leaves out of files
     found = []
     for key, (tensor, is_parameter) in first.items():
         own = [name for name in names[key] if name not in tied] or names[key]
@@ -167,7 +197,47 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]
                 yield dot + name, buffer, False
 
 
-def _tied_names(module: nn.Module) -> set[str]:
-    """Names that transformers leaves out of files where their weight has another name."""
-    tied = getattr(module, "all_tied_weights_keys", None)
-    return set(tied) if isinstance(tied, dict) else set()
+def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
+    """An unwrapped model and its tensors; of a peft model the base and its tensors, as they were called before.
+
+    Raises:
+        ConfigurationError: Adapters hold whole copies of modules, which would not be loaded.
+    """
+    if not getattr(module, "peft_config", None):
+        return module, live_tensors(module)
+    peft_model: Any = module
+    base, tuner_prefix = module, "lora_"
+    if hasattr(module, "get_base_model"):  # not where transformers' own add_adapter put them in
+        base = peft_model.get_base_model()
+        tuner_prefix = str(getattr(peft_model.base_model, "prefix", tuner_prefix))
+    added = _added_names(base)
+    found = []
+    for tensor in live_tensors(base):
+        parts = tensor.name.split(".")
+        if _COPIES.intersection(part for alias in tensor.aliases for part in alias.split(".")):
+            raise ConfigurationError(
+                f"{tensor.name}: adapters with modules_to_save or trainable tokens hold copies of base weights; load "
+                "the base model before adding the adapters"
+            )
+        if not any(part.startswith(tuner_prefix) for part in parts) and not _is_inside(tensor.name, added):
+            aliases = tuple(_without_base_layer(alias) for alias in tensor.aliases)
+            found.append(replace(tensor, name=_without_base_layer(tensor.name), aliases=aliases))
+    return base, found
+
+
+def _added_names(base: nn.Module) -> set[str]:
+    """What adapters have added to layers, as peft's layers list it (AdaLoRA's ranknum has no prefix)."""
+    added: set[str] = set()
+    for name, part in base.named_modules():
+        listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))
+        added.update(f"{name}.{own}" for names in listed if isinstance(names, tuple) for own in names)
+    return added
+
+
+def _is_inside(name: str, modules: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
+
+
+def _without_base_layer(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "base_layer")

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.base_model import base_tensors
-from megatron_fsdp.checkpoint.hf.index import WeightFiles, open_folder
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
-from megatron_fsdp.checkpoint.hf.matching import Match, Source, Wanted, match_tensors, merge_reports
-from megatron_fsdp.checkpoint.hf.names import KeyMapping, map_keys
-from megatron_fsdp.checkpoint.hf.reading import FolderReader, portions
-from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
+from megatron_fsdp.checkpoint.hf.file_tensors import (
+    CannotFollowError,
+    FileTensor,
+    KeyMapping,
+    Part,
+    file_tensors,
+    is_ignored,
+    key_variants,
+    map_keys,
+    other_file_keys,
+)
+from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, WeightFiles, open_folder, portions
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, base_tensors, install_weights, unwrap
 from megatron_fsdp.checkpoint.ranks import gather_objects, together
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
+
+Source = tuple[Part, StoredTensor]
+_Described = list[tuple[str, FileTensor]]
 
 
 def load_hf(
@@ -80,11 +89,181 @@ def load_matched(
     held = together(f"preparing to load {files.folder}", lambda: _checked_pieces(match, files), group)
     count = together(f"loading {files.folder}", lambda: _copy_all(match.wanted, held, files), group)
     install_weights(model, [wanted.live for wanted in match.wanted])
-    return replace(report, notes=(*report.notes, _traffic_note(gather_objects(count, group))))
+    counts = gather_objects(count, group)
+    note = f"read {sum(counts)} bytes on {len(counts)} ranks, {min(counts)} to {max(counts)} on each"
+    return replace(report, notes=(*report.notes, note))
 
 
-def _traffic_note(counts: Sequence[int]) -> str:
-    return f"read {sum(counts)} bytes on {len(counts)} ranks, {min(counts)} to {max(counts)} on each"
+# ---- which stored tensors belong to which of the model ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of the model and where it is stored.
+
+    Attributes:
+        live: The tensor.
+        sources: Parts of it, each in a stored tensor.
+        doubles: Where the same tied weight is stored once more, by the name that it has there.
+    """
+
+    live: LiveTensor
+    sources: tuple[Source, ...]
+    doubles: Mapping[str, tuple[Source, ...]]
+
+
+@dataclass
+class Match:
+    """What fits and what does not.
+
+    Attributes:
+        wanted: What can be loaded.
+        missing: Names of tensors that are not stored, or not completely.
+        unexpected: Stored keys that nothing in the model is made of.
+        reshaped: Stored keys of another shape, with the stored shape and the one wanted.
+        notes: For the report.
+    """
+
+    wanted: list[Wanted] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def report(self) -> LoadReport:
+        """What this rank found."""
+        loaded = tuple(wanted.live.name for wanted in self.wanted)
+        return LoadReport(loaded, tuple(self.missing), tuple(self.unexpected), dict(self.reshaped), tuple(self.notes))
+
+
+def merge_reports(reports: Sequence[LoadReport]) -> LoadReport:
+    """One report of what ranks found, whose models may differ (pipeline stages, experts)."""
+    expected = [set(report.unexpected) for report in reports[1:]]
+    return LoadReport(
+        loaded=_union(report.loaded for report in reports),
+        missing=_union(report.missing for report in reports),
+        unexpected=tuple(key for key in reports[0].unexpected if all(key in keys for keys in expected)),
+        reshaped={key: shapes for report in reports for key, shapes in report.reshaped.items()},
+        notes=_union(report.notes for report in reports),
+    )
+
+
+def _union(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for names in lists for name in names))
+
+
+def match_tensors(module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> Match:
+    """Find every tensor of a model among stored ones.
+
+    A tensor is looked for as transformers would store it (experts one by one), then under its own name, each with and
+    without the prefix of the base model, and at last under names that transformers renames. A tied weight may be
+    stored under any of its names.
+
+    Args:
+        module: The unwrapped model.
+        live: Its tensors.
+        stored: What is stored, by key.
+    """
+    return _Matcher(module, live, stored).match()
+
+
+class _Matcher:
+    """One search; `found` grows while it goes on."""
+
+    def __init__(self, module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> None:
+        self._module = module
+        self._live = live
+        self._stored = stored
+        self._shapes = {name: tensor.shape for tensor in live for name in tensor.aliases}
+        self._used: set[str] = set()
+        self._by_name: dict[str, _Described] = {}
+        self.found = Match()
+
+    def match(self) -> Match:
+        self._learn_file_tensors()
+        lost = [tensor for tensor in self._live if not self._place(tensor, self._places(tensor.aliases))]
+        renamed = self._renamed({name for tensor in lost for name in tensor.aliases})
+        lost = [tensor for tensor in lost if not self._place(tensor, {a: renamed.get(a, []) for a in tensor.aliases})]
+        for tensor in lost:
+            self._note_missing(tensor)
+        self._note_unexpected()
+        return self.found
+
+    def _learn_file_tensors(self) -> None:
+        try:
+            described = file_tensors(self._module, self._shapes)
+        except CannotFollowError as error:
+            described = {}
+            self.found.notes.append(f"tensors were looked for only as the model names them: {error}")
+        for key, tensor in described.items():
+            for name in tensor.names:
+                self._by_name.setdefault(name, []).append((key, tensor))
+
+    def _places(self, names: Sequence[str]) -> dict[str, _Described]:
+        """For each name the stored keys of its tensor with what belongs in them; none where it is not stored."""
+        return {name: self._stored_as(self._by_name.get(name, [])) or self._stored_as_it_is(name) for name in names}
+
+    def _stored_as_it_is(self, name: str) -> _Described:
+        return self._stored_as([(name, FileTensor.of(name, self._shapes[name]))])
+
+    def _stored_as(self, described: _Described) -> _Described:
+        keys = [(self._stored_key(key), tensor) for key, tensor in described]
+        found = [(key, tensor) for key, tensor in keys if key is not None]
+        return found if len(found) == len(described) else []
+
+    def _stored_key(self, key: str) -> str | None:
+        return next((variant for variant in key_variants(self._module, key) if variant in self._stored), None)
+
+    def _renamed(self, names: set[str]) -> dict[str, _Described]:
+        """Stored keys that nothing has been found for and that transformers renames to one of these names."""
+        if not names:
+            return {}
+        others = other_file_keys(self._module, sorted(self._stored.keys() - self._used))
+        return {name: [(key, FileTensor.of(name, self._shapes[name]))] for key, name in others.items() if name in names}
+
+    def _place(self, live: LiveTensor, places: Mapping[str, _Described]) -> bool:
+        """Note where a tensor is stored; False where it is nowhere."""
+        stored = {name: places[name] for name in (live.name, *live.aliases) if places[name]}
+        if not stored:
+            return False
+        fits = True
+        for described in stored.values():
+            for key, tensor in described:
+                self._used.add(key)
+                if self._stored[key].shape != tensor.shape:
+                    self.found.reshaped[key] = (self._stored[key].shape, tensor.shape)
+                    fits = False
+        if fits:
+            sources = {name: self._sources(name, described) for name, described in stored.items()}
+            first, *others = sources
+            keys = {entry.key for _, entry in sources[first]}
+            doubles = {name: sources[name] for name in others if keys.isdisjoint(e.key for _, e in sources[name])}
+            self.found.wanted.append(Wanted(live, sources[first], doubles))
+        return True
+
+    def _sources(self, name: str, described: _Described) -> tuple[Source, ...]:
+        return tuple(
+            (part, self._stored[key]) for key, tensor in described for part in tensor.parts if part.name == name
+        )
+
+    def _note_missing(self, live: LiveTensor) -> None:
+        if is_ignored(self._module, "_keys_to_ignore_on_load_missing", live.aliases):
+            self.found.notes.append(f"{live.name} is not stored and kept its value, as the model allows")
+            return
+        self.found.missing.append(live.name)
+        keys = [key for key, _ in self._by_name.get(live.name, [])]
+        there = [stored for key in keys if (stored := self._stored_key(key)) is not None]
+        self._used.update(there)
+        if there:
+            absent = next(key for key in keys if self._stored_key(key) is None)
+            self.found.notes.append(f"{live.name} is stored only in part: {len(there)} of {len(keys)}, not {absent}")
+
+    def _note_unexpected(self) -> None:
+        for key in sorted(self._stored.keys() - self._used):
+            if is_ignored(self._module, "_keys_to_ignore_on_load_unexpected", [key]):
+                self.found.notes.append(f"{key} is stored and was left out, as the model asks")
+            else:
+                self.found.unexpected.append(key)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -102,10 +281,10 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
         for _, stored in wanted.sources:
             _check_dtype(wanted.live, stored)
     files.check_here(stored.file for wanted in match.wanted for _, stored in _needed(wanted, held[wanted.live.name]))
-    with FolderReader(files.folder) as reader:
-        for wanted in match.wanted:
-            for name, double in wanted.doubles.items():
-                _check_tied(wanted, name, double, held[wanted.live.name], reader)
+    reader = FolderReader(files.folder)
+    for wanted in match.wanted:
+        for name, double in wanted.doubles.items():
+            _check_tied(wanted, name, double, held[wanted.live.name], reader)
     return held
 
 
@@ -117,24 +296,13 @@ def _needed(wanted: Wanted, pieces: Sequence[Piece]) -> Iterator[Source]:
 
 
 def _check_memory(live: LiveTensor, pieces: Sequence[Piece]) -> None:
-    """Every element must have a place of its own; torch refuses to write to others, but only when it comes to them."""
+    """Refuse elements that share a place, as torch would when it comes to write to them."""
     for _, view in pieces:
-        if _shares_memory(view):
+        if torch._debug_has_internal_overlap(view) == 1:
             raise CheckpointError(
                 f"several elements of {live.name} share one place of memory (strides {view.stride()}), so it cannot "
                 "be loaded into; make it contiguous in the model, or leave it out of its state (persistent=False)"
             )
-
-
-def _shares_memory(view: torch.Tensor) -> bool:
-    """Whether elements overlap, as far as torch sees it when it writes: dimensions of small strides inside larger."""
-    dims = sorted((stride, length) for stride, length in zip(view.stride(), view.shape, strict=True) if length > 1)
-    reach = 0
-    for stride, length in dims:
-        if stride <= reach:
-            return True
-        reach += stride * (length - 1)
-    return False
 
 
 def _check_dtype(live: LiveTensor, stored: StoredTensor) -> None:
@@ -156,7 +324,7 @@ def _check_tied(
     for piece, _ in pieces:
         for box in portions(piece, dtype.itemsize):
             one, other = (_stored_box(sources, box, dtype, reader) for sources in (wanted.sources, double))
-            if not torch.equal(_bits(one), _bits(other)):
+            if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 raise CheckpointError(
                     f"{wanted.live.name} and {name} are one tied weight in the model, and two different ones in "
                     f"{reader.folder} (they differ at or behind {box.offsets}); untie them in the model "
@@ -166,17 +334,8 @@ def _check_tied(
 
 def _stored_box(sources: Sequence[Source], box: Box, dtype: torch.dtype, reader: FolderReader) -> torch.Tensor:
     found = torch.empty(box.lengths, dtype=dtype)
-    pieces = [(box, found)]
-    for portion, values in _stored_values(sources, pieces, reader):
-        _write(pieces, portion, values)
-    return found
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(-1).view(torch.uint8)
-
-
-# ---- reading -------------------------------------------------------------------------------------------------------
+    _copy(sources, [(box, found)], reader)
+    return found.view(-1)
 
 
 def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: WeightFiles) -> int:
@@ -185,35 +344,23 @@ def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: 
     Raises:
         CheckpointError: Something went wrong in the middle; says so.
     """
+    reader = FolderReader(files.folder)
     try:
-        with torch.no_grad(), FolderReader(files.folder) as reader:
+        with torch.no_grad():
             for entry in wanted:
-                pieces = held[entry.live.name]
-                for box, values in _stored_values(entry.sources, pieces, reader):
-                    _write(pieces, box, values)
-            return reader.bytes_read
-    except (OSError, RuntimeError) as error:
+                _copy(entry.sources, held[entry.live.name], reader)
+    except Exception as error:  # whatever it is
         raise CheckpointError(f"{error}; the model is partly loaded, load again before using it") from error
+    return reader.bytes_read
 
 
-def _stored_values(
-    sources: Sequence[Source], pieces: Sequence[Piece], reader: FolderReader
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """What is stored of the boxes that this rank holds, in portions: (box of the model tensor, values)."""
-    for piece, _ in pieces:
+def _copy(sources: Sequence[Source], pieces: Sequence[Piece], reader: FolderReader) -> None:
+    """Fill the pieces of one tensor that this rank holds, a portion at a time."""
+    for held, view in pieces:
         for part, stored in sources:
-            common = piece.meet(part.model_box)
+            common = held.meet(part.model_box)
             if common is None:
                 continue
             for portion in portions(part.to_file(common), stored.dtype.itemsize):
                 box = part.to_model(portion)
-                yield box, reader.read(stored, portion).view(box.lengths)
-
-
-def _write(pieces: Sequence[Piece], box: Box, values: torch.Tensor) -> None:
-    for held, view in pieces:
-        if held.meet(box) == box:
-            place = box.inside(held)
-            index = tuple(slice(a, a + n) for a, n in zip(place.offsets, place.lengths, strict=True))
-            view[index].copy_(values)
-            return
+                view[box.inside(held).indices].copy_(reader.read(stored, portion).reshape(box.lengths))

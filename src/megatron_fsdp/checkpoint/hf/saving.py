@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,23 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.carried import carry_files, change_dtype, index_text, write_config
-from megatron_fsdp.checkpoint.hf.catalog import gather_catalog
-from megatron_fsdp.checkpoint.hf.index import INDEX_FILE, MODEL_FILE
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
-from megatron_fsdp.checkpoint.hf.names import file_tensors
-from megatron_fsdp.checkpoint.hf.parts import FileTensor
-from megatron_fsdp.checkpoint.hf.publish import new_folder
-from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
-from megatron_fsdp.checkpoint.hf.save_plan import lay_out_files
-from megatron_fsdp.checkpoint.hf.writing import Job, write_files
-from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.hf.file_tensors import file_tensors
+from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FileLayout
+from megatron_fsdp.checkpoint.hf.live import live_tensors, own_class, unwrap
+from megatron_fsdp.checkpoint.hf.writing import Cut, Job, plan_job, write_files
+from megatron_fsdp.checkpoint.new_folder import new_shared_folder
+from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
-Naming = Callable[[Mapping[str, tuple[int, ...]]], dict[str, FileTensor]]
+_CONFIG_FILE = "config.json"
+
+_SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".spm", ".py"})
+_NAMES = frozenset({"LICENSE", "NOTICE"})
+_FOLDERS = frozenset({"additional_chat_templates"})
+_NOT_CARRIED = frozenset({"adapter_config.json", "trainer_state.json", "manifest.json"})
 
 
 def save_hf(
@@ -70,20 +74,19 @@ def save_hf(
     folder = Path(folder)
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     live = [tensor for tensor in live_tensors(module) if tensor.name not in ignored]
-    job = plan_job(
-        live, lambda shapes: file_tensors(module, shapes), folder, dtype, (max_shard_bytes, MODEL_FILE), group
-    )
+    cut = Cut(max_shard_bytes, MODEL_FILE, dtype)
+    job = plan_job(live, lambda shapes: file_tensors(module, shapes), cut, f"preparing to save {folder}", group)
 
     def write_the_rest(temporary: Path) -> None:
         if carry_from is not None:
-            carry_files(Path(carry_from), temporary)
+            _carry_files(Path(carry_from), temporary)
             if dtype is not None:
-                change_dtype(temporary, dtype)
-        write_config(module, config, temporary, _only_dtype(job.files))
+                _change_dtype(temporary, dtype)
+        _write_config(module, config, temporary, _only_dtype(job.files))
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         if len(job.files) > 1:
-            (temporary / INDEX_FILE).write_text(index_text(job.files), encoding="utf-8")
+            (temporary / INDEX_FILE).write_text(_index_text(job.files), encoding="utf-8")
 
     publish_files(job, folder, write_the_rest, group)
 
@@ -109,42 +112,6 @@ def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: M
             )
 
 
-def plan_job(
-    live: Sequence[LiveTensor],
-    naming: Naming,
-    folder: Path,
-    dtype: torch.dtype | None,
-    shards: tuple[int, str],
-    group: dist.ProcessGroup | None,
-) -> Job:
-    """Find out who holds what, and lay the files out; collective.
-
-    Args:
-        live: What to save of this rank's model.
-        naming: From shapes by name to file tensors by key.
-        folder: For messages.
-        dtype: As of `save_hf`.
-        shards: The most bytes of a file, and its name if it is the only one.
-        group: The ranks.
-
-    Raises:
-        CheckpointError: Something cannot be saved; on every rank.
-    """
-    doing = f"preparing to save {folder}"
-    pieces = together(doing, lambda: {tensor.name: tensor.pieces() for tensor in live}, group)
-    catalog = gather_catalog(live, pieces, group)
-
-    def lay_out() -> tuple[dict[str, FileTensor], list[FileLayout]]:
-        if not catalog:
-            raise CheckpointError("there is nothing to save: the model has no such tensors")
-        tensors = naming({name: held.shape for name, held in catalog.items()})
-        return tensors, lay_out_files(tensors, catalog, dtype, *shards)
-
-    tensors, files = together(doing, lay_out, group)
-    device = next((tensor.tensor.device for tensor in live), torch.device("cpu"))
-    return Job(files, tensors, catalog, pieces, device)
-
-
 def publish_files(
     job: Job, folder: Path, write_the_rest: Callable[[Path], None], group: dist.ProcessGroup | None
 ) -> None:
@@ -159,7 +126,7 @@ def publish_files(
     Raises:
         CheckpointError: As of `save_hf`.
     """
-    with new_folder(folder, {file.name: file.nbytes for file in job.files}, group) as temporary:
+    with new_shared_folder(folder, {file.name: file.nbytes for file in job.files}, group) as temporary:
         decided_by_first(lambda: write_the_rest(temporary), f"saving to {folder}", group)
         write_files(job, temporary, group)
 
@@ -167,3 +134,66 @@ def publish_files(
 def _only_dtype(files: Sequence[FileLayout]) -> torch.dtype | None:
     dtypes = {tensor.dtype for file in files for tensor in file.tensors if tensor.dtype.is_floating_point}
     return dtypes.pop() if len(dtypes) == 1 else None
+
+
+# ---- the files beside the weights ------------------------------------------------------------------------------------
+
+
+def _is_carried(path: Path) -> bool:
+    """Whether a file beside weights describes the model or its tokenizer, rather than weights or a training run."""
+    if path.is_dir():
+        return path.name in _FOLDERS
+    if path.name.endswith(".index.json") or path.name in _NOT_CARRIED:
+        return False
+    return path.suffix in _SUFFIXES or path.name.partition(".")[0] in _NAMES
+
+
+def _carry_files(source: Path, target: Path) -> None:
+    """Copy everything but weights from one folder of a model to another."""
+    if not (source / _CONFIG_FILE).is_file():
+        raise CheckpointError(f"carry_from={source} has no {_CONFIG_FILE}; give the local folder of a model, or None")
+    for path in filter(_is_carried, sorted(source.iterdir())):
+        copy_one = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy_one(path, target / path.name)
+
+
+def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write config.json and generation_config.json, unless they have been carried along.
+
+    Args:
+        module: Its own configs are used where none is given.
+        config: Goes before what was carried along; None: none.
+        folder: Where to.
+        dtype: Of the stored weights, for the config; None where they are of several.
+    """
+    chosen: Any = config if config is not None else getattr(module, "config", None)
+    is_wanted = config is not None or not (folder / _CONFIG_FILE).exists()
+    if is_wanted and hasattr(chosen, "save_pretrained"):
+        chosen = copy.deepcopy(chosen)
+        chosen.architectures = [own_class(module).__name__]
+        if dtype is not None:
+            setattr(chosen, "dtype" if hasattr(chosen, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
+        chosen.save_pretrained(folder)
+    generation: Any = getattr(module, "generation_config", None)
+    if generation is not None and not (folder / "generation_config.json").exists():
+        generation.save_pretrained(folder)
+
+
+def _change_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Let a config that was carried along say in which dtype the weights are now."""
+    path = folder / _CONFIG_FILE
+    described = read_json(path)
+    field = "torch_dtype" if "torch_dtype" in described and "dtype" not in described else "dtype"
+    described[field] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _index_text(files: Sequence[FileLayout]) -> str:
+    """The index of several weight files."""
+    tensors = [tensor for file in files for tensor in file.tensors]
+    metadata = {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+    }
+    weight_map = {tensor.key: tensor.file for tensor in tensors}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"

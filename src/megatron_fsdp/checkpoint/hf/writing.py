@@ -1,29 +1,135 @@
-"""Carry out a save plan: elements travel to the rank that writes them, a bounded stretch at a time."""
+"""Write weight files: who holds what, which rank writes which file, and how elements travel to it in portions."""
 
 from __future__ import annotations
 
-import io
+import bisect
+import contextlib
+import functools
 import itertools
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.hf.catalog import Held
-from megatron_fsdp.checkpoint.hf.live import Piece
-from megatron_fsdp.checkpoint.hf.parts import FileTensor
-from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
-from megatron_fsdp.checkpoint.hf.save_plan import Move, Stretch, moves_of, share_out_files, stretches_of
-from megatron_fsdp.checkpoint.ranks import raise_together, rank_of, world_size_of
+from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
+from megatron_fsdp.checkpoint.hf.files import PORTION_BYTES, FileLayout, StoredTensor, lay_out_file, portions
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece
+from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of, together, world_size_of
+from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
-STRETCH_BYTES = 32 * 2**20
-"""What one rank puts together and writes at once."""
+Naming = Callable[[Mapping[str, tuple[int, ...]]], dict[str, FileTensor]]
+
+Portion = tuple[StoredTensor, Box]
+"""Some elements of a tensor in a file, which follow one another there."""
 
 _ROUNDS_BETWEEN_CHECKS = 16
+
+
+# ---- who holds what --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor and its holders.
+
+    Attributes:
+        shape: Of the global tensor.
+        dtype: Of the main weight.
+        holders: The ranks that hold each box, rising; boxes do not overlap and cover the tensor.
+        is_shared_out: Whether it is a DTensor; of others the first rank's is taken.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    holders: Mapping[Box, tuple[int, ...]]
+    is_shared_out: bool
+
+    def near(self, box: Box) -> Sequence[Box]:
+        """The boxes that may share elements with this one, in an order that all ranks agree on.
+
+        A fused weight of experts on many ranks has thousands of boxes and is asked for expert by expert; those that
+        end before the box along the first dimension, or begin behind it, are not looked at.
+        """
+        if not self.shape:
+            return self._sorted
+        first = bisect.bisect_right(self._ends, box.offsets[0])
+        last = bisect.bisect_left(self._starts, box.offsets[0] + box.lengths[0])
+        return self._sorted[first:last]
+
+    @functools.cached_property
+    def _sorted(self) -> list[Box]:
+        return sorted(self.holders, key=lambda box: (box.offsets, box.lengths))
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [box.offsets[0] for box in self._sorted]
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """For each box the last end of it and those before it."""
+        return list(itertools.accumulate((box.offsets[0] + box.lengths[0] for box in self._sorted), max))
+
+    def source_of(self, box: Box, wanted_by: int) -> int:
+        """Say which rank gives a box to another one: that one itself where it holds it, else they take turns."""
+        ranks = self.holders[box]
+        if not self.is_shared_out:
+            return ranks[0]
+        return wanted_by if wanted_by in ranks else ranks[wanted_by % len(ranks)]
+
+
+def gather_catalog(
+    live: Sequence[LiveTensor], pieces: Mapping[str, Sequence[Piece]], group: dist.ProcessGroup | None
+) -> dict[str, Held]:
+    """The tensors of all ranks' models by name; one collective.
+
+    Args:
+        live: This rank's.
+        pieces: What it holds of each, by name.
+        group: The ranks.
+
+    Raises:
+        CheckpointError: Ranks disagree on a tensor, or elements of one are held by nobody or twice; on every rank.
+    """
+    mine = []
+    for tensor in live:
+        boxes = [box for box, _ in pieces[tensor.name]] if tensor.is_saved_here else []
+        mine.append((tensor.name, tensor.shape, tensor.dtype, tensor.is_shared_out, boxes))
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for rank, theirs in enumerate(gather_objects(mine, group)):
+        for name, shape, dtype, is_shared_out, boxes in theirs:
+            kind = kinds.setdefault(name, (shape, dtype, is_shared_out))
+            if kind != (shape, dtype, is_shared_out):
+                raise CheckpointError(
+                    f"{name} is {shape} {dtype} on rank {rank}, and {kind[0]} {kind[1]} on one before it; all ranks "
+                    "have to save the same model"
+                )
+            for box in boxes:
+                holders.setdefault(name, {}).setdefault(box, []).append(rank)
+    found = {}
+    for name, (shape, dtype, is_shared_out) in kinds.items():
+        ranks = {box: tuple(of_box) for box, of_box in holders.get(name, {}).items()}
+        _check_cover(name, shape, ranks)
+        found[name] = Held(shape, dtype, ranks, is_shared_out)
+    return found
+
+
+def _check_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, object]) -> None:
+    numel, held = torch.Size(shape).numel(), sum(box.numel for box in boxes)
+    if held != numel:
+        raise CheckpointError(
+            f"the ranks hold {held} elements of {name}, which has {numel}; all ranks that share the model have to take "
+            "part (see the argument group), and each has to have another part or the same one"
+        )
+
+
+# ---- which file holds what -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -45,119 +151,253 @@ class Job:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut into files.
+
+    Attributes:
+        max_bytes: Of the tensors of one file; a larger tensor has a file of its own.
+        single_name: Name of the file where there is one; several are numbered.
+        dtype: Of all floating-point tensors; None: as they are.
+    """
+
+    max_bytes: int
+    single_name: str
+    dtype: torch.dtype | None = None
+
+
+def plan_job(live: Sequence[LiveTensor], naming: Naming, cut: Cut, doing: str, group: dist.ProcessGroup | None) -> Job:
+    """Find out who holds what, and lay the files out; collective.
+
+    Args:
+        live: What to save of this rank's model.
+        naming: From shapes by name to file tensors by key.
+        cut: How to cut it into files.
+        doing: What is being done, for messages.
+        group: The ranks.
+
+    Raises:
+        CheckpointError: Something cannot be saved; on every rank.
+    """
+    pieces = together(doing, lambda: {tensor.name: tensor.pieces() for tensor in live}, group)
+    catalog = gather_catalog(live, pieces, group)
+
+    def lay_out() -> tuple[dict[str, FileTensor], list[FileLayout]]:
+        if not catalog:
+            raise CheckpointError("there is nothing to save: the model has no such tensors")
+        tensors = naming({name: held.shape for name, held in catalog.items()})
+        return tensors, lay_out_files(tensors, catalog, cut)
+
+    tensors, files = together(doing, lay_out, group)
+    device = next((tensor.tensor.device for tensor in live), torch.device("cpu"))
+    return Job(files, tensors, catalog, pieces, device)
+
+
+def lay_out_files(tensors: Mapping[str, FileTensor], catalog: Mapping[str, Held], cut: Cut) -> list[FileLayout]:
+    """Put tensors into files in their order, as many into each as fit.
+
+    Args:
+        tensors: What is in files, by key.
+        catalog: The model's tensors, by name.
+        cut: How to cut them into files.
+
+    Returns:
+        At least one file.
+
+    Raises:
+        CheckpointError: A file tensor would be made of tensors of several dtypes, or of a dtype that cannot be stored.
+    """
+    files: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
+    filled = 0
+    for key, tensor in tensors.items():
+        dtype = _stored_dtype(key, tensor, catalog, cut.dtype)
+        size = math.prod(tensor.shape) * dtype.itemsize
+        if files[-1] and filled + size > cut.max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append((key, dtype, tensor.shape))
+        filled += size
+    if len(files) == 1:
+        return [lay_out_file(cut.single_name, files[0])]
+    stem = cut.single_name.removesuffix(".safetensors")
+    return [
+        lay_out_file(f"{stem}-{i:05d}-of-{len(files):05d}.safetensors", inside) for i, inside in enumerate(files, 1)
+    ]
+
+
+def _stored_dtype(key: str, tensor: FileTensor, catalog: Mapping[str, Held], dtype: torch.dtype | None) -> torch.dtype:
+    found = {catalog[name].dtype for name in tensor.names}
+    if len(found) != 1:
+        raise CheckpointError(f"{key} would be made of tensors of several dtypes: {sorted(map(str, found))}")
+    own = found.pop()
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def share_out_files(files: Sequence[FileLayout], num_ranks: int) -> list[list[FileLayout]]:
+    """Choose the files that each rank writes: the largest first, each to the rank with the fewest bytes so far."""
+    shared: list[list[FileLayout]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for file in sorted(files, key=lambda file: -file.nbytes):
+        rank = loads.index(min(loads))
+        shared[rank].append(file)
+        loads[rank] += file.nbytes
+    return shared
+
+
+def portions_of(files: Sequence[FileLayout], max_bytes: int) -> Iterator[Portion]:
+    """All elements of files in the order in which they are stored, at most `max_bytes` (or one element) at once."""
+    for file in files:
+        for stored in file.tensors:
+            for box in portions(Box((0,) * len(stored.shape), stored.shape), stored.dtype.itemsize, max_bytes):
+                if box.numel:
+                    yield stored, box
+
+
+# ---- bringing elements to the rank that writes them ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements that a rank gives to a portion.
+
+    Attributes:
+        source: The rank.
+        name: Of the model tensor.
+        held: The box that the rank holds.
+        box: What is taken of it, in the model tensor.
+        place: Where it goes, in coordinates of the portion.
+    """
+
+    source: int
+    name: str
+    held: Box
+    box: Box
+    place: Box
+
+
+def moves_of(target: Box, tensor: FileTensor, catalog: Mapping[str, Held], writer: int) -> Iterator[Move]:
+    """Everything that is put into a portion, in an order that all ranks agree on.
+
+    Args:
+        target: What is written of the file tensor.
+        tensor: Of which parts it is made.
+        catalog: Who holds what.
+        writer: The rank that writes it.
+    """
+    for part in tensor.parts:
+        wanted = target.meet(part.file_box)
+        if wanted is None:
+            continue
+        held, in_model = catalog[part.name], part.to_model(wanted)
+        for box in held.near(in_model):
+            common = in_model.meet(box)
+            if common is not None:
+                yield Move(held.source_of(box, writer), part.name, box, common, part.to_file(common).inside(target))
+
+
 def write_files(
-    job: Job, folder: Path, group: dist.ProcessGroup | None = None, stretch_bytes: int = STRETCH_BYTES
+    job: Job, folder: Path, group: dist.ProcessGroup | None = None, portion_bytes: int = PORTION_BYTES
 ) -> None:
     """Write all files, each by one rank; collective.
 
-    Memory beyond the model: on a writing rank two stretches, and on every rank what it gives to the writers at once.
+    Memory beyond the model: on a writing rank two portions, and on every rank what it gives to the writers at once.
 
     Args:
         job: What to write.
         folder: There already; the same for all ranks.
         group: The ranks.
-        stretch_bytes: What a rank writes at once.
+        portion_bytes: What a rank writes at once.
 
     Raises:
         CheckpointError: A rank could not write; on every rank.
     """
     shared = share_out_files(job.files, world_size_of(group))
-    writer = _FileWriter(folder, shared[rank_of(group)])
+    rank = rank_of(group)
     exchange = _Exchange(job, group)
-    rounds = itertools.zip_longest(*(stretches_of(files, stretch_bytes) for files in shared))
+    rounds = itertools.zip_longest(*(portions_of(files, portion_bytes) for files in shared))
     doing = f"writing {folder}"
-    with writer:
-        for index, stretches in enumerate(rounds):
-            values = exchange.put_together(stretches)
+    writer = _FileWriter(folder, shared[rank])
+    try:
+        for index, wanted in enumerate(rounds, 1):
+            values = exchange.put_together(wanted)
             if values is not None:
-                writer.write(stretches[rank_of(group)], values)
-            if index % _ROUNDS_BETWEEN_CHECKS == _ROUNDS_BETWEEN_CHECKS - 1:
+                writer.write(wanted[rank][0].file, values)
+            if index % _ROUNDS_BETWEEN_CHECKS == 0:
                 raise_together(writer.problem, doing, group)
+    finally:
         writer.finish()
     raise_together(writer.problem, doing, group)
 
 
 class _Exchange:
-    """Brings the elements of each rank's stretch to it."""
+    """Brings the elements of each rank's portion to it."""
 
     def __init__(self, job: Job, group: dist.ProcessGroup | None) -> None:
         self._job = job
         self._group = group
         self._rank = rank_of(group)
-        self._num_ranks = world_size_of(group)
         self._device = _wire_device(job.device, group)
 
-    def put_together(self, stretches: Sequence[Stretch | None]) -> bytearray | None:
-        """The bytes of this rank's stretch; None if it has none. Collective.
+    def put_together(self, wanted: Sequence[Portion | None]) -> torch.Tensor | None:
+        """The values of this rank's portion; None if it has none. Collective.
 
         Args:
-            stretches: Of every rank, in this round.
+            wanted: The portion of every rank, in this round.
         """
-        moves = [self._moves(stretch, writer) for writer, stretch in enumerate(stretches)]
+        moves = [self._moves(portion, writer) for writer, portion in enumerate(wanted)]
         received: dict[int, torch.Tensor] = {}
         if any(move.source != writer for writer, of_writer in enumerate(moves) for move in of_writer):
-            received = self._exchange(stretches, moves)
-        stretch = stretches[self._rank]
-        if stretch is None:
-            return None
-        return self._assemble(stretch, moves[self._rank], received)
+            received = self._exchange(wanted, moves)
+        mine = wanted[self._rank]
+        return None if mine is None else self._assemble(mine, moves[self._rank], received)
 
-    def _moves(self, stretch: Stretch | None, writer: int) -> list[Move]:
-        if stretch is None:
+    def _moves(self, portion: Portion | None, writer: int) -> list[Move]:
+        if portion is None:
             return []
-        return list(moves_of(stretch, self._job.tensors[stretch.stored.key], self._job.catalog, writer))
+        stored, box = portion
+        return list(moves_of(box, self._job.tensors[stored.key], self._job.catalog, writer))
 
-    def _exchange(
-        self, stretches: Sequence[Stretch | None], moves: Sequence[Sequence[Move]]
-    ) -> dict[int, torch.Tensor]:
-        """What other ranks give to this one's stretch, as flat elements by rank."""
+    def _exchange(self, wanted: Sequence[Portion | None], moves: Sequence[Sequence[Move]]) -> dict[int, torch.Tensor]:
+        """What other ranks give to this one's portion, as flat elements by rank."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         sent = [
-            torch.empty(0, dtype=torch.uint8, device=self._device)
-            if stretch is None or writer == self._rank
-            else self._given(of_writer, stretch.stored.dtype)
-            for writer, (stretch, of_writer) in enumerate(zip(stretches, moves, strict=True))
+            nothing if portion is None or writer == self._rank else self._given(of_writer, portion[0].dtype)
+            for writer, (portion, of_writer) in enumerate(zip(wanted, moves, strict=True))
         ]
-        mine = stretches[self._rank]
-        sizes = [0] * self._num_ranks
-        if mine is not None:
-            for move in moves[self._rank]:
-                if move.source != self._rank:
-                    sizes[move.source] += move.box.numel * mine.stored.dtype.itemsize
+        mine = wanted[self._rank]
+        sizes = [0] * len(wanted)
+        for move in moves[self._rank]:
+            if mine is not None and move.source != self._rank:
+                sizes[move.source] += move.box.numel * mine[0].dtype.itemsize
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         dist.all_to_all_single(incoming, torch.cat(sent), sizes, [piece.numel() for piece in sent], group=self._group)
         if mine is None:
             return {}
         pieces = incoming.cpu().split(sizes)
-        return {rank: piece.view(mine.stored.dtype) for rank, piece in enumerate(pieces) if piece.numel()}
+        return {rank: piece.view(mine[0].dtype) for rank, piece in enumerate(pieces) if piece.numel()}
 
     def _given(self, moves: Sequence[Move], dtype: torch.dtype) -> torch.Tensor:
         values = [self._values(move, dtype) for move in moves if move.source == self._rank]
-        flat = [value.contiguous().view(-1).view(torch.uint8).to(self._device) for value in values]
+        flat = [value.reshape(-1).view(torch.uint8).to(self._device) for value in values]
         return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def _values(self, move: Move, dtype: torch.dtype) -> torch.Tensor:
         view = next(view for box, view in self._job.pieces[move.name] if box == move.held)
-        return view[_index(move.box.inside(move.held))].to(dtype)
+        return view[move.box.inside(move.held).indices].to(dtype)
 
-    def _assemble(self, stretch: Stretch, moves: Sequence[Move], received: Mapping[int, torch.Tensor]) -> bytearray:
-        dtype = stretch.stored.dtype
-        memory = bytearray(stretch.count * dtype.itemsize)
-        flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+    def _assemble(self, portion: Portion, moves: Sequence[Move], received: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        stored, box = portion
+        made = torch.empty(box.lengths, dtype=stored.dtype)
         used = dict.fromkeys(received, 0)
         for move in moves:
             if move.source == self._rank:
-                values = self._values(move, dtype)
+                values = self._values(move, stored.dtype)
             else:
                 first = used[move.source]
                 used[move.source] = first + move.box.numel
                 values = received[move.source][first : first + move.box.numel]
-            target = flat[move.target_first : move.target_first + move.target.numel].view(move.target.lengths)
-            target[_index(move.place)].copy_(values.reshape(move.place.lengths))
-        return memory
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths, strict=True))
+            made[move.place.indices].copy_(values.reshape(move.place.lengths))
+        return made
 
 
 def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
@@ -169,62 +409,44 @@ def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch
 
 
 class _FileWriter:
-    """Writes this rank's files one after another; after an error it writes nothing more and keeps the error.
+    """Appends to this rank's files, one after another; after an error it keeps that and writes no more.
 
     Attributes:
         problem: What went wrong.
     """
 
     def __init__(self, folder: Path, files: Sequence[FileLayout]) -> None:
-        self._folder = folder
-        self._waiting = list(files)
-        self._file: io.FileIO | None = None
-        self._name = ""
         self.problem: OSError | None = None
+        self._folder = folder
+        self._name = ""
+        self._file: BinaryIO | None = None
+        for layout in files:
+            self._attempt((folder / layout.name).write_bytes, layout.head)
 
-    def __enter__(self) -> _FileWriter:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def write(self, stretch: Stretch, values: bytearray) -> None:
-        """Write a stretch; those of one file come in order."""
-        if self.problem is None:
-            try:
-                while self._name != stretch.stored.file:
-                    self._open_next()
-                self._write_all(stretch.start, values)
-            except OSError as error:
-                self.problem = error
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Append values to the file of a name; the one before is finished."""
+        if self._name != name:
+            self.finish()
+            self._name = name
+        self._attempt(self._append, values.view(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Write what has no elements, and make sure that everything has reached the disk."""
-        try:
-            while self.problem is None and self._waiting:
-                self._open_next()
-            self._close()
-        except OSError as error:
-            self.problem = self.problem or error
+        """Bring the file that is open to the disk, and close it."""
+        file, self._file = self._file, None
+        if file is not None:
+            self._attempt(file.flush)
+            self._attempt(os.fsync, file.fileno())
+            with contextlib.suppress(OSError):  # tries once more what could not be flushed
+                file.close()
 
-    def _open_next(self) -> None:
-        self._close()
-        layout = self._waiting.pop(0)
-        self._file = io.FileIO(str(self._folder / layout.name), "xb")
-        self._name = layout.name
-        self._write_all(0, layout.head)
+    def _append(self, values: memoryview) -> None:
+        if self._file is None:
+            self._file = (self._folder / self._name).open("ab")
+        self._file.write(values)
 
-    def _write_all(self, start: int, values: bytes | bytearray) -> None:
-        assert self._file is not None
-        self._file.seek(start)
-        rest = memoryview(values)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-
-    def _close(self) -> None:
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+    def _attempt(self, act: Callable[..., object], *args: object) -> None:
+        if self.problem is None:
+            try:
+                act(*args)
+            except OSError as error:
+                self.problem = error

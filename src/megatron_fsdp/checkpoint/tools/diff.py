@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from megatron_fsdp.checkpoint.data_unpickler import Opaque
 from megatron_fsdp.checkpoint.entries import ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.common_state import as_json, dtype_name, read_common_file
-from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
-from megatron_fsdp.checkpoint.tools.compare_values import Tolerance, ValueDifference, compare_piece, merge
-from megatron_fsdp.checkpoint.tools.inspect import compiled, natural_order
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
-from megatron_fsdp.checkpoint.tools.pieces import Piece
+from megatron_fsdp.checkpoint.reading_budget import shortened
+from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order
+from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, as_json, dtype_name, read_common_file
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
 Entry = TensorEntry | ObjectEntry | None
+
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What counts as equal.
+
+    Attributes:
+        rtol: |a - b| <= atol + rtol * |b| is equal; of two NaN too.
+        atol: As rtol. Both 0: equal values; -0.0 equals 0.0.
+        bitwise: Equal bits; rtol and atol must be 0.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    bitwise: bool = False
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.rtol < math.inf and 0 <= self.atol < math.inf):
+            raise ConfigurationError(f"--rtol {self.rtol} and --atol {self.atol} must be numbers from 0 up")
+        if self.bitwise and (self.rtol or self.atol):
+            raise ConfigurationError("--bitwise allows no difference at all; leave out --rtol and --atol, or --bitwise")
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """How two tensors of one shape and dtype differ.
+
+    Attributes:
+        count: Elements that differ.
+        index: Of the first of them, in order of the flattened tensor.
+        values: There, of both sides.
+        largest: Largest |a - b| over differing elements that are finite on both sides; 0 where there are none.
+    """
+
+    count: int
+    index: tuple[int, ...]
+    values: tuple[object, object]
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -54,17 +97,12 @@ class DiffReport:
         return not self.differences
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"same": self.is_same, "compared": self.compared, "differences": [_as_json(d) for d in self.differences]}
-
-
-def _as_json(difference: Difference) -> dict[str, Any]:
-    told = asdict(difference)
-    if difference.values is None:
-        del told["values"]
-    else:
-        told["values"] = as_json(asdict(difference.values))
-    return told
+        """Turn it into plain data; `values` only where they are what differs."""
+        told = [
+            {key: as_json(value) for key, value in asdict(item).items() if value is not None}
+            for item in self.differences
+        ]
+        return {"same": self.is_same, "compared": self.compared, "differences": told}
 
 
 def diff(
@@ -115,7 +153,7 @@ def _differences(
             if values is not None:
                 yield Difference(key, "values", _values_in_words(values, left.numel), values)
         elif found is None:
-            told = object_difference(a, b, key)
+            told = _object_difference(a, b, key)
             found = None if told is None else Difference(key, "object", told)
         if found is not None:
             yield found
@@ -149,44 +187,31 @@ def _in_words(entry: Entry) -> str:
 def tensor_difference(
     a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance
 ) -> ValueDifference | None:
-    """How the values of a tensor differ, which has one shape and dtype on both sides.
+    """Compare the values of a tensor, which has one shape and dtype on both sides.
 
     Raises:
         CheckpointError: Bytes are damaged.
     """
-    equal_boxes = {right.box: j for j, right in enumerate(b.tensors[key].chunks)}
+    others = b.tensors[key].chunks
+    equal_boxes = {right.box: j for j, right in enumerate(others)}
     found: ValueDifference | None = None
     for i, left in enumerate(a.tensors[key].chunks):
-        if left.box in equal_boxes:  # no other can share anything with it
-            overlaps = [(equal_boxes[left.box], left.box.meet(left.box))]
-        else:
-            overlaps = [(j, left.box.meet(right.box)) for j, right in enumerate(b.tensors[key].chunks)]
-        shared = [(j, box) for j, box in overlaps if box is not None]
-        found = merge(found, _chunk_difference(a, b, key, i, shared, tolerance))
+        # No other chunk can share anything with one of the same box.
+        near = [equal_boxes[left.box]] if left.box in equal_boxes else range(len(others))
+        shared = [(j, box) for j in near if (box := left.box.meet(others[j].box)) is not None]
+        if not shared:
+            continue
+        here = a.read_chunk(key, i)
+        for j, box in shared:
+            there = b.read_chunk(key, j)
+            parts = here[box.inside(left.box).indices], there[box.inside(others[j].box).indices]
+            found = merge(found, compare_piece(*parts, box, tolerance))
+            del there, parts  # before the next one is read
+        del here
     return found
 
 
-def _chunk_difference(
-    a: CheckpointFolder,
-    b: CheckpointFolder,
-    key: str,
-    number: int,
-    shared: Sequence[tuple[int, Box]],
-    tolerance: Tolerance,
-) -> ValueDifference | None:
-    """One chunk of A against those of B that it shares the boxes with."""
-    if not shared:
-        return None
-    here = Piece(a.tensors[key].chunks[number].box, a.read_chunk(key, number))
-    found: ValueDifference | None = None
-    for j, box in shared:
-        there = Piece(b.tensors[key].chunks[j].box, b.read_chunk(key, j))
-        found = merge(found, compare_piece(here.part(box), there.part(box), box, tolerance))
-        del there  # before the next one is read
-    return found
-
-
-def object_difference(a: CheckpointFolder, b: CheckpointFolder, key: str) -> str | None:
+def _object_difference(a: CheckpointFolder, b: CheckpointFolder, key: str) -> str | None:
     """Where an object differs, in words; None where it does not.
 
     Raises:
@@ -204,3 +229,147 @@ def _values_in_words(found: ValueDifference, numel: int) -> str:
         f"{found.count} of {numel} elements differ, first at {place}: {left!r} in A, {right!r} in B; "
         f"by {found.largest:.3g} at most"
     )
+
+
+# ---- values of tensors -----------------------------------------------------------------------------------------------
+
+
+def compare_piece(a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Tolerance) -> ValueDifference | None:
+    """Compare the values of one box.
+
+    Args:
+        a: Shaped as the box.
+        b: As a, and of its dtype.
+        box: Where they lie in the global tensor.
+        tolerance: What counts as equal.
+    """
+    a, b = a.reshape(-1), b.reshape(-1)
+    if torch.equal(_bytes(a), _bytes(b)):  # equal in every sense, NaN included
+        return None
+    count, first, largest = 0, None, 0.0
+    for start in range(0, a.numel(), BLOCK):
+        left, right = a[start : start + BLOCK], b[start : start + BLOCK]
+        differs = _differing(left, right, tolerance)
+        found = int(differs.sum())
+        if not found:
+            continue
+        count += found
+        first = start + int(differs.to(torch.uint8).argmax()) if first is None else first
+        gaps = (_wide(left[differs]) - _wide(right[differs])).abs()
+        gaps = gaps[gaps.isfinite()]
+        largest = max(largest, float(gaps.max()) if gaps.numel() else 0.0)
+    if first is None:
+        return None
+    return ValueDifference(count, _index(first, box), (a[first].item(), b[first].item()), largest)
+
+
+def merge(a: ValueDifference | None, b: ValueDifference | None) -> ValueDifference | None:
+    """Join what differs in two boxes; the first place of the two."""
+    if a is None or b is None:
+        return a or b
+    first = min(a, b, key=lambda found: found.index)
+    return ValueDifference(a.count + b.count, first.index, first.values, max(a.largest, b.largest))
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
+    if tolerance.bitwise or not (a.dtype.is_floating_point or a.dtype.is_complex or tolerance.rtol or tolerance.atol):
+        return (_bytes(a) != _bytes(b)).any(-1)
+    if tolerance.rtol or tolerance.atol:
+        return ~torch.isclose(_wide(a), _wide(b), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
+    a, b = _wide(a), _wide(b)
+    return (a != b) & ~(a.isnan() & b.isnan())
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """Shape (elements, bytes of one)."""
+    values = values.resolve_conj().resolve_neg().contiguous()
+    return values.view(torch.uint8).view(values.numel(), values.element_size())
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.complex128 if values.dtype.is_complex else torch.float64)
+
+
+def _index(place: int, box: Box) -> tuple[int, ...]:
+    """A place in the flattened box as an index of the global tensor."""
+    found = []
+    for offset, length in zip(reversed(box.offsets), reversed(box.lengths), strict=True):
+        place, here = divmod(place, length)
+        found.append(offset + here)
+    return tuple(reversed(found))
+
+
+# ---- objects ---------------------------------------------------------------------------------------------------------
+
+
+def first_difference(a: Any, b: Any, path: str = "") -> str | None:
+    """Say where two objects differ first; None where they are equal. Two NaN are equal.
+
+    Args:
+        a: As `objects.load_object` reads it.
+        b: As a.
+        path: Of both inside their entry.
+    """
+    if isinstance(a, Opaque) and isinstance(b, Opaque):
+        told_a, told_b = (
+            {"class": x.qualified_name, "arguments": x.arguments, "state": x.state, "items": x.items} for x in (a, b)
+        )
+        return first_difference(told_a, told_b, path)
+    if isinstance(a, argparse.Namespace) and isinstance(b, argparse.Namespace):
+        return first_difference(vars(a), vars(b), path)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return _of_mappings(a, b, path)
+    if type(a) is not type(b):
+        return _told(path, a, b)
+    if isinstance(a, list | tuple):
+        return _of_sequences(a, b, path)
+    if isinstance(a, torch.Tensor):
+        return None if _equal_tensors(a, b) else _told(path, a, b)
+    if hasattr(a, "tobytes"):  # NumPy
+        equal = (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
+        return None if equal or _is_nan(a, b) else _told(path, a, b)
+    return None if a == b or _is_nan(a, b) else _told(path, a, b)
+
+
+def _of_mappings(a: Mapping[Any, Any], b: Mapping[Any, Any], path: str) -> str | None:
+    for key in sorted({*a, *b}, key=str):
+        inner = shortened(f"{path}.{key}" if path else str(key))
+        if key not in a or key not in b:
+            return f"{inner} is only in {'B' if key not in a else 'A'}"
+        found = first_difference(a[key], b[key], inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _of_sequences(a: Any, b: Any, path: str) -> str | None:
+    if len(a) != len(b):
+        return f"{path or 'it'} has {len(a)} elements in A and {len(b)} in B"
+    for place, (left, right) in enumerate(zip(a, b, strict=True)):
+        found = first_difference(left, right, shortened(f"{path}[{place}]"))
+        if found is not None:
+            return found
+    return None
+
+
+def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    return not a.numel() or torch.equal(*same)
+
+
+def _is_nan(a: Any, b: Any) -> bool:
+    return isinstance(a, float) and a != a and b != b  # that is what NaN is
+
+
+def _told(path: str, a: Any, b: Any) -> str:
+    left, right = _short(a), _short(b)
+    if left == right:
+        left, right = f"{left} ({type(a).__name__})", f"{right} ({type(b).__name__}), with other values"
+    return f"{path + ': ' if path else ''}{left} in A, {right} in B"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,22 +1,63 @@
-"""All there is to know about a checkpoint without loading it."""
+"""What a checkpoint holds: every key with shape, dtype and bytes, statistics of tensors, and parts of them."""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp.checkpoint.entries import ObjectEntry, TensorEntry
+import torch
+
+from megatron_fsdp.checkpoint.checksum import checksum_box, combine
+from megatron_fsdp.checkpoint.entries import TensorEntry
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.common_state import as_json, dtype_name, read_common
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_KEY, Kind, read_marker, recognise
-from megatron_fsdp.checkpoint.tools.pieces import pieces
-from megatron_fsdp.checkpoint.tools.statistics import TensorStatistics, statistics_of
+from megatron_fsdp.checkpoint.tools.kinds import (
+    COMMON_KEY,
+    Kind,
+    as_json,
+    dtype_name,
+    read_common,
+    read_marker,
+    recognise,
+)
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 
 SCHEMA_VERSION = 1
+SMALL = 1000
+"""Tensors of at most so many elements are shown whole."""
+CORNER = 6
+"""Of larger ones, so many indices of each dimension."""
+_INDEX = re.compile(r"(?P<one>-?\d+)|(?P<start>-?\d*)\s*:\s*(?P<stop>-?\d*)")
+BLOCK = 1 << 18
+"""So many elements are widened to float64 at a time."""
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Of one tensor; of complex numbers, of their magnitudes.
+
+    Attributes:
+        minimum: Of the finite elements; None where there are none.
+        maximum: As minimum.
+        mean: As minimum.
+        norm: Square root of the sum of squares of the finite elements, computed in float64; None where that is not
+            enough for it. The mean likewise.
+        non_finite: Elements that are infinite or not a number.
+        zeros: Elements that are zero.
+    """
+
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    norm: float | None
+    non_finite: int
+    zeros: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +115,7 @@ class Inspection:
         return [entry for entry in self.entries if entry.shape is not None]
 
     def to_json(self) -> dict[str, Any]:
-        """As `docs/schemas/inspect.schema.json` describes."""
+        """Describe it as `docs/schemas/inspect.schema.json` says."""
         entries = []
         for entry in self.entries:
             told = asdict(entry)
@@ -121,19 +162,12 @@ def inspect_folder(
         problems.append(str(error))
     keys = natural_order([*folder.tensors, *folder.objects])
     kept = [key for key in keys if wanted.search(key)]
-    entries = []
-    for key in kept:
-        if key in folder.objects:
-            entries.append(_object_entry(folder.objects[key]))
-        else:
-            found = statistics_of(piece.values for piece in pieces(folder, key)) if with_statistics else None
-            entries.append(_tensor_entry(folder.tensors[key], found))
     return Inspection(
         path=folder.path,
         kind=kind,
         marker=marker,
         common=common,
-        entries=tuple(entries),
+        entries=tuple(_listed(folder, key, with_statistics) for key in kept),
         hidden=len(keys) - len(kept),
         files={name: (folder.path / name).stat().st_size for name in sorted(folder.files)},
         mcore_data=as_json(getattr(folder.metadata, "mcore_data", None) or {}),
@@ -152,18 +186,18 @@ def _problems(folder: CheckpointFolder, kind: Kind, marker: dict[str, Any]) -> l
     return found
 
 
-def _tensor_entry(entry: TensorEntry, statistics: TensorStatistics | None) -> ListedEntry:
+def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> ListedEntry:
+    if key in folder.objects:
+        span = folder.objects[key].span
+        return ListedEntry(key, span.length, None, None, 1, (span.file,))
+    entry = folder.tensors[key]
     files = tuple(sorted({chunk.span.file for chunk in entry.chunks}))
-    dtype = dtype_name(entry.dtype)
-    return ListedEntry(entry.key, entry.nbytes, entry.shape, dtype, len(entry.chunks), files, statistics)
-
-
-def _object_entry(entry: ObjectEntry) -> ListedEntry:
-    return ListedEntry(entry.key, entry.span.length, None, None, 1, (entry.span.file,))
+    found = statistics_of(values for _, values in pieces(folder, key)) if with_statistics else None
+    return ListedEntry(key, entry.nbytes, entry.shape, dtype_name(entry.dtype), len(entry.chunks), files, found)
 
 
 def compiled(pattern: str | None) -> re.Pattern[str]:
-    """A regular expression of the user.
+    """Compile a regular expression of the user.
 
     Raises:
         ConfigurationError: It is none.
@@ -175,10 +209,181 @@ def compiled(pattern: str | None) -> re.Pattern[str]:
 
 
 def natural_order(keys: Iterable[str]) -> list[str]:
-    """Sorted, with numbers inside by value: layers.2 before layers.10."""
-    return sorted(keys, key=_natural)
+    """Sort keys, with numbers inside by value: layers.2 before layers.10."""
+
+    def parts(key: str) -> list[tuple[int, int | str]]:
+        return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", key)]
+
+    return sorted(keys, key=parts)
 
 
-def _natural(key: str) -> tuple[tuple[int, int | str], ...]:
-    parts = re.split(r"(\d+)", key)
-    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts)
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """Make the box that is all of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def pieces(folder: CheckpointFolder, key: str, wanted: Box | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Read the chunks of a tensor, or what a box holds of them, one at a time, each with its box.
+
+    Raises:
+        CheckpointError: Bytes are damaged.
+    """
+    for index, chunk in enumerate(folder.tensors[key].chunks):
+        shared = chunk.box if wanted is None else chunk.box.meet(wanted)
+        if shared is not None and shared.numel:
+            yield shared, folder.read_chunk(key, index)[shared.inside(chunk.box).indices]
+
+
+def statistics_of(chunks: Iterable[torch.Tensor]) -> TensorStatistics:
+    """Compute statistics of a tensor that is given in chunks."""
+    low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
+    finite_count = non_finite = zeros = 0
+    for chunk in chunks:
+        flat = chunk.reshape(-1)
+        for start in range(0, flat.numel(), BLOCK):
+            values = flat[start : start + BLOCK]
+            values = values.abs().to(torch.float64) if values.dtype.is_complex else values.to(torch.float64)
+            finite = values[torch.isfinite(values)]
+            non_finite += values.numel() - finite.numel()
+            zeros += int((values == 0).sum())
+            if finite.numel():
+                low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+                total += float(finite.sum())
+                squares += float(finite.square().sum())
+                finite_count += finite.numel()
+    if not finite_count:
+        return TensorStatistics(None, None, None, 0.0, non_finite, zeros)
+    mean, norm = _if_finite(total / finite_count), _if_finite(math.sqrt(squares))
+    return TensorStatistics(low, high, mean, norm, non_finite, zeros)
+
+
+def _if_finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---- one tensor or object --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShownTensor:
+    """A tensor, or a part of it.
+
+    Attributes:
+        entry: What the metadata say.
+        box: The part that is shown.
+        values: Shaped as the part was asked for: dimensions given as one index are gone.
+        checksum: Of the part, as 16 hexadecimal digits, taken as a tensor of its own (of the whole tensor: as in
+            manifests); None unless asked for.
+    """
+
+    entry: TensorEntry
+    box: Box
+    values: torch.Tensor
+    checksum: str | None
+
+
+@dataclass(frozen=True)
+class ShownObject:
+    """An object.
+
+    Attributes:
+        key: Its name.
+        value: Read as data.
+        nbytes: As it is stored.
+        sha256: Of the stored bytes.
+    """
+
+    key: str
+    value: object
+    nbytes: int
+    sha256: str
+
+
+def show(
+    folder: CheckpointFolder, key: str, part: str | None = None, *, with_hash: bool = False
+) -> ShownTensor | ShownObject:
+    """Read one entry.
+
+    Args:
+        folder: Opened.
+        key: Of a tensor or an object.
+        part: Such as `0:2,:8` or `3,-1`; None: all of a small tensor, the first corner of a large one.
+        with_hash: Also compute the checksum, of the part if one is given, else of the whole tensor.
+
+    Raises:
+        CheckpointError: There is no such key (the nearest ones are named), or its bytes are damaged.
+        ConfigurationError: The part does not fit, or is given for an object.
+    """
+    if key in folder.objects:
+        if part is not None:
+            raise ConfigurationError(f"{key} is an object; --slice is for tensors, leave it out")
+        raw = folder.read_bytes(key)
+        return ShownObject(key, folder.read_object(key), len(raw), hashlib.sha256(raw).hexdigest())
+    if key not in folder.tensors:
+        raise CheckpointError(f"{folder.path} has no {key}{_nearest(folder, key)}")
+    entry = folder.tensors[key]
+    no_dims: tuple[int, ...] = ()
+    box, gone = (_corner(entry), no_dims) if part is None else parse_part(part, entry.shape)
+    values = folder.read_box(key, box.offsets, box.lengths)
+    for dim in reversed(gone):
+        values = values.select(dim, 0)
+    hashed = _checksum(folder, key, whole(entry.shape) if part is None else box) if with_hash else None
+    return ShownTensor(entry, box, values, hashed)
+
+
+def _nearest(folder: CheckpointFolder, key: str) -> str:
+    everything = [*folder.tensors, *folder.objects]
+    near = difflib.get_close_matches(key, everything, 3, 0.5) or [name for name in everything if key in name][:3]
+    return f"; did you mean {' or '.join(near)}?" if near else f"; it has {len(everything)} other keys: see `inspect`"
+
+
+def _checksum(folder: CheckpointFolder, key: str, box: Box) -> str:
+    """The checksum of a part of a tensor as a tensor of its own, chunk by chunk."""
+    read = pieces(folder, key, box)
+    parts = [checksum_box(values, held.inside(box).offsets, box.lengths) for held, values in read]
+    return f"{combine(parts):016x}"
+
+
+def _corner(entry: TensorEntry) -> Box:
+    if entry.numel <= SMALL:
+        return whole(entry.shape)
+    return Box((0,) * len(entry.shape), tuple(min(length, CORNER) for length in entry.shape))
+
+
+def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
+    """Read a part as Python writes indices: `0:2,:8`, `3`, `-1`, `...` at the end is not needed.
+
+    Returns:
+        The box, and the dimensions that were given as one index.
+
+    Raises:
+        ConfigurationError: It is not of this form, or outside of the tensor.
+    """
+    words = text.strip().strip("[]").split(",")
+    if len(words) > len(shape):
+        raise ConfigurationError(
+            f"--slice {text} has {len(words)} dimensions, and the tensor has {len(shape)}: {tuple(shape)}; "
+            "give at most as many"
+        )
+    offsets, lengths, gone = [], [], []
+    for dim, length in enumerate(shape):
+        word = words[dim].strip() if dim < len(words) else ":"
+        where = f"--slice {text}: dimension {dim} of length {length}"
+        found = _INDEX.fullmatch(word)
+        if found is None:
+            raise ConfigurationError(f"{where} cannot take {word!r}; write 2:5, :8, 3: or 7 (steps are not supported)")
+        if found["one"]:
+            index = int(found["one"])
+            if not -length <= index < length:
+                raise ConfigurationError(f"{where} has no index {index}")
+            start, stop = index % length, index % length + 1
+            gone.append(dim)
+        else:
+            edges = (int(edge) if edge else None for edge in (found["start"], found["stop"]))
+            start, stop, _ = slice(*edges).indices(length)
+        offsets.append(start)
+        lengths.append(max(0, stop - start))
+    return Box(tuple(offsets), tuple(lengths)), tuple(gone)

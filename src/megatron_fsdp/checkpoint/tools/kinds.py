@@ -1,23 +1,38 @@
-"""What kind of checkpoint a folder is, told from names alone."""
+"""What kind of checkpoint a folder is, and what it holds beside its tensors: the common state and files of Megatron."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import argparse
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.reading_budget import read_json
+from megatron_fsdp.checkpoint.manifest import FILE_NAME
+from megatron_fsdp.checkpoint.objects import load_object
+from megatron_fsdp.checkpoint.reading_budget import open_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 MARKER = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
-MANIFEST = "manifest.json"
 GROUP_META = "optimizer.param_to_group_meta."
 
 _SLOTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer", ".max_exp_avg_sq", ".fp32_param")
+_BACKEND = "torch_dist"
+_SHARDED_OBJECT = re.compile(r"/shard_[\d.]+_[\d.]+\Z")  # how torch_dist names objects
+_FLAT_NAMES = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
+_DEPTH = 12
+_TITLES = {
+    "torch_dist": "torch_dist (Megatron-LM)",
+    "fsdp_dtensor": "fsdp_dtensor (Megatron-FSDP)",
+    "dcp": "torch.distributed.checkpoint",
+}
 
 
 @dataclass(frozen=True)
@@ -45,65 +60,48 @@ class Kind:
     @property
     def title(self) -> str:
         """In words."""
-        known = {
-            "torch_dist": "torch_dist (Megatron-LM)",
-            "fsdp_dtensor": "fsdp_dtensor (Megatron-FSDP)",
-            "dcp": "torch.distributed.checkpoint",
-        }
-        parts = [known[self.format]]
+        parts = [_TITLES[self.format]]
         parts += [f"generation {self.generation}"] if self.generation else []
         parts += ["with manifest"] if self.has_manifest else []
         return ", ".join(parts)
 
 
 def recognise(folder: CheckpointFolder) -> Kind:
-    """Tell the kind of an open folder.
+    """Tell the kind of an open folder, from names alone.
 
     Raises:
         CheckpointError: `metadata.json` is there and is not JSON.
     """
     tensors, objects = folder.tensors.keys(), folder.objects.keys()
-    backend = read_marker(folder.path).get("sharded_backend")
-    mcore_data = getattr(folder.metadata, "mcore_data", None)
-    is_torch_dist = backend == "torch_dist" or COMMON_KEY in objects or (folder.path / COMMON_FILE).is_file()
-    generation = None
-    if is_torch_dist:
-        generation = _generation(bool(mcore_data), (folder.path / COMMON_FILE).is_file(), COMMON_KEY in objects)
-        name = "torch_dist"
-    else:
-        name = "fsdp_dtensor" if _is_fsdp_dtensor(tensors, objects) else "dcp"
+    has_file, has_object = (folder.path / COMMON_FILE).is_file(), COMMON_KEY in objects
+    name, generation = "dcp", None
+    if has_file or has_object or read_marker(folder.path).get("sharded_backend") == _BACKEND:
+        name = _BACKEND
+        if getattr(folder.metadata, "mcore_data", None):
+            generation = "G1"
+        elif has_object or has_file:
+            generation = "G3" if has_object else "G2"
+    elif any(key.startswith("model.module.") for key in tensors) or any(key.startswith(GROUP_META) for key in objects):
+        name = "fsdp_dtensor"
     return Kind(
         format=name,
         generation=generation,
-        optimizer=optimizer_layout(tensors, name),
+        optimizer=_optimizer_layout(tensors, name),
         is_chained=any(key.startswith("chained_") for key in tensors),
-        has_manifest=(folder.path / MANIFEST).is_file(),
+        has_manifest=(folder.path / FILE_NAME).is_file(),
     )
 
 
-def _generation(has_mcore_data: bool, has_common_file: bool, has_common_object: bool) -> str | None:
-    if has_mcore_data:
-        return "G1"
-    if has_common_object:
-        return "G3"
-    return "G2" if has_common_file else None
-
-
-def _is_fsdp_dtensor(tensors: Collection[str], objects: Collection[str]) -> bool:
-    return any(key.startswith("model.module.") for key in tensors) or any(key.startswith(GROUP_META) for key in objects)
-
-
-def optimizer_layout(tensors: Collection[str], format_name: str) -> str:
-    """How optimizer state is laid out, told from keys; see `Kind`."""
+def _optimizer_layout(tensors: Collection[str], format_name: str) -> str:
     if any(".bucket_idx_" in key or "optimizer.distributed." in key for key in tensors):
         return "bucket_space"
-    if format_name == "torch_dist":
+    if format_name == _BACKEND:
         return "model_space" if any("optimizer.state." in key for key in tensors) else "none"
     return "per_parameter" if any(key.endswith(_SLOTS) for key in tensors) else "none"
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """What `metadata.json` says; empty where there is none.
+    """Read what `metadata.json` says; empty where there is none.
 
     Raises:
         CheckpointError: It is damaged.
@@ -115,3 +113,120 @@ def read_marker(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where an object of names and values should be")
     return found
+
+
+# ---- the common state ------------------------------------------------------------------------------------------------
+
+
+def read_common(folder: CheckpointFolder) -> dict[str, Any]:
+    """Read the common state: of torch_dist the dict that Megatron wrote, else the objects of the same names.
+
+    Raises:
+        CheckpointError: It is damaged, asks for code, or is no dict.
+    """
+    if COMMON_KEY in folder.objects:
+        found = folder.read_object(COMMON_KEY)
+        where = COMMON_KEY
+        if isinstance(found, list) and len(found) == 1:  # Megatron wraps objects in a list
+            found = found[0]
+    elif (folder.path / COMMON_FILE).is_file():
+        where = str(folder.path / COMMON_FILE)
+        found = read_common_file(folder)
+    else:
+        return {name: folder.read_object(name) for name in _FLAT_NAMES if name in folder.objects}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{where} holds a {type(found).__name__} where the common state (a dict) should be")
+    return {str(key): value for key, value in found.items()}
+
+
+def read_common_file(folder: CheckpointFolder) -> Any:
+    """Read what is in `common.pt`, as Megatron's generations G1 and G2 have it.
+
+    Raises:
+        CheckpointError: It is not there, damaged, or asks for code.
+    """
+    path = folder.path / COMMON_FILE
+    try:
+        with open_file(path) as stream:
+            return load_object(stream, str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def as_json(value: Any, depth: int = _DEPTH) -> Any:
+    """Turn any object into JSON: numbers, text, lists and objects; what has no such form as a short description."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, torch.Tensor):
+        return f"tensor of shape {tuple(value.shape)}, {dtype_name(value.dtype)}"
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if depth == 0:
+        return f"({type(value).__name__})"
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(key): as_json(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_json(inner, depth - 1) for inner in value]
+    shape = getattr(value, "shape", None)
+    text = f"array of shape {shape}" if shape else str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- files beside the tensors ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SideFileProblem:
+    """What is wrong with one file.
+
+    Attributes:
+        state: Whether it is there.
+        name: Of the file.
+        reason: In words.
+    """
+
+    state: Literal["missing", "damaged"]
+    name: str
+    reason: str
+
+
+def side_file_problems(folder: CheckpointFolder) -> Iterator[SideFileProblem]:
+    """Find what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint.
+
+    Args:
+        folder: Opened; may lack any file but `.metadata`.
+    """
+    marker: Mapping[str, Any] = {}
+    is_readable = True
+    try:
+        marker = read_marker(folder.path)
+    except CheckpointError as error:
+        is_readable = False
+        yield SideFileProblem("damaged", MARKER, str(error))
+    has_common = COMMON_KEY in folder.objects or (folder.path / COMMON_FILE).is_file()
+    backend = marker.get("sharded_backend")
+    if not (backend == _BACKEND or has_common or _looks_like_torch_dist(folder)):
+        return
+    if not (folder.path / MARKER).is_file():
+        reason = "a torch_dist checkpoint has it, and it is written last: the save did not finish, or it was lost"
+        yield SideFileProblem("missing", MARKER, reason)
+    elif is_readable and backend != _BACKEND:
+        said = ascii(backend)[:100]
+        yield SideFileProblem("damaged", MARKER, f"says that the format is {said}, and this is {_BACKEND}")
+    if not has_common:
+        reason = f"iteration, arguments and parameter groups are neither there nor in {COMMON_KEY}"
+        yield SideFileProblem("missing", COMMON_FILE, reason)
+
+
+def _looks_like_torch_dist(folder: CheckpointFolder) -> bool:
+    has_flattened = bool(getattr(folder.metadata, "mcore_data", None))
+    return has_flattened or any(_SHARDED_OBJECT.search(key) for key in folder.objects)

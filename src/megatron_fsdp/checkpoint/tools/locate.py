@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.run_folder import POINTER, RELEASE, RunFolder, is_whole, iteration_of
-from megatron_fsdp.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -52,18 +51,19 @@ def locate(path: str | Path) -> Path:
 
 
 def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
-    """The checkpoints of a run, oldest first, `release` before all; unfinished ones too.
+    """List the checkpoints of a run, oldest first, `release` before all; unfinished ones too.
+
+    Args:
+        root: Any path; what is not the folder of a run has none.
 
     Raises:
-        CheckpointError: It is not the folder of a run, holds no checkpoints, or its pointer is damaged.
+        CheckpointError: The pointer to the latest is damaged.
     """
     root = Path(root)
-    if not root.is_dir():
-        raise CheckpointError(f"{root} is not a folder; give the folder of a run, with iter_* folders in it")
-    children = [path for path in root.iterdir() if path.name == RELEASE or iteration_of(path.name) is not None]
-    if not children:
-        raise CheckpointError(f"{root} holds no checkpoints (iter_* folders, or {RELEASE}); give the folder of a run")
+    if is_whole(root) or not root.is_dir():
+        return []
     run = RunFolder(root)
+    children = [path for path in root.iterdir() if path.name == RELEASE or iteration_of(path.name) is not None]
     latest = run.latest() if (root / POINTER).exists() or run.iterations() else None
     found = [
         ListedCheckpoint(path.name, iteration_of(path.name), _nbytes(path), path == latest, is_whole(path))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import io
+import itertools
+import math
 import mmap
 import os
+import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,26 +18,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
+from megatron_fsdp.checkpoint.data_unpickler import Opaque
 from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.objects import load_object_file
-from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
+from megatron_fsdp.checkpoint.reading_budget import ReadingBudget, shortened
 from megatron_fsdp.checkpoint.restricted_pickle import reading
+from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
-from megatron_fsdp.checkpoint.tools.nesting import KeyPath, Structure, count_paths, flattened, nested_paths, unflattened
-from megatron_fsdp.checkpoint.tools.new_folder import new_file, new_folder
-from megatron_fsdp.checkpoint.tools.pieces import pieces
-from megatron_fsdp.checkpoint.tools.plain_objects import plain
-from megatron_fsdp.checkpoint.tools.stream_write import CHUNK_BYTES, ObjectSource, TensorSource, row_boxes, write_folder
+from megatron_fsdp.checkpoint.tools.repack import (
+    KeyPath,
+    ObjectSource,
+    Source,
+    TensorSource,
+    nested_paths,
+    path_conflict,
+    write_folder,
+)
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
-MEMORY_BYTES = 256 << 20
-"""State dicts up to this size are put together in memory, larger ones in a temporary file beside the result."""
+CHUNK_BYTES = 256 << 20
 
 _ALIGNMENT = 64
 _SHOWN = 4
+_AS_IT_IS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype, torch.device, torch.Size})
+"""What `torch.load(weights_only=True)` accepts besides containers and tensors."""
 
 
 @dataclass(frozen=True)
@@ -55,35 +69,34 @@ class RepackReport:
 # ---- a folder to one file ----------------------------------------------------------------------------------------
 
 
-def to_torch_save(
-    folder: CheckpointFolder, target: Path, *, tensors_only: bool = False, memory_bytes: int = MEMORY_BYTES
-) -> RepackReport:
+def to_torch_save(folder: CheckpointFolder, target: Path, *, tensors_only: bool = False) -> RepackReport:
     """Write the whole state dict of a checkpoint as one file that `torch.load(weights_only=True)` reads.
+
+    Meanwhile the tensors lie in a temporary file beside `target`, as large as they are.
 
     Args:
         folder: Opened.
         target: Must not exist; it appears whole or not at all.
         tensors_only: Leave out everything that is no tensor.
-        memory_bytes: Above this size the state lies in a temporary file, as large as the tensors, beside `target`.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or the file exists or cannot be written.
     """
     notes: list[str] = []
     with new_file(target) as temporary:
-        leaves: dict[str, Any] = {}
         try:
-            leaves.update(_assembled(folder, memory_bytes, target.absolute().parent))
+            leaves: dict[str, Any] = dict(_assembled(folder, target.absolute().parent))
             if not tensors_only:
-                leaves.update({key: plain(folder.read_object(key), key, notes) for key in folder.objects})
-            in_order = {key: leaves[key] for key in folder.metadata.state_dict_metadata if key in leaves}
-            state = unflattened(in_order, nested_paths(folder), Structure.read(folder.path))
+                leaves |= {key: plain(folder.read_object(key), key, notes) for key in folder.objects}
+            paths = {key: path for key, path in nested_paths(folder).items() if key in leaves}
             with temporary.open("wb") as stream:
-                torch.save(state, stream)
+                torch.save(_nested(leaves, paths), stream)
                 stream.flush()
                 os.fsync(stream.fileno())
+        except CheckpointError:
+            raise
         except (OSError, RuntimeError) as error:
-            raise _as_checkpoint_error(error, f"{target} cannot be written") from error
+            raise CheckpointError(f"{target} cannot be written ({error}); nothing of it is kept") from error
     if (folder.path / COMMON_FILE).is_file():
         notes.append(f"{COMMON_FILE} is not part of it: it is a file of torch.save already")
     tensors = folder.tensors.values()
@@ -91,34 +104,35 @@ def to_torch_save(
     return RepackReport(len(tensors), sum(entry.nbytes for entry in tensors), objects, tuple(notes))
 
 
-def _assembled(folder: CheckpointFolder, memory_bytes: int, place: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in one stretch of memory (or of a file), each filled chunk by chunk."""
-    starts, total = {}, 0
-    for key, entry in folder.tensors.items():
-        starts[key] = total
-        total += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = _stretch(total, memory_bytes, place)
-    for key, entry in folder.tensors.items():
-        if entry.numel == 0:
-            yield key, torch.empty(entry.shape, dtype=entry.dtype)
-            continue
-        raw = torch.frombuffer(memory, dtype=torch.uint8, offset=starts[key], count=entry.nbytes)
-        values = raw.view(entry.dtype).view(entry.shape)
-        for piece in pieces(folder, key):
-            values[piece.box.indices] = piece.values
-        yield key, values
-
-
-def _stretch(total: int, memory_bytes: int, place: Path) -> mmap.mmap:
-    """Memory that the system may move to a file on disk where it is large; the file has no name."""
-    if total <= memory_bytes:
-        return mmap.mmap(-1, max(total, 1))
+def _assembled(folder: CheckpointFolder, place: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors, each filled chunk by chunk, in a nameless file that the system pages in and out."""
+    sizes = [-(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT for entry in folder.tensors.values()]
     with tempfile.TemporaryFile(dir=place) as file:
+        total = max(sum(sizes), 1)
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, total)  # a full disk is an error here, and not a signal later
         else:
             file.truncate(total)
-        return mmap.mmap(file.fileno(), total)
+        memory = mmap.mmap(file.fileno(), total)
+    for (key, entry), start in zip(folder.tensors.items(), itertools.accumulate(sizes, initial=0), strict=False):
+        values = torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.numel:
+            raw = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=entry.nbytes)
+            values = raw.view(entry.dtype).view(entry.shape)
+        for box, part in pieces(folder, key):
+            values[box.indices] = part
+        yield key, values
+
+
+def _nested(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
+    """The nested state dict again, in the order of the metadata."""
+    conflict = path_conflict(paths)
+    try:
+        if conflict is None:
+            return unflatten_state_dict({key: leaves[key] for key in paths}, dict(paths))
+    except (TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+        conflict = f"they name both a list and a dict ({shortened(str(error))})"
+    raise CheckpointError(f"the metadata contradict themselves about how keys nest: {conflict}")
 
 
 # ---- one file to a folder ----------------------------------------------------------------------------------------
@@ -145,38 +159,64 @@ def from_torch_save(
     state = load_object_file(source)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
-    reading(str(source), lambda: count_paths(state, ReadingBudget(source.stat().st_size)))
-    leaves, paths, structure, notes = _flattened(state, str(source), nesting)
+    reading(str(source), lambda: _count_paths(state, ReadingBudget(source.stat().st_size)))
+    leaves, paths = _flattened(state, str(source), nesting)
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
-    notes += _tied(tensors)
+    notes = _tied(tensors)
     with new_folder(target) as temporary:
-        write_folder(temporary, _sources(leaves, chunk_bytes, notes), paths, beside=structure.files())
+        write_folder(temporary, _sources(leaves, chunk_bytes, notes), paths)
     nbytes = sum(value.nbytes for value in tensors.values())
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
 
 
-def _flattened(
-    state: Mapping[Any, Any], where: str, nesting: str
-) -> tuple[dict[str, Any], Mapping[str, KeyPath], Structure, list[str]]:
-    if nesting == "torch":
-        return flattened(state, where)
-    if nesting != "own":
+def _flattened(state: Mapping[Any, Any], where: str, nesting: str) -> tuple[dict[str, Any], Mapping[str, KeyPath]]:
+    """Leaves by flat key, and the path of each."""
+    if nesting not in ("torch", "own"):
         raise ConfigurationError(f"nesting={nesting!r}: give 'torch' or 'own'")
     odd = [key for key in state if not isinstance(key, str)]
-    if odd:
+    if nesting == "own" and odd:
         raise CheckpointError(f"{where} has the key {odd[0]!r}, which is no text; use the nesting of torch")
-    leaves, paths = flatten(state)
-    return leaves, dict(paths), Structure(), []
+    twice = [path for path, count in collections.Counter(_paths(state)).items() if count > 1]  # 1 and "1" are one key
+    if nesting == "torch" and twice:
+        raise CheckpointError(f"{where}: two of its entries would be stored under {'.'.join(twice[0])}; rename one")
+    try:
+        return flatten(state) if nesting == "own" else flatten_state_dict(dict(state))
+    except (ValueError, ConfigurationError) as error:
+        raise CheckpointError(
+            f"{where}: two of its entries would be stored under one key ({error}); rename one"
+        ) from error
 
 
-def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[TensorSource | ObjectSource]:
+def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where everything in dicts and lists is."""
+    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield (*path, str(key))
+        yield from _paths(inner, (*path, str(key)))
+
+
+def _count_paths(state: Mapping[Any, Any], budget: ReadingBudget) -> None:
+    """Count flat keys before they are made: each holds the names of all that is around it."""
+    for path in _paths(state):
+        budget.spend(sum(map(len, path)))
+
+
+def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[Source]:
     for key, value in leaves.items():
         if isinstance(value, torch.Tensor):
-            shape = tuple(value.shape)
-            boxes = row_boxes(shape, value.dtype, chunk_bytes)
-            yield TensorSource(key, shape, value.dtype, boxes, partial(_rows, value, boxes))
+            boxes = row_boxes(tuple(value.shape), value.dtype, chunk_bytes)
+            yield TensorSource(key, tuple(value.shape), value.dtype, boxes, partial(_rows, value, boxes))
         else:
             yield ObjectSource(key, partial(_stored, value, key, notes))
+
+
+def row_boxes(shape: tuple[int, ...], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> list[Box]:
+    """Cut a tensor into chunks of whole rows of about `chunk_bytes`, so that readers need not hold it whole."""
+    numel = math.prod(shape)
+    if not shape or not numel:
+        return [Box((0,) * len(shape), shape)]
+    rows, inner = max(1, chunk_bytes * shape[0] // (numel * dtype.itemsize)), (0,) * (len(shape) - 1)
+    return [Box((first, *inner), (min(rows, shape[0] - first), *shape[1:])) for first in range(0, shape[0], rows)]
 
 
 def _rows(values: torch.Tensor, boxes: Sequence[Box], number: int) -> torch.Tensor:
@@ -208,5 +248,56 @@ def _some(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_SHOWN]) + more
 
 
-def _as_checkpoint_error(error: Exception, what: str) -> CheckpointError:
-    return error if isinstance(error, CheckpointError) else CheckpointError(f"{what} ({error}); nothing of it is kept")
+# ---- objects that torch's safe loader accepts ------------------------------------------------------------------------
+
+
+def plain(value: Any, key: str, notes: list[str]) -> Any:
+    """Turn an object into one of plain containers, numbers, text and tensors.
+
+    Args:
+        value: As `objects.load_object` reads it.
+        key: Names it in notes.
+        notes: Takes a line for each thing that changes its type.
+
+    Returns:
+        The object, copied where something changed.
+    """
+    if type(value) in _AS_IT_IS or isinstance(value, torch.Tensor):  # NumPy's float64 is a float, and not the same
+        return value
+    if isinstance(value, Mapping):
+        changed = {plain(k, key, notes): plain(inner, shortened(f"{key}.{k}"), notes) for k, inner in value.items()}
+        if isinstance(value, collections.OrderedDict | collections.Counter):
+            return type(value)(changed)
+        return changed
+    if isinstance(value, list | tuple | set):
+        return type(value)([plain(inner, shortened(f"{key}.{place}"), notes) for place, inner in enumerate(value)])
+    return _converted(value, key, notes)
+
+
+def _converted(value: Any, key: str, notes: list[str]) -> Any:
+    before = type(value).__name__
+    if isinstance(value, argparse.Namespace):
+        found: Any = plain(vars(value), key, notes)
+    elif isinstance(value, frozenset):
+        found = {plain(inner, key, notes) for inner in value}
+    elif isinstance(value, complex):
+        found = torch.tensor(value, dtype=torch.complex128)
+    elif isinstance(value, pathlib.PurePath):
+        found = str(value)
+    elif type(value).__module__ == "numpy":
+        found = _from_numpy(value)
+    else:
+        before = value.qualified_name if isinstance(value, Opaque) else before
+        found = repr(value)
+    notes.append(f"{key}: {before} became {type(found).__name__}")
+    return found
+
+
+def _from_numpy(value: Any) -> Any:
+    """An array as a tensor, a number as a number; what torch has no dtype for as lists or text."""
+    if not value.shape:
+        return value.item()
+    try:
+        return torch.from_numpy(value.copy())
+    except TypeError:
+        return value.tolist()

@@ -8,22 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron_fsdp.checkpoint.hf.catalog import Held
-from megatron_fsdp.checkpoint.hf.parts import FileTensor
-from megatron_fsdp.checkpoint.hf.safetensors_format import lay_out_file
-from megatron_fsdp.checkpoint.hf.save_plan import (
-    lay_out_files,
-    moves_of,
-    share_out_files,
-    split_into_files,
-    stretches_of,
-)
+from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
+from megatron_fsdp.checkpoint.hf.files import lay_out_file
+from megatron_fsdp.checkpoint.hf.writing import Cut, Held, lay_out_files, moves_of, portions_of, share_out_files
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box, boxes_of_range
-
-
-def index_of(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths, strict=True))
 
 
 def held(shape: tuple[int, ...], edges: list[int], dtype: torch.dtype = torch.float32) -> Held:
@@ -38,19 +27,27 @@ def held(shape: tuple[int, ...], edges: list[int], dtype: torch.dtype = torch.fl
 
 def test_files_are_filled_in_order() -> None:
     sizes = {"a": 4, "b": 4, "c": 3, "d": 9, "e": 1}
-    assert split_into_files(sizes, 8, "m.safetensors") == [
+    tensors = {key: FileTensor.of(key, (size,)) for key, size in sizes.items()}
+    catalog = {key: held((size,), [0, size], torch.uint8) for key, size in sizes.items()}
+
+    def keys_by_file(max_bytes: int) -> list[tuple[str, list[str]]]:
+        files = lay_out_files(tensors, catalog, Cut(max_bytes, "m.safetensors"))
+        return [(file.name, [tensor.key for tensor in file.tensors]) for file in files]
+
+    assert keys_by_file(8) == [
         ("m-00001-of-00004.safetensors", ["a", "b"]),
         ("m-00002-of-00004.safetensors", ["c"]),
         ("m-00003-of-00004.safetensors", ["d"]),
         ("m-00004-of-00004.safetensors", ["e"]),
     ]
-    assert split_into_files(sizes, 21, "m.safetensors") == [("m.safetensors", list(sizes))]
-    assert split_into_files({}, 1, "m.safetensors") == [("m.safetensors", [])]
+    assert keys_by_file(21) == [("m.safetensors", list(sizes))]
+    (empty,) = lay_out_files({}, {}, Cut(1, "m.safetensors"))
+    assert (empty.name, empty.tensors) == ("m.safetensors", ())
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 6))
 def test_files_are_shared_out_evenly(sizes: list[int], num_ranks: int) -> None:
-    files = [lay_out_file(str(i), [("w", torch.uint8, (size,))], {}) for i, size in enumerate(sizes)]
+    files = [lay_out_file(str(i), [("w", torch.uint8, (size,))]) for i, size in enumerate(sizes)]
     shared = share_out_files(files, num_ranks)
     assert sorted(file.name for of_rank in shared for file in of_rank) == sorted(file.name for file in files)
     loads = [sum(file.nbytes for file in of_rank) for of_rank in shared]
@@ -60,11 +57,11 @@ def test_files_are_shared_out_evenly(sizes: list[int], num_ranks: int) -> None:
 def test_dtypes_are_cast_only_where_they_are_floating_point() -> None:
     tensors = {name: FileTensor.of(name, (2,)) for name in ("w", "n")}
     catalog = {"w": held((2,), [0, 2]), "n": held((2,), [0, 2], torch.int64)}
-    (file,) = lay_out_files(tensors, catalog, torch.bfloat16, 100, "m.safetensors")
+    (file,) = lay_out_files(tensors, catalog, Cut(100, "m.safetensors", torch.bfloat16))
     assert {tensor.key: tensor.dtype for tensor in file.tensors} == {"w": torch.bfloat16, "n": torch.int64}
     mixed = {"x": torch.cat([tensors["w"], tensors["n"]])}  # type: ignore[call-overload]
     with pytest.raises(CheckpointError, match="x would be made of tensors of several dtypes"):
-        lay_out_files(mixed, catalog, None, 100, "m.safetensors")
+        lay_out_files(mixed, catalog, Cut(100, "m.safetensors"))
 
 
 @st.composite
@@ -76,28 +73,27 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int]]:
 
 
 @given(cut_tensors(), st.integers(1, 3), st.integers(0, 2), st.integers(4, 64))
-def test_stretches_are_filled_by_their_holders_once(
+def test_portions_are_filled_by_their_holders_once(
     case: tuple[tuple[int, ...], list[int]], chunks: int, dim: int, max_bytes: int
 ) -> None:
-    """File tensors that are pieces of a model tensor (or it whole) come out right, stretch by stretch."""
+    """File tensors that are pieces of a model tensor (or it whole) come out right, portion by portion."""
     shape, edges = case
     model = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     catalog = {"w": held(shape, edges)}
     pieces = torch.chunk(FileTensor.of("w", shape), chunks, dim=dim % len(shape))  # type: ignore[call-overload]
     tensors = {f"k{i}": piece for i, piece in enumerate(pieces)}
-    (file,) = lay_out_files(tensors, catalog, None, 10_000, "m.safetensors")
-    made = {tensor.key: torch.full((math.prod(tensor.shape),), -1.0) for tensor in file.tensors}
-    for stretch in stretches_of([file], max_bytes):
-        assert stretch.count * 4 <= max_bytes
-        values = made[stretch.stored.key][stretch.first : stretch.first + stretch.count]
-        assert stretch.start == stretch.stored.start + 4 * stretch.first
-        for move in moves_of(stretch, tensors[stretch.stored.key], catalog, 0):
+    (file,) = lay_out_files(tensors, catalog, Cut(10_000, "m.safetensors"))
+    written: dict[str, list[torch.Tensor]] = {tensor.key: [] for tensor in file.tensors}
+    for stored, target in portions_of([file], max_bytes):
+        assert target.numel * 4 <= max_bytes
+        values = torch.full(target.lengths, -1.0)
+        for move in moves_of(target, tensors[stored.key], catalog, 0):
             assert catalog["w"].holders[move.held] == (move.source,)
-            target = values[move.target_first : move.target_first + move.target.numel].view(move.target.lengths)
-            assert (target[index_of(move.place)] == -1).all()
-            target[index_of(move.place)] = model[index_of(move.box)].reshape(move.place.lengths)
+            assert (values[move.place.indices] == -1).all()
+            values[move.place.indices] = model[move.box.indices].reshape(move.place.lengths)
+        written[stored.key].append(values.view(-1))
     for key, wanted in zip(tensors, torch.chunk(model, chunks, dim=dim % len(shape)), strict=True):
-        assert torch.equal(made[key].view(wanted.shape), wanted)
+        assert torch.equal(torch.cat(written[key]), wanted.reshape(-1))
 
 
 def test_holders_of_the_same_elements_take_turns() -> None:

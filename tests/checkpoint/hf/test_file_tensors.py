@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.hf.names import file_tensors, key_variants, map_keys
-from megatron_fsdp.checkpoint.hf.parts import CannotFollowError, FileTensor
+from megatron_fsdp.checkpoint.hf.file_tensors import CannotFollowError, FileTensor, file_tensors, key_variants, map_keys
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.hf.hf_models import build
@@ -17,16 +16,12 @@ from tests.checkpoint.hf.hf_models import build
 transformers = pytest.importorskip("transformers")
 
 
-def index_of(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths, strict=True))
-
-
 def put_together(tensor: FileTensor, models: dict[str, Tensor]) -> Tensor:
     """The file tensor by its parts alone; -1 where no part is."""
     made = torch.full(tensor.shape, -1)
     for part in tensor.parts:
-        assert (made[index_of(part.file_box)] == -1).all()
-        made[index_of(part.file_box)] = models[part.name][index_of(part.model_box)].reshape(part.lengths)
+        assert (made[part.file_box.indices] == -1).all()
+        made[part.file_box.indices] = models[part.name][part.model_box.indices].reshape(part.lengths)
     return made
 
 
@@ -44,7 +39,7 @@ def follow(values: list[Any], steps: list[tuple[str, int, int]]) -> list[Any]:
         elif step == "unbind" and first.shape[dim] < 5 and len(first.shape) > 1:
             values = [*torch.unbind(first, dim), *values[1:]]
         elif step == "squeeze":
-            values = [(first.squeeze(dim) if count > 1 else first.squeeze()).contiguous(), *values[1:]]
+            values = [first.squeeze(dim).contiguous(), *values[1:]]
         elif step == "cat":
             fitting = [v for v in values if len(v.shape) == len(first.shape) and _fits(v.shape, first.shape, dim)]
             values = [torch.cat(fitting, dim=dim)]

@@ -1,0 +1,323 @@
+"""The weight files of a Hugging Face folder: which tensors they hold, boxes read from them, headers of new ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fsdp.checkpoint.entries import is_plain_name
+from megatron_fsdp.checkpoint.reading_budget import read_json, shortened
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.sharding.shards import Box
+
+MODEL_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+
+PORTION_BYTES = 32 * 2**20
+"""The most that is read, or put together to be written, at once."""
+
+_MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library accepts."""
+_ALIGNMENT = 8
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Names in headers. Formats of less than a byte per element are not read."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file.
+
+    Attributes:
+        key: Its name in the file.
+        file: Name of the file, inside of the folder.
+        dtype: As stored.
+        shape: As stored.
+    """
+
+    key: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """What is stored in a folder.
+
+    Attributes:
+        folder: The folder.
+        tensors: All tensors by key.
+        sizes: Size in bytes of every file, by name.
+    """
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    sizes: Mapping[str, int]
+
+    def check_here(self, files: Iterable[str]) -> None:
+        """Check that this process sees the files as they were when their headers were read.
+
+        Raises:
+            CheckpointError: A file is missing or has another size.
+        """
+        for file in sorted(set(files)):
+            path = self.folder / file
+            found = path.stat().st_size if path.is_file() else None
+            if found != self.sizes[file]:
+                seen = "is not there" if found is None else f"has {found} bytes"
+                raise CheckpointError(
+                    f"{path} {seen}, and had {self.sizes[file]} where its header was read; all ranks need it"
+                )
+
+
+# ---- which tensors there are -----------------------------------------------------------------------------------------
+
+
+def open_folder(folder: Path, single_file: str = MODEL_FILE, index_file: str | None = INDEX_FILE) -> WeightFiles:
+    """Read what a folder holds; headers only, no tensor.
+
+    Args:
+        folder: Local.
+        single_file: Name of the weights where they are one file; it goes before an index, as in transformers.
+        index_file: Name of the index where they are several; None: there is never one.
+
+    Raises:
+        CheckpointError: The folder or a file is missing, or what they say does not fit the bytes or each other.
+        MissingPackageError: safetensors is not installed.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the local folder that holds {single_file}")
+    if (folder / single_file).is_file():
+        tensors, nbytes = read_header(folder / single_file)
+        return WeightFiles(folder, tensors, {single_file: nbytes})
+    if index_file is None or not (folder / index_file).is_file():
+        raise CheckpointError(_nothing_here(folder, single_file, index_file))
+    return _open_indexed(folder, index_file)
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
+    """Read the tensors of one file by key, and its size in bytes; the library checks the header against the bytes.
+
+    Raises:
+        CheckpointError: It cannot be read, its header does not describe it, or a dtype is not known here.
+    """
+    with _safe_open(path) as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        found = {key: (str(part.get_dtype()), tuple(part.get_shape())) for key, part in slices.items()}
+    for key, (dtype, _) in found.items():
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                f"tensor {key!r} in {path} has dtype {dtype!r}, which is not read here; known are {', '.join(DTYPES)}"
+            )
+    tensors = {key: StoredTensor(key, path.name, DTYPES[dtype], shape) for key, (dtype, shape) in found.items()}
+    return tensors, path.stat().st_size
+
+
+def _safe_open(path: Path) -> Any:
+    """Map a file, which must be a regular one: a pipe would be waited for.
+
+    Raises:
+        CheckpointError: It cannot be read, or is damaged.
+    """
+    safetensors: Any = require("safetensors", "a Hugging Face folder")
+    try:
+        return safetensors.safe_open(path, "pt")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors ({shortened(str(error))}); it was cut off, is damaged or of another "
+            "format, copy it anew"
+        ) from error
+
+
+def _open_indexed(folder: Path, index_file: str) -> WeightFiles:
+    weight_map = _read_weight_map(folder / index_file)
+    tensors: dict[str, StoredTensor] = {}
+    sizes: dict[str, int] = {}
+    for file in sorted(set(weight_map.values())):
+        path = folder / file
+        if not path.is_file():
+            key = next(key for key, value in weight_map.items() if value == file)
+            raise CheckpointError(f"{path} is missing; {index_file} names it for {key!r}")
+        here, sizes[file] = read_header(path)
+        for key in here:
+            if weight_map.get(key) != file:
+                said = f"says it is in {weight_map[key]}" if key in weight_map else "does not know it"
+                raise CheckpointError(f"{path} holds tensor {key!r}, and {index_file} {said}; the folder is damaged")
+        tensors.update(here)
+    for key, file in weight_map.items():
+        if key not in tensors:
+            raise CheckpointError(f"{index_file} says that tensor {key!r} is in {folder / file}, and it is not")
+    return WeightFiles(folder, tensors, sizes)
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    index = read_json(path, _MAX_HEADER_BYTES)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map from tensors to files; it is no index of safetensors files")
+    for key, file in weight_map.items():
+        if not (is_plain_name(file) and file.endswith(".safetensors") and ":" not in file):
+            raise CheckpointError(
+                f"{path} says that tensor {key!r} is in {file!r}; only a safetensors file of this folder may be named"
+            )
+    return weight_map
+
+
+def _nothing_here(folder: Path, single_file: str, index_file: str | None) -> str:
+    wanted = f"no {single_file}" if index_file is None else f"neither {single_file} nor {index_file}"
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} holds {wanted}, but {pickles[0]}: a pickle, which is not read here; save the model again by "
+            "save_pretrained, which writes safetensors"
+        )
+    for name in filter(None, (single_file, index_file)):
+        if os.path.lexists(folder / name):
+            return f"{folder / name} is no file (but a folder, a pipe or a link to nothing); put the file itself there"
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    seen = f"; it holds {', '.join(others[:4])}, rename it or give another folder" if others else ""
+    return f"{folder} holds {wanted}{seen}"
+
+
+# ---- boxes of them ---------------------------------------------------------------------------------------------------
+
+
+def portions(box: Box, itemsize: int, limit: int | None = None) -> Iterator[Box]:
+    """Cut a box into pieces of at most `limit` bytes (or one element) along its first dimensions, in order."""
+    limit = PORTION_BYTES if limit is None else limit
+    if box.numel * itemsize <= limit or box.numel <= 1:
+        yield box
+        return
+    dim = next(index for index, length in enumerate(box.lengths) if length > 1)
+    step = max(limit // (box.numel // box.lengths[dim] * itemsize), 1)
+    for first in range(0, box.lengths[dim], step):
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[dim] += first
+        lengths[dim] = min(step, box.lengths[dim] - first)
+        yield from portions(Box(tuple(offsets), tuple(lengths)), itemsize, limit)
+
+
+class FolderReader:
+    """Reads boxes of the tensors of a folder; keeps the file of the latest tensor mapped.
+
+    Attributes:
+        folder: The folder.
+        bytes_read: Of all boxes so far.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self._name = ""
+        self._file: Any = None
+
+    def read(self, tensor: StoredTensor, box: Box) -> torch.Tensor:
+        """Read the elements of one box; only their pages of the file are touched.
+
+        Args:
+            tensor: Which one.
+            box: Inside of it.
+
+        Returns:
+            A view of the mapped file, of shape `box.lengths` and the stored dtype, on the CPU; not to be written to.
+
+        Raises:
+            CheckpointError: The file is gone, or has changed since its header was read.
+        """
+        if self._name != tensor.file:
+            self._file, self._name = _safe_open(self.folder / tensor.file), tensor.file
+        values: torch.Tensor = self._file.get_slice(tensor.key)[box.indices]
+        if tuple(values.shape) != box.lengths or values.dtype != tensor.dtype:
+            raise CheckpointError(f"{self.folder / tensor.file} has changed while it was read, at {tensor.key!r}")
+        self.bytes_read += values.nbytes
+        return values
+
+
+# ---- new files -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A file as it will be written.
+
+    Attributes:
+        name: Of the file.
+        head: Everything before the data.
+        tensors: In the order of the data, which has no holes.
+        nbytes: Size of the file.
+    """
+
+    name: str
+    head: bytes
+    tensors: tuple[StoredTensor, ...]
+    nbytes: int
+
+
+def lay_out_file(name: str, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> FileLayout:
+    """Place tensors in a file, those of the widest elements first, so that each is aligned.
+
+    The library writes a file only from memory that holds all of it; with the header made here, its tensors can be
+    written as they arrive.
+
+    Args:
+        name: Of the file.
+        tensors: Key, dtype and shape of each.
+
+    Raises:
+        CheckpointError: safetensors has no name for a dtype, or the header would be too long.
+    """
+    placed = [StoredTensor(key, name, dtype, tuple(shape)) for key, dtype, shape in tensors]
+    placed.sort(key=lambda tensor: -tensor.dtype.itemsize)
+    ends = list(itertools.accumulate((tensor.nbytes for tensor in placed), initial=0))
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    for tensor, offsets in zip(placed, itertools.pairwise(ends), strict=True):
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{tensor.key} has dtype {tensor.dtype}, which safetensors cannot hold; give another dtype"
+            )
+        described[tensor.key] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+    header = json.dumps(described, separators=(",", ":")).encode("utf-8")
+    header += b" " * (-len(header) % _ALIGNMENT)
+    if len(header) > _MAX_HEADER_BYTES:
+        raise CheckpointError(f"{name} would have a header of {len(header)} bytes; give a smaller max_shard_bytes")
+    head = len(header).to_bytes(8, "little") + header
+    return FileLayout(name, head, tuple(placed), len(head) + ends[-1])

@@ -1,0 +1,162 @@
+"""Folders and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.ranks import rank_of, together
+from megatron_fsdp.checkpoint.settle import decided_by_first
+from megatron_fsdp.errors import CheckpointError
+
+
+def require_apart(target: Path, source: Path | None = None) -> None:
+    """Refuse a folder that cannot be made without harm to what is in use.
+
+    Args:
+        target: To be made.
+        source: What is read meanwhile; None: nothing that could be hurt.
+
+    Raises:
+        CheckpointError: The target is the current folder, the source, or inside the source.
+    """
+    wanted = Path(os.path.realpath(target))
+    if source is not None:
+        origin = Path(os.path.realpath(source))
+        if wanted == origin or origin in wanted.parents:
+            where = "the checkpoint that is read" if wanted == origin else f"inside {source}, which is read"
+            raise CheckpointError(f"{target} is {where}; give a folder outside of it")
+    if wanted == Path(os.path.realpath(".")):
+        raise CheckpointError(f"{target} is the current folder, which cannot be replaced; give a folder that is not")
+
+
+@contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """Make a file under a temporary name beside `target`, which it becomes when the block ends well.
+
+    Args:
+        target: Must not exist.
+
+    Raises:
+        CheckpointError: There is something already, or nothing can be written there.
+    """
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists already; give a name that does not")
+    temporary = _beside(target)
+    try:
+        yield temporary
+        _rename(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Make a folder under a temporary name beside `target`, which it becomes when the block ends well.
+
+    Whatever goes wrong, nothing of it is left; a process that is killed leaves the hidden temporary folder, never a
+    part of the target.
+
+    Args:
+        target: Must not exist, or be an empty folder.
+
+    Raises:
+        CheckpointError: There is something already, or nothing can be written there.
+    """
+    require_apart(target)
+    temporary = _begin(target)
+    try:
+        yield temporary
+        _publish(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def new_shared_folder(target: Path, sizes: Mapping[str, int], group: dist.ProcessGroup | None) -> Iterator[Path]:
+    """Make a folder that several ranks write to, as `new_folder`; collective.
+
+    Args:
+        target: Must not exist, or be an empty folder.
+        sizes: Bytes of the files that must be there in the end, by name.
+        group: The ranks.
+
+    Yields:
+        The temporary folder; every rank sees it.
+
+    Raises:
+        CheckpointError: As of `new_folder`, or ranks do not see the same files; on every rank.
+    """
+    target = target.absolute()  # "." has no name of its own
+    temporary = decided_by_first(lambda: _begin(target), f"saving to {target}", group)
+
+    def publish() -> None:
+        for name, size in sizes.items():
+            path = temporary / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                raise CheckpointError(
+                    f"{path} should have {size} bytes and has {found}; save to a folder that all ranks share"
+                )
+        _publish(temporary, target)
+
+    try:
+        together(f"saving to {target}", lambda: _require_seen(temporary), group)
+        yield temporary
+        decided_by_first(publish, f"publishing {target}", group)
+    except BaseException:
+        if rank_of(group) == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _begin(target: Path) -> Path:
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a link, which would be replaced; give the folder that it leads to")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is no folder; give one that does not exist yet, or an empty one")
+    if target.is_dir() and any(target.iterdir()):
+        raise CheckpointError(f"{target} exists already and is not empty; give a folder that does not exist yet")
+    temporary = _beside(target)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{temporary} cannot be made ({error.strerror}); give another place to write to"
+        ) from error
+    return temporary
+
+
+def _require_seen(temporary: Path) -> None:
+    if not temporary.is_dir():
+        raise CheckpointError(
+            f"this rank does not see {temporary}, which the first one has made; save to a folder that all ranks share"
+        )
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    files = FileOps()
+    for folder, _, names in os.walk(temporary):
+        for name in names:
+            files.sync_file(Path(folder) / name)
+        files.sync_folder(Path(folder))
+    _rename(temporary, target)
+
+
+def _rename(temporary: Path, target: Path) -> None:
+    try:
+        temporary.rename(target)  # over an empty folder too
+        FileOps().sync_folder(target.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be made ({error.strerror}); what was written is removed") from error
+
+
+def _beside(target: Path) -> Path:
+    return target.absolute().parent / f".{target.name}.{uuid.uuid4().hex[:12]}.tmp"
