@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.index import open_folder
+from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require

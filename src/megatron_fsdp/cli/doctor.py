@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fsdp.cli.arguments import add_json
-from megatron_fsdp.cli.output import write_json, write_line, write_table
+from megatron_fsdp.cli.output import add_json, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require, require_installed
