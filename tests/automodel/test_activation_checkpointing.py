@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fsdp.automodel.activation_checkpointing import checkpoint_layers, checkpoint_mlps
-from megatron_fsdp.automodel.forwards import recompute_in_backward, run_under_autocast
+from megatron_fsdp.automodel.forwards import (
+    checkpoint_layers,
+    checkpoint_mlps,
+    recompute_in_backward,
+    run_under_autocast,
+)
 from tests.automodel.small_models import FAMILIES, batch_of, build
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.automodel.agreed import canonical_facts, canonical_text
+from megatron_fsdp.automodel.auto_model import canonical_facts, canonical_text
 
 FORTH, BACK = {0, 8}, {8, 0}  # equal, and with their elements in another order, as sets of texts in another process
 

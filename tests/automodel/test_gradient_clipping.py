@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp.automodel.gradient_clipping import clip_grad_norm_
+from megatron_fsdp.automodel.gradients import clip_grad_norm_
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from tests.automodel.layer_models import (
     all_ranks,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
-from megatron_fsdp.automodel.fsdp2_units import shard_by_layers
+from megatron_fsdp.automodel.managers import shard_by_layers
 from megatron_fsdp.automodel.meshes import (
     MeshContext,
     build_mesh_context,

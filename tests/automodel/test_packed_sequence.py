@@ -8,7 +8,7 @@ from torch import nn
 from transformers import modeling_flash_attention_utils as flash
 
 from megatron_fsdp.automodel import FSDP2Manager, create_device_mesh
-from megatron_fsdp.automodel.packed_sequence import assume_no_packed_sequences
+from megatron_fsdp.automodel.forwards import assume_no_packed_sequences
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import build
 from tests.automodel.training import strategy

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
-from megatron_fsdp.automodel.sizes import SIZE_NAMES, ParallelSizes, resolve_sizes
+from megatron_fsdp.automodel.config import (
+    SIZE_NAMES,
+    DDPConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    ParallelSizes,
+    resolve_sizes,
+)
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ParallelSizeError
 
 FSDP2, MEGATRON, DDP = FSDP2Config(), MegatronFSDPConfig(), DDPConfig()

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.config import SIZE_NAMES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
-from megatron_fsdp.automodel.sizes import SIZE_NAMES
 from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 

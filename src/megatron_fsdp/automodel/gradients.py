@@ -1,18 +1,71 @@
-"""Losses per token and gradients over ranks that have different numbers of tokens."""
+"""The training step for every strategy: connected optimizers, accumulation, losses per token, clipping."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_fsdp.automodel.gradient_clipping import Parts, clip_grad_norm_, gather_gradients
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
+from megatron_fsdp.fully_shard import fully_shard_optimizer
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.optim.grad_norm import Groups, combine_powers, largest_of, sum_of_powers
+
+_DEFERS = "_defers_grad_sync"
+
+
+def remember_deferral(model: nn.Module, defers: bool) -> None:
+    """Note on a model what its configuration says, for `accumulation_context`."""
+    setattr(model, _DEFERS, defers)
+
+
+@contextlib.contextmanager
+def accumulation_context(
+    model: nn.Module | Pipeline, is_last_microbatch: bool, *, defer_grad_sync: bool | None = None
+) -> Iterator[None]:
+    """Run forward and backward of one microbatch; gradients are reduced over ranks after the last one.
+
+    Args:
+        model: What a manager, `from_pretrained` or `from_config` returned (not a pipeline, which has all microbatches
+            of a step inside).
+        is_last_microbatch: Whether the optimizer steps after this one.
+        defer_grad_sync: False: reduce after every microbatch (less memory, more communication). None: what
+            `FSDP2Config.defer_fsdp_grad_sync` said when the model was made parallel; True for the other strategies.
+
+    Raises:
+        ConfigurationError: The model is of none of the strategies.
+    """
+    if isinstance(model, Pipeline):
+        raise ConfigurationError(
+            "a Pipeline has all microbatches of a step inside; call model.step(input_ids, labels) once for each "
+            "optimizer step"
+        )
+    defers = getattr(model, _DEFERS, True) if defer_grad_sync is None else defer_grad_sync
+    reduces = is_last_microbatch or not defers
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(reduces)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, MegatronFSDP | nn.parallel.DistributedDataParallel):
+        with contextlib.nullcontext() if reduces else model.no_sync():
+            yield
+    else:
+        raise ConfigurationError(
+            f"the model is a {type(model).__name__}; give what a manager, from_pretrained or from_config returned"
+        )
+
 
 __all__ = [
     "clip_grad_norm_",
@@ -153,3 +206,252 @@ def scale_grads_and_clip_grad_norm(
     return clip_grad_norm_(
         parts, largest, norm_type, pp_mesh=pp_mesh, error_if_nonfinite=error_if_nonfinite, foreach=foreach
     )
+
+
+Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
+"""What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
+
+
+def clip_grad_norm_(
+    parameters: Parts,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    pp_mesh: DeviceMesh | None = None,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most `max_norm`; as torch's function on one process.
+
+    What ranks hold different pieces of is summed over them, what they hold copies of counts once: DTensors on any
+    meshes (FSDP2, tensor parallel, both, experts on a mesh of their own) next to plain tensors, which every rank has to
+    hold the same (DDP, or parameters that a tensor-parallel plan leaves alone). Sums that cross the same mesh dimension
+    travel in one all-reduce of a few numbers. Models of this library's engine measure themselves.
+
+    Args:
+        parameters: Every rank gives the same parameters in the same order; pipeline ranks their own parts. A parameter
+            that is given twice counts once, also one that two parts on this rank share.
+        max_norm: The largest norm allowed; infinity only measures.
+        norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
+        pp_mesh: One dimension, the pipeline ranks, each of which has other parameters; None: that of a `Pipeline`, else
+            no pipeline.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
+        foreach: False: scale gradients one by one; None or True: many at a time, which is faster.
+
+    Returns:
+        The norm before clipping, a scalar of float32 (float64 where a gradient is), plain and the same on every rank.
+
+    Raises:
+        ConfigurationError: An argument means nothing; a gradient is sparse; or only a part of the parameters of a
+            model of the engine is given.
+        NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
+    """
+    pp_mesh = parameters.pp_mesh if pp_mesh is None and isinstance(parameters, Pipeline) else pp_mesh
+    _check(max_norm, norm_type, pp_mesh)
+    found = gather_gradients(parameters)
+    norm = _total_norm(found, float(norm_type), pp_mesh)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteNormError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
+            "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
+        )
+    if math.isfinite(max_norm):
+        found.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)
+    return norm
+
+
+@dataclass(frozen=True)
+class FoundGradients:
+    """Where the gradients of some parameters are.
+
+    Attributes:
+        models: Models of the engine, all of whose parameters are among them.
+        parameters: The others, each once.
+        copies: Of parameters that another rank has: scaled with the others, and not counted again.
+    """
+
+    models: tuple[MegatronFSDP, ...]
+    parameters: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...] = ()
+
+    def scale(self, factor: Tensor | float, foreach: bool | None = None) -> None:
+        """Multiply all gradients, in place.
+
+        Args:
+            factor: The same on every rank.
+            foreach: As of `clip_grad_norm_`.
+        """
+        for model in self.models:
+            model.scale_gradients(float(factor))
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in (*self.parameters, *self.copies):
+            if param.grad is not None:
+                local = _local(param.grad)
+                alike.setdefault((local.device, local.dtype), []).append(local)
+        for (device, _), tensors in alike.items():
+            here = factor.to(device) if isinstance(factor, Tensor) else factor
+            if foreach is False:
+                for tensor in tensors:
+                    tensor.mul_(here)
+            else:
+                torch._foreach_mul_(tensors, here)
+
+
+def gather_gradients(parts: Parts) -> FoundGradients:
+    """Find the parameters that may have gradients, and the models of the engine that some belong to.
+
+    Raises:
+        ConfigurationError: Only a part of the parameters of such a model is given, or it has been deleted; a gradient
+            is sparse.
+    """
+    copies: dict[int, Tensor] = {}
+    if isinstance(parts, Pipeline):
+        copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}
+        parts = [param for param in parts.parameters() if id(param) not in copies]
+    params = {id(param): param for param in _parameters(parts) if param.requires_grad or param.grad is not None}
+    models: dict[int, MegatronFSDP] = {}
+    others = []
+    for param in params.values():
+        # A model of the engine would count copies, too; its gradients are DTensors like others.
+        owner = None if copies else getattr(param, "_megatron_fsdp_model", None)
+        if owner is not None:
+            model = _alive(owner)
+            models[id(model)] = model
+        elif param.grad is not None and param.grad.layout != torch.strided:
+            raise ConfigurationError(
+                f"a gradient of shape {tuple(param.shape)} is sparse, whose norm is not computed; use an embedding "
+                "with sparse=False"
+            )
+        else:
+            others.append(param)
+    for model in models.values():
+        if any(param.requires_grad and id(param) not in params for param in model.parameters()):
+            raise ConfigurationError(
+                "only some parameters of a model of fully_shard_model are given, but it measures and scales all of its "
+                "gradients together; give the model or all of model.parameters()"
+            )
+    return FoundGradients(tuple(models.values()), tuple(others), tuple(copies.values()))
+
+
+def _parameters(parts: Parts) -> Iterator[Tensor]:
+    if isinstance(parts, Tensor):
+        yield parts
+    elif isinstance(parts, nn.Module | Pipeline):
+        yield from parts.parameters()
+    else:
+        for part in parts:
+            yield from _parameters(part)
+
+
+def _alive(owner: MegatronFSDP) -> MegatronFSDP:
+    try:
+        return owner.self_reference()
+    except ReferenceError:
+        raise ConfigurationError(
+            "the model that some parameters belong to has been deleted; keep what fully_shard_model returned"
+        ) from None
+
+
+def _check(max_norm: float, norm_type: float, pp_mesh: DeviceMesh | None) -> None:
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
+    if not max_norm >= 0:
+        raise ConfigurationError(f"max_norm={max_norm} is no largest norm; give 0 or more, infinity to measure only")
+    if pp_mesh is not None and pp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
+        )
+
+
+def _total_norm(found: FoundGradients, norm_type: float, pp_mesh: DeviceMesh | None) -> Tensor:
+    device = _device(found.parameters, pp_mesh)
+    pieces: dict[Groups, list[Tensor]] = {}
+    for param in found.parameters:  # the keys are the same on all ranks, gradient or not
+        tensors = pieces.setdefault(_shared_out_over(param), [])
+        if param.grad is not None:
+            tensors.append(_reduced(param.grad))
+    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
+    norms = [combine_powers(powers, norm_type)] if powers else []
+    norms += [model.clip_grad_norm_(math.inf, norm_type).to(device) for model in found.models]
+    if not norms:
+        norms = [torch.zeros((), device=device)]
+    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]), norm_type)
+    return norm if pp_mesh is None else _over_stages(norm, norm_type, pp_mesh.get_group())
+
+
+def _over_stages(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """The norm of what all pipeline ranks have, each other parameters."""
+    if math.isinf(norm_type):
+        return largest_of(norm[None], group)[0]
+    power = norm.double() ** norm_type
+    dist.all_reduce(power, group=group)
+    return (power ** (1.0 / norm_type)).to(norm.dtype)
+
+
+def _device(params: Sequence[Tensor], pp_mesh: DeviceMesh | None) -> torch.device:
+    """Where numbers can be reduced from: gradients may lie elsewhere (offloaded)."""
+    meshes = [pp_mesh, *(param.device_mesh for param in params if isinstance(param, DTensor))]
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    if mesh is not None:
+        return torch.empty(0, device=mesh.device_type).device  # with the index of the current device
+    return params[0].device if params else torch.device("cpu")
+
+
+def _shared_out_over(param: Tensor) -> Groups:
+    """The process groups whose ranks hold different pieces."""
+    if not isinstance(param, DTensor):
+        return ()
+    mesh = param.device_mesh
+    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    return tuple(mesh.get_group(dim) for dim in cut)
+
+
+def _reduced(grad: Tensor) -> Tensor:
+    """This rank's piece, after adding up what ranks have summands of."""
+    if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+        grad = grad.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
+        )
+    return _local(grad)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
+    """Connect an optimizer that was built on `model.parameters()`, where the strategy needs it, and check that it is.
+
+    Args:
+        model: What a manager, `from_pretrained` or `from_config` returned: a module or a `Pipeline`.
+        optimizer: Built on its parameters, after that.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ConfigurationError: It holds other parameters than the model's sharded ones, which are what training updates.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module | Pipeline):
+        raise ConfigurationError(
+            f"connect_optimizer was given a {type(model).__name__} and a {type(optimizer).__name__}; give the model "
+            "first, and then an optimizer of torch"
+        )
+    if isinstance(model, MegatronFSDP):
+        return fully_shard_optimizer(optimizer)
+    parts = model.parts if isinstance(model, Pipeline) else [model]
+    for part in parts:
+        for unit in part.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+    own = {id(param) for part in parts for param in part.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    strange = sum(id(param) not in own for param in held)
+    if strange:
+        raise ConfigurationError(
+            f"{strange} of the {len(held)} parameters of the optimizer are not the model's sharded ones, so stepping "
+            "would train nothing; build it on model.parameters() before the first forward, or after one without "
+            "gradients: after a forward with gradients FSDP2 shows gathered weights until backward"
+        )
+    return optimizer

@@ -11,8 +11,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, check_config
-from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
+from megatron_fsdp.automodel.config import (
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    ParallelSizes,
+    check_config,
+    resolve_sizes,
+)
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

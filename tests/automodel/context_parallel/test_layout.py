@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
-from megatron_fsdp.automodel.context_parallel.layout import SequenceLayout
+from megatron_fsdp.automodel.context_parallel import SequenceLayout
 from megatron_fsdp.errors import ParallelSizeError
 
 SIZES = [(ranks, length) for ranks in (1, 2, 3, 4) for length in (24, 48)]

@@ -13,8 +13,7 @@ from tests.conftest import RunRanks
 
 pytest.importorskip("transformers")
 
-from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
-from megatron_fsdp.automodel.expert_parallel.sharding import placement_of
+from megatron_fsdp.automodel.expert_parallel import parallelize_experts, placement_of, shard_experts
 from tests.automodel.expert_parallel.training import expert_mesh
 from tests.automodel.small_models import batch_of, build
 from tests.support.arrangements import mesh_of

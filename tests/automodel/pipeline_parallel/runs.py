@@ -12,9 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
-from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
-from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline
+from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline, build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from tests.automodel.process_groups import destroy
 from tests.automodel.small_models import batch_of, build, label_count
 from tests.support.op_counts import OpCounts

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
+from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from megatron_fsdp.errors import ConfigurationError
 
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
-from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
+from megatron_fsdp.automodel.pipeline_parallel.pipeline import build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.pipeline_parallel.runs import CPU
 from tests.automodel.small_models import batch_of, build

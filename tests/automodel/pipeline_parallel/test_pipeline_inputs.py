@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
-from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
-from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline
+from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline, build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from tests.automodel.pipeline_parallel.runs import CPU
 from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
 from tests.conftest import RunRanks

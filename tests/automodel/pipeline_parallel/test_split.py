@@ -4,8 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
-from megatron_fsdp.automodel.pipeline_parallel.split import count_stages, split_layers
+from megatron_fsdp.automodel.pipeline_parallel.schedules import (
+    count_microbatches,
+    count_stages,
+    schedule_named,
+    split_layers,
+)
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 

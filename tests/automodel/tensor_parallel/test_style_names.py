@@ -6,7 +6,7 @@ from pathlib import Path
 import transformers
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from megatron_fsdp.automodel.tensor_parallel.translation import STYLE_NAMES
+from megatron_fsdp.automodel.tensor_parallel.plans import STYLE_NAMES
 
 EXPERT_PARALLEL = {"grouped_gemm", "ep_dispatch_experts"}
 """Names of plans for expert parallelism, which are other plans."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.automodel.context_parallel import check_call
-from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
-from megatron_fsdp.automodel.pipeline_parallel.inputs import StepInputs, agreed_inputs
-from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
-from megatron_fsdp.automodel.pipeline_parallel.stage import Activations, DecoderStage
+from megatron_fsdp.automodel.pipeline_parallel.schedules import (
+    PipelineConfig,
+    count_microbatches,
+    count_stages,
+    schedule_named,
+    split_layers,
+)
+from megatron_fsdp.automodel.pipeline_parallel.stages import (
+    Activations,
+    DecoderStage,
+    cut_stage,
+    find_ends,
+    tied_embeddings,
+)
 from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd, check_ends
-from megatron_fsdp.automodel.pipeline_parallel.token_loss import IGNORED, MicrobatchLoss
 from megatron_fsdp.checkpoint.naming import own_name
 from megatron_fsdp.checkpoint.stages import PipelinePlace
 from megatron_fsdp.comm.agreement import gather_objects
@@ -320,3 +331,242 @@ class Pipeline:
             total = total / len(losses) if self.config.scale_grads_in_schedule else total
         dist.broadcast(total, group=self._group, group_src=self._last_rank)
         return total
+
+
+def build_pipeline(
+    model: nn.Module | Callable[[], nn.Module],
+    pp_mesh: DeviceMesh,
+    config: PipelineConfig,
+    *,
+    parallelize_stage: Callable[[nn.Module], nn.Module],
+    device: torch.device,
+    activation_dtype: torch.dtype | None = None,
+) -> Pipeline:
+    """Cut a causal language model of transformers into stages, and prepare those of this rank.
+
+    Stage i is on rank i modulo the number of ranks. The embeddings are in the first stage, the final norm and the head
+    in the last, rotary embeddings everywhere.
+
+    Args:
+        model: The whole model, on the meta device or with memory, or a function that gives it. It is left as it is;
+            the parts have its tensors, so drop it to free those of other stages.
+        pp_mesh: 1-D mesh of the pipeline's ranks.
+        config: Schedule and sizes.
+        parallelize_stage: Makes a part of a rank ready: memory, weights, sharding. What it gives must be the part
+            itself or stand for it, so wrap the part itself by `fully_shard` besides its layers: gradients are then
+            reduced once in a step. `reshard_after_forward=False` spares gathers between microbatches.
+        device: Of this rank's parts.
+        activation_dtype: Of the hidden states that stages send; None: that of the parameters. Under mixed precision
+            give the dtype of FSDP2's outputs.
+
+    Raises:
+        ConfigurationError: The model cannot be cut, or sizes do not fit; the same on all ranks.
+    """
+    if pp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"pp_mesh has {pp_mesh.ndim} dimensions ({pp_mesh.mesh_dim_names}) but has to have one; give mesh['pp']"
+        )
+    whole = model if isinstance(model, nn.Module) else model()
+    find_ends(whole)
+    kind, ranks = schedule_named(config.pp_schedule), pp_mesh.size()
+    num_layers = len(find_layers(whole).modules())
+    num_stages = count_stages(kind, num_layers, ranks, config.layers_per_stage)
+    pieces = split_layers(num_layers, num_stages, config.layers_per_stage)
+    if config.pp_batch_size > 1:
+        count_microbatches(kind, config.pp_batch_size, config.pp_microbatch_size, ranks, num_stages)
+    tied = tied_embeddings(whole)
+    if tied is not None and ranks == 1 and num_stages > 1:
+        raise ConfigurationError(
+            f"{type(whole).__name__} has tied embeddings, whose ends must be on two ranks, but the pipeline has one; "
+            "use no pipeline"
+        )
+    dtype = activation_dtype or next(param.dtype for param in whole.parameters() if param.is_floating_point())
+    parts = {}
+    for index in range(pp_mesh.get_local_rank(), num_stages, ranks):
+        part = cut_stage(_copy_of_modules(whole), *pieces[index], index == 0, index == num_stages - 1)
+        parts[index] = parallelize_stage(part)
+    return Pipeline(PipelineParts(parts, num_stages, dtype, tied), pp_mesh, config, device)
+
+
+def _copy_of_modules(model: nn.Module) -> nn.Module:
+    """Modules of their own that share all tensors with the model's."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of a step.
+
+    Attributes:
+        input_ids: (rows, sequence).
+        labels: Of the same positions (shifted), (rows, sequence); None: none were given.
+        per_token: What the model takes besides; tensors have all rows.
+    """
+
+    input_ids: Tensor
+    labels: Tensor | None
+    per_token: dict[str, Any]
+
+
+def take_inputs(
+    input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], vocabulary: int | None = None
+) -> StepInputs:
+    """Check the inputs of a step and shift the labels.
+
+    Args:
+        input_ids: (rows, sequence).
+        labels: (rows, sequence), not yet shifted, or None.
+        per_token: `shift_labels` (rows, sequence) in place of `labels`, and what the model takes besides; tensors with
+            a first dimension of 1 or rows. None is as if not given.
+        vocabulary: How many tokens there are; None: not known.
+
+    Raises:
+        ConfigurationError: Shapes or tokens do not fit, something is no tensor, or there are two kinds of labels.
+    """
+    others = {name: value for name, value in per_token.items() if value is not None}
+    shifted = others.pop("shift_labels", None)
+    if input_ids.ndim != 2:
+        raise ConfigurationError(f"input_ids has shape {tuple(input_ids.shape)} but has to be (rows, sequence)")
+    if vocabulary is not None and input_ids.numel():
+        low, high = (int(value) for value in input_ids.aminmax())
+        if low < 0 or high >= vocabulary:
+            raise ConfigurationError(
+                f"input_ids has tokens from {low} to {high}, and the model knows 0 to {vocabulary - 1}"
+            )
+    if labels is not None and shifted is not None:
+        raise ConfigurationError("labels and shift_labels were both given; give one of them")
+    for name, value in (("labels", labels), ("shift_labels", shifted)):
+        if value is not None and value.shape != input_ids.shape:
+            raise ConfigurationError(
+                f"{name} has shape {tuple(value.shape)} but has to have that of input_ids, {tuple(input_ids.shape)}"
+            )
+    rows = input_ids.shape[0]
+    for name, value in others.items():
+        if not isinstance(value, Tensor):
+            raise ConfigurationError(
+                f"{name}={value!r} has no effect in a pipeline, whose stages take tensors per token only "
+                "(attention_mask, position_ids); leave it out"
+            )
+        if value.ndim == 0 or value.shape[0] not in (1, rows):
+            raise ConfigurationError(
+                f"{name} has shape {tuple(value.shape)} but its first dimension has to be the {rows} rows of "
+                "input_ids (or 1), since it is cut into microbatches by rows"
+            )
+        others[name] = value.expand(rows, *value.shape[1:])
+    return StepInputs(input_ids, shift(labels) if labels is not None else shifted, others)
+
+
+def agreed_inputs(
+    input_ids: Tensor,
+    labels: Tensor | None,
+    per_token: dict[str, Any],
+    call: tuple[Any, ...],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    vocabulary: int | None = None,
+) -> StepInputs:
+    """`take_inputs`, and make sure that all ranks of a pipeline take the same step; one small all-reduce.
+
+    A rank that got other shapes would wait for tensors that nobody sends.
+
+    Args:
+        input_ids: As for `take_inputs`.
+        labels: As for `take_inputs`.
+        per_token: As for `take_inputs`.
+        call: What else has to be the same, of types that `repr` tells apart.
+        group: Of the pipeline.
+        device: Of the group's collectives.
+        vocabulary: As for `take_inputs`.
+
+    Raises:
+        ConfigurationError: Inputs do not fit on some rank, or ranks differ; on all ranks.
+    """
+    try:
+        inputs, problem = take_inputs(input_ids, labels, per_token, vocabulary), None
+    except ConfigurationError as error:
+        inputs, problem = None, error
+    own = [int(problem is not None), *(_described(inputs, call) if inputs is not None else [0] * len(_NAMES))]
+    both = torch.tensor([*own, *(-value for value in own)], dtype=torch.int64, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    values: list[int] = both.tolist()
+    (problems, *most), (_, *least) = values[: len(own)], [-value for value in values[len(own) :]]
+    if problem is not None:
+        raise problem
+    if problems:
+        raise ConfigurationError("another rank of the pipeline was given inputs that do not fit; see its message")
+    if most != least:
+        found = [f"{name} {low} and {high}" for name, low, high in zip(_NAMES, least, most, strict=True) if low != high]
+        raise ConfigurationError(
+            f"the ranks of a pipeline were given different steps ({', '.join(found)}); give all ranks of a pipeline "
+            "the same batch and the same arguments"
+        )
+    assert inputs is not None
+    return inputs
+
+
+_NAMES = ("rows", "sequence", "labels given", "checksum of tokens", "checksum of labels", "checksum of other arguments")
+
+
+def _described(inputs: StepInputs, call: tuple[Any, ...]) -> list[int]:
+    others = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(inputs.per_token.items())]
+    rows, sequence = inputs.input_ids.shape
+    tokens, labels = (0 if ids is None else _checksum(ids) for ids in (inputs.input_ids, inputs.labels))
+    return [rows, sequence, int(inputs.labels is not None), tokens, labels, zlib.crc32(repr((others, call)).encode())]
+
+
+def _checksum(ids: Tensor) -> int:
+    """Of the values of integers, in their order."""
+    weights = torch.arange(1, ids.numel() + 1, device=ids.device) % _PRIME
+    return int(((ids.flatten().long() % _PRIME) * weights).sum())
+
+
+_PRIME = 65_521
+
+
+IGNORED = -100
+"""Label of positions that do not count, as transformers and torch have it."""
+
+
+def shift(labels: Tensor) -> Tensor:
+    """Labels of the next position, (rows, sequence): what logits of the same position are compared with.
+
+    Args:
+        labels: As transformers takes them, not yet shifted, (rows, sequence).
+    """
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross entropies in float32 over the counted labels.
+
+    Args:
+        logits: (rows, sequence, vocabulary).
+        labels: Of the same positions, (rows, sequence).
+    """
+    return nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+class MicrobatchLoss:
+    """What a schedule calls for the loss of a microbatch: a function of logits and labels, times a factor of the step.
+
+    With the factor dp_size / (label tokens of all data-parallel ranks) the gradients of a step, averaged over the
+    data-parallel ranks, are those of the mean over all label tokens, however unevenly these lie over microbatches and
+    ranks. A mean of means would be another number.
+
+    Args:
+        loss_fn: (logits, labels of the same positions) -> scalar; None: `cross_entropy_sum`.
+    """
+
+    def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+        self._loss_fn = loss_fn or cross_entropy_sum
+        self.factor: Tensor | float | None = None
+        """Of the step under way; None: no labels were given, the loss is zero."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The share of a microbatch in the loss of the step, a scalar."""
+        if self.factor is None:
+            return torch.zeros((), device=logits.device)
+        return self._loss_fn(logits, labels) * self.factor

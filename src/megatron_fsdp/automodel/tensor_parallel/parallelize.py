@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import copy
+import warnings
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megatron_fsdp.automodel.architecture import text_config
-from megatron_fsdp.automodel.tensor_parallel.layouts import not_a_view
-from megatron_fsdp.automodel.tensor_parallel.local_parameters import place, undivided_units, use_plain_tensors
-from megatron_fsdp.automodel.tensor_parallel.lora import is_adapted, styles_of_adapted
-from megatron_fsdp.automodel.tensor_parallel.plans import MatchedPlan, Plan, choose_plan, match_plan
-from megatron_fsdp.automodel.tensor_parallel.same_inputs import compare_first_forward
-from megatron_fsdp.automodel.tensor_parallel.sequence import SequenceRegion, sequence_region, split_tokens
-from megatron_fsdp.automodel.tensor_parallel.sizes import check_heads, check_module, check_parameter, in_attention
-from megatron_fsdp.automodel.tensor_parallel.styles import LocalParts
-from megatron_fsdp.automodel.tensor_parallel.ties import Ties
-from megatron_fsdp.automodel.tensor_parallel.translation import (
+from megatron_fsdp.automodel.tensor_parallel.plans import (
     LINEAR,
     NOT_DIVIDED,
+    MatchedPlan,
+    Plan,
+    Ties,
+    check_heads,
+    check_module,
+    check_parameter,
+    choose_plan,
     embedding_style,
+    in_attention,
+    is_adapted,
     linear_style,
+    match_plan,
     other_style,
     parameter_placement,
+    styles_of_adapted,
 )
+from megatron_fsdp.automodel.tensor_parallel.sequence import SequenceRegion, sequence_region, split_tokens
+from megatron_fsdp.automodel.tensor_parallel.styles import (
+    LocalParts,
+    not_a_view,
+    place,
+    undivided_units,
+    use_plain_tensors,
+)
+from megatron_fsdp.comm.fingerprint import fingerprint
+from megatron_fsdp.engine.meta_init import random_state
 from megatron_fsdp.errors import ConfigurationError
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
@@ -216,3 +232,98 @@ def _restore_attributes(model: nn.Module, attributes: Mapping[str, dict[str, obj
     for name, param in model.named_parameters(remove_duplicate=False):
         if isinstance(param, DTensor):
             vars(param).update(attributes.get(name, {}))
+
+
+def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
+    """Let inductor overlap the gathers and reduce-scatters of sequence parallelism with the products beside them.
+
+    It needs compiled layers, and devices that reach each other's memory. Where those are missing, one warning says so
+    and nothing is changed. The switch is inductor's own and counts for the whole process.
+
+    Args:
+        tp_mesh: The tensor-parallel ranks.
+
+    Returns:
+        Whether it is on.
+    """
+    if tp_mesh.device_type == "cpu":
+        warnings.warn(
+            "asynchronous tensor parallelism needs devices that reach each other's memory, which CPUs are not; "
+            "training goes on without it",
+            stacklevel=2,
+        )
+        return False
+    from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch may have made the call needless; it does no harm
+            enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        warnings.warn(
+            f"asynchronous tensor parallelism is off, since the ranks cannot share memory: {error}", stacklevel=2
+        )
+        return False
+    inductor._micro_pipeline_tp = True
+    return True
+
+
+_POSITIVE = (1 << 62) - 1
+
+
+def compare_first_forward(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Let the first forward with gradients compare inputs, and where there is dropout random states; one all-reduce.
+
+    Args:
+        model: Called with the same batch on all ranks of `tp_mesh`.
+        tp_mesh: One-dimensional.
+    """
+    model.register_forward_pre_hook(_FirstForward(tp_mesh), with_kwargs=True)
+
+
+class _FirstForward:
+    """The hook; later forwards pass it by."""
+
+    def __init__(self, tp_mesh: DeviceMesh) -> None:
+        self._mesh = tp_mesh
+        self._is_done = False
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _FirstForward:
+        """Copies of a model share the process group, which cannot be copied."""
+        return self
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_done or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._is_done = True
+        device = torch.empty(0, device=self._mesh.device_type).device  # with the index of the current device
+        own = [_of_inputs(args, kwargs), _of_random_state(device) if _drops_out(module) else 0]
+        both = torch.tensor([*own, *(-value for value in own)], dtype=torch.int64, device=device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._mesh.get_group())
+        inputs, random, inputs_below, random_below = both.tolist()
+        if inputs != -inputs_below:
+            raise ConfigurationError(
+                "tensor-parallel ranks were given different batches; let ranks that share a model read the same rows "
+                "(mesh_context.data_rank, not the global rank)"
+            )
+        if random != -random_below:
+            raise ConfigurationError(
+                "tensor-parallel ranks have different random states, so dropout would let their weights drift apart; "
+                "seed ranks that share a model alike (by mesh_context.data_rank, not by the global rank)"
+            )
+
+
+def _of_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    named = [*((str(index), value) for index, value in enumerate(args)), *sorted(kwargs.items())]
+    tensors = [(name, value) for name, value in named if isinstance(value, Tensor) and not value.is_floating_point()]
+    seen = [(name, tuple(value.shape), int(fingerprint(value))) for name, value in tensors]
+    return zlib.crc32(repr(seen).encode())
+
+
+def _of_random_state(device: torch.device) -> int:
+    return int(fingerprint(random_state(device)[-1])) & _POSITIVE
+
+
+def _drops_out(model: nn.Module) -> bool:
+    return any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in model.modules())

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type
-from megatron_fsdp.automodel.tensor_parallel.layouts import SEQUENCE_DIM, gather_tokens, not_a_view, own_tokens
-from megatron_fsdp.automodel.tensor_parallel.translation import COLWISE, ROWWISE
+from megatron_fsdp.automodel.tensor_parallel.plans import COLWISE, ROWWISE
+from megatron_fsdp.automodel.tensor_parallel.styles import SEQUENCE_DIM, gather_tokens, not_a_view, own_tokens
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 SEQUENCE_PARALLEL_TYPES = (

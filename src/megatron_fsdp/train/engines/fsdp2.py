@@ -18,9 +18,9 @@ from megatron_fsdp.automodel import (
     clip_grad_norm_,
     connect_optimizer,
 )
-from megatron_fsdp.automodel.fsdp2_units import shard_by_layers
-from megatron_fsdp.automodel.gradient_clipping import gather_gradients
+from megatron_fsdp.automodel.gradients import gather_gradients
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
+from megatron_fsdp.automodel.managers import shard_by_layers
 from megatron_fsdp.train.engines.context_cut import ContextCut
 from megatron_fsdp.train.engines.loss_scale import make_loss_scale
 from megatron_fsdp.train.engines.microbatches import MicrobatchModel

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp.automodel import Pipeline, PipelineConfig, clip_grad_norm_, connect_optimizer
-from megatron_fsdp.automodel.gradient_clipping import gather_gradients
+from megatron_fsdp.automodel.gradients import gather_gradients
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.loss_scale import make_loss_scale
 from megatron_fsdp.train.engines.microbatches import token_losses

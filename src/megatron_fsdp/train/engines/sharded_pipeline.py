@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp.automodel import FSDP2Config, Pipeline, build_mesh_context
-from megatron_fsdp.automodel.blueprints import refuse_quantised
+from megatron_fsdp.automodel.auto_model import refuse_quantised
 from megatron_fsdp.automodel.initial_values import allocate
 from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
-from megatron_fsdp.automodel.pipeline_parallel.stage_model import tied_embeddings
+from megatron_fsdp.automodel.pipeline_parallel.stages import tied_embeddings
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.engine.wrap import EMPTY

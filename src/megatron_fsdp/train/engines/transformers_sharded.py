@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_fsdp.automodel import MegatronFSDPConfig, build_mesh_context
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.blueprints import adopt_generation_config, refuse_quantised
+from megatron_fsdp.automodel.auto_model import adopt_generation_config, refuse_quantised
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.forwards import recompute_in_backward
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing

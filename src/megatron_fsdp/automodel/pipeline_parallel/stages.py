@@ -1,15 +1,19 @@
-"""A stage as a model: the Hugging Face model with only some of its layers, under the names of the whole model."""
+"""A stage of a pipeline: the transformers model with only some of its layers, under the names of the whole model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from megatron_fsdp.automodel.architecture import find_layers, text_config
-from megatron_fsdp.automodel.pipeline_parallel.stage_layers import StageLayers
+from megatron_fsdp.checkpoint.hf.own_classes import own_class
 from megatron_fsdp.errors import ConfigurationError
 
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f")
@@ -200,3 +204,219 @@ def _refuse_shared(
             f"the config of {type(model).__name__} has tie_word_embeddings=True, but the model has two matrices; call "
             "its tie_weights() first, or set it False"
         )
+
+
+class StandIn(Tensor):
+    """Hidden states that nobody will read. Its first element is itself: some models take what layers give as tuples."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self if isinstance(index, int) else super().__getitem__(index)
+
+
+class AbsentLayer:
+    """A layer of another stage: it has the plain attributes that a model's forward may read, and computes nothing.
+
+    Args:
+        layer: The layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        plain = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | None)}
+        vars(self).update({name: value for name, value in plain.items() if not name.startswith("_")})
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Something of the shape of the hidden states, without memory of its own."""
+        zero = torch.zeros((), dtype=hidden_states.dtype, device=hidden_states.device)
+        return zero.expand(hidden_states.shape).as_subclass(StandIn)
+
+
+@dataclass
+class StageRun:
+    """One forward of a stage.
+
+    Attributes:
+        received: What the stage before has sent, (microbatch, sequence, hidden); None in the first stage.
+        result: What the last layer of this stage gave.
+    """
+
+    received: Tensor | None
+    result: Tensor | None = None
+
+
+class StageLayers(nn.ModuleDict):
+    """The layers of one stage under their indices in the whole model: a ModuleDict.
+
+    In `standing_in`, and only there, it iterates as the whole list does: forwards of transformers count layers and look
+    up their kinds (full or sliding attention) by the index. The first layer here is then given what the stage before
+    has sent, whatever the model has made of its inputs until then (scaled embeddings, dropout), and what the last one
+    gives is kept.
+
+    Args:
+        layers: Of the whole model.
+        start: First layer of the stage.
+        stop: One past the last.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], start: int, stop: int) -> None:
+        super().__init__({str(index): layers[index] for index in range(start, stop)})
+        self._start, self._stop = start, stop
+        self._absent = {index: AbsentLayer(layer) for index, layer in enumerate(layers) if not start <= index < stop}
+        self._run: StageRun | None = None
+
+    @contextmanager
+    def standing_in(self, received: Tensor | None) -> Iterator[StageRun]:
+        """Stand in for the whole list in the block.
+
+        Args:
+            received: What the stage before has sent; None in the first stage.
+        """
+        self._run = StageRun(received)
+        try:
+            yield self._run
+        finally:
+            self._run = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if self._run is None else iter(self._whole(self._run))
+
+    def __len__(self) -> int:
+        return super().__len__() if self._run is None else super().__len__() + len(self._absent)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str) or self._run is None:
+            return super().__getitem__(key)
+        return self._whole(self._run)[key]
+
+    def _whole(self, run: StageRun) -> list[Any]:
+        slots: dict[int, Any] = {**self._absent}
+        for index in range(self._start, self._stop):
+            layer = super().__getitem__(str(index))
+            at_end = index == self._start or index == self._stop - 1
+            slots[index] = _EndLayer(layer, run, index == self._start, index == self._stop - 1) if at_end else layer
+        return [slots[index] for index in sorted(slots)]
+
+
+class _EndLayer:
+    """The first or last layer of a stage, called as the layer itself."""
+
+    def __init__(self, layer: Callable[..., Any], run: StageRun, is_first: bool, is_last: bool) -> None:
+        self._layer, self._run, self._is_first, self._is_last = layer, run, is_first, is_last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first and self._run.received is not None:
+            hidden_states = self._run.received
+        output = self._layer(hidden_states, *args, **kwargs)
+        if self._is_last:
+            self._run.result = output[0] if isinstance(output, tuple) else output
+        return output
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What stages send each other.
+
+    Attributes:
+        rows: Of a microbatch.
+        sequence: Length on this rank.
+        hidden: Size.
+        vocabulary: Size, of the logits.
+        dtype: Of hidden states.
+    """
+
+    rows: int
+    sequence: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    def hidden_states(self) -> Tensor:
+        """A tensor without memory, (rows, sequence, hidden)."""
+        return torch.empty(self.rows, self.sequence, self.hidden, dtype=self.dtype, device="meta", requires_grad=True)
+
+    def token_ids(self) -> Tensor:
+        """A tensor without memory, (rows, sequence), int64."""
+        return torch.empty(self.rows, self.sequence, dtype=torch.int64, device="meta")
+
+    def logits(self) -> Tensor:
+        """A tensor without memory, (rows, sequence, vocabulary)."""
+        shape = (self.rows, self.sequence, self.vocabulary)
+        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+
+
+class DecoderStage(PipelineStage):
+    """A stage of a decoder.
+
+    Torch would otherwise find out shapes by running a microbatch forward and backward, for each new sequence length,
+    and forget the gradients accumulated so far.
+
+    Args:
+        part: What `cut_stage` gave.
+        index: Of the stage.
+        num_stages: Of the pipeline.
+        activations: What is sent.
+        device: Of the stage.
+        group: Of the pipeline.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        index: int,
+        num_stages: int,
+        activations: Activations,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        is_first, is_last = index == 0, index == num_stages - 1
+        super().__init__(
+            part,
+            index,
+            num_stages,
+            device,
+            input_args=activations.token_ids() if is_first else activations.hidden_states(),
+            output_args=activations.logits() if is_last else activations.hidden_states(),
+            group=group,
+        )
+        self._activations = activations
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the part; the hidden states that it gives get the dtype that the next stage waits for."""
+        output: Any = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.is_last:
+            return output
+        sent = self._activations
+        if tuple(output.shape) != (sent.rows, sent.sequence, sent.hidden):
+            raise ConfigurationError(
+                f"stage {self.stage_index} gave hidden states of shape {tuple(output.shape)} but the next stage waits "
+                f"for ({sent.rows}, {sent.sequence}, {sent.hidden}); layers must not change the shape of what they get"
+            )
+        return output.to(sent.dtype)
+
+
+def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """A model that holds what the stages hold, under the same names; tensors are shared, not copied.
+
+    Args:
+        stages: Cut from one model: what lies in another stage is None there, or absent in a `ModuleDict`.
+    """
+    merged = stages[0]
+    for stage in stages[1:]:
+        merged = _merged(merged, stage)
+    return merged
+
+
+def _merged(one: nn.Module, other: nn.Module) -> nn.Module:
+    kind = own_class(one)
+    result = kind.__new__(kind)
+    result.__dict__.update(one.__dict__)
+    result._modules = dict(one._modules)
+    for name, child in other._modules.items():
+        own = result._modules.get(name)
+        if own is None:
+            result._modules[name] = child
+        elif child is not None and own is not child:
+            result._modules[name] = _merged(own, child)
+    return result
