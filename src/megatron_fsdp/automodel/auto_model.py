@@ -10,22 +10,21 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.automodel.adapters import add_adapters, fill_adapters, without_copies
 from megatron_fsdp.automodel.config import (
-    SIZE_NAMES,
     DDPConfig,
     DistributedConfig,
     FSDP2Config,
     MegatronFSDPConfig,
+    SizeArguments,
     check_config,
     resolve_sizes,
 )
@@ -44,6 +43,24 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.models import build_from_config, read_config
 
 transformers: Any = require("transformers", "megatron_fsdp.automodel")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `from_pretrained` beside the model, its config, the strategy and the sizes."""
+
+    pipeline_config: PipelineConfig | None
+    peft_config: Any
+    dtype: torch.dtype | str | None
+    attn_implementation: str | None
+    prepare_model: Callable[[nn.Module], object] | None
+    key_mapping: Any = None
+    strict: bool = True
+
+    def facts(self) -> dict[str, Any]:
+        """Return what has to be the same on every rank, but for functions, which cannot be compared."""
+        names = ("pipeline_config", "peft_config", "dtype", "attn_implementation", "strict")
+        return {name: getattr(self, name) for name in names}
 
 
 class _AutoModel:
@@ -117,37 +134,13 @@ class _AutoModel:
         """
 
         def find() -> tuple[Path, Any]:
-            refuse_foreign(device_map, trust_remote_code)
-            found = find_folder(pretrained_model_name_or_path)
-            return found, config_of(found, config, config_overrides)
+            _refuse_foreign(device_map, trust_remote_code)
+            found = _find_folder(pretrained_model_name_or_path)
+            return found, _config_of(found, config, config_overrides)
 
-        strategy, context, folder, model_config = agree_on(
-            distributed_config,
-            _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size),
-            find,
-            {
-                "pipeline_config": pipeline_config,
-                "peft_config": peft_config,
-                "dtype": dtype,
-                "attn_implementation": attn_implementation,
-                "strict": strict,
-            },
-        )
-        assert folder is not None
-        twin = cls._on_meta(model_config, resolve_dtype(dtype, model_config, folder), attn_implementation)
-        adopt_generation_config(twin, folder)
-        return ready_model(
-            twin,
-            strategy,
-            context,
-            pipeline_config=pipeline_config,
-            peft_config=peft_config,
-            folder=folder,
-            key_mapping=key_mapping,
-            strict=strict,
-            new_head=cls._new_head,
-            prepare_model=prepare_model,
-        )
+        options = _Options(pipeline_config, peft_config, dtype, attn_implementation, prepare_model, key_mapping, strict)
+        sizes = _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
+        return cls._make(find, distributed_config, sizes, options)
 
     @classmethod
     def from_config(
@@ -200,46 +193,32 @@ class _AutoModel:
         """
 
         def find() -> tuple[None, Any]:
-            refuse_foreign(device_map, trust_remote_code)
+            _refuse_foreign(device_map, trust_remote_code)
             is_folder = isinstance(config, str | Path)
-            return None, config_of(find_folder(config) if is_folder else None, None if is_folder else config, {})
+            return None, _config_of(_find_folder(config) if is_folder else None, None if is_folder else config, {})
 
-        strategy, context, _, model_config = agree_on(
-            distributed_config,
-            _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size),
-            find,
-            {
-                "pipeline_config": pipeline_config,
-                "peft_config": peft_config,
-                "dtype": dtype,
-                "attn_implementation": attn_implementation,
-            },
-        )
-        twin = cls._on_meta(model_config, resolve_dtype(dtype, model_config, None), attn_implementation)
-        return ready_model(
-            twin,
-            strategy,
-            context,
-            pipeline_config=pipeline_config,
-            peft_config=peft_config,
-            prepare_model=prepare_model,
-        )
+        options = _Options(pipeline_config, peft_config, dtype, attn_implementation, prepare_model)
+        sizes = _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
+        return cls._make(find, distributed_config, sizes, options)
 
     @classmethod
-    def _on_meta(cls, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
-        options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        return build_from_config(config, dtype, cls._transformers_class, **options)
-
-
-def _sizes(
-    dp_size: int | None,
-    dp_replicate_size: int | None,
-    tp_size: int | None,
-    pp_size: int | None,
-    cp_size: int | None,
-    ep_size: int | None,
-) -> dict[str, int | None]:
-    return dict(zip(SIZE_NAMES, (dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size), strict=True))
+    def _make(
+        cls,
+        find: Callable[[], tuple[Path | None, Any]],
+        strategy: DistributedConfig | None,
+        sizes: SizeArguments,
+        options: _Options,
+    ) -> nn.Module | Pipeline:
+        """Agree on the model over the ranks, and build it: on the meta device, parallel, with its weights."""
+        strategy = FSDP2Config() if strategy is None else strategy
+        context, folder, config = _agree(strategy, sizes, find, options.facts())
+        attention = options.attn_implementation
+        more = {} if attention is None else {"attn_implementation": attention}
+        dtype = _resolve_dtype(options.dtype, config, folder)
+        twin = build_from_config(config, dtype, cls._transformers_class, **more)
+        if folder is not None:
+            adopt_generation_config(twin, folder)
+        return _fill(twin, strategy, context, options, folder, cls._new_head)
 
 
 class AutoModelForCausalLM(_AutoModel):
@@ -261,81 +240,66 @@ class AutoModelForImageTextToText(_AutoModel):
     _transformers_class = "AutoModelForImageTextToText"
 
 
-def ready_model(
+def _sizes(dp: int | None, copies: int | None, tp: int | None, pp: int | None, cp: int | None, ep: int | None) -> Any:
+    return SizeArguments(dp_size=dp, dp_replicate_size=copies, tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep)
+
+
+def _fill(
     twin: nn.Module,
-    config: DistributedConfig,
+    strategy: DistributedConfig,
     context: MeshContext,
-    *,
-    pipeline_config: PipelineConfig | None = None,
-    peft_config: Any = None,
-    folder: Path | None = None,
-    key_mapping: Any = None,
-    strict: bool = True,
-    new_head: bool = False,
-    prepare_model: Callable[[nn.Module], object] | None = None,
+    options: _Options,
+    folder: Path | None,
+    new_head: bool,
 ) -> nn.Module | Pipeline:
-    """Make a model parallel and give it its weights; collective.
-
-    Args:
-        twin: The model on the meta device; used up.
-        config: The strategy.
-        context: Its meshes.
-        pipeline_config: How microbatches pass through stages.
-        peft_config: For adapters.
-        folder: Of the weights; None: they are drawn.
-        key_mapping: As of `load_hf`.
-        strict: Whether the files must fit.
-        new_head: Whether a head may be missing in the files, and another be there.
-        prepare_model: Called with the model before anything is done to it.
-
-    Raises:
-        CheckpointError: The files do not fit.
-        ConfigurationError: An argument cannot be honoured.
-    """
-    if pipeline_config is not None and context.sizes.pp == 1:
+    """Make the model parallel that `twin` is on the meta device, and give it its weights; uses the twin up."""
+    peft_config = options.peft_config
+    if options.pipeline_config is not None and context.sizes.pp == 1:
         raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
     if peft_config is not None and context.sizes.pp > 1:
         raise ConfigurationError("peft_config with pp_size > 1: stages take no adapters; use another size than pp_size")
     refuse_quantised(twin)
     live: nn.Module = copy.deepcopy(twin)
     saved_config = copy.deepcopy(getattr(twin, "config", None))
-    if prepare_model is not None:
-        prepare_model(live)
+    if options.prepare_model is not None:
+        options.prepare_model(live)
     if peft_config is not None:
         live = add_adapters(live, peft_config)
-    model = _parallel(live, config, context, pipeline_config)
-    stages = model.parts if isinstance(model, Pipeline) else [model]
-    whole = merge_stages(stages) if isinstance(model, Pipeline) else model
-    copies = set(model.tied_copies) if isinstance(model, Pipeline) else set()
+    model: Any = _parallel(live, strategy, context, options.pipeline_config)
+    is_pipeline = isinstance(model, Pipeline)
+    stages = model.parts if is_pipeline else [model]
+    whole = merge_stages(stages)
+    copies = set(model.tied_copies) if is_pipeline else set()
     filled = set(copies)
     base_twin = copy.deepcopy(twin) if peft_config is not None else None
     with without_copies(whole, *stages):
         if folder is not None:
-            report = load_hf(whole, folder, key_mapping=key_mapping, strict=False)
-            _check(replace(report, missing=_without(report.missing, copies)), folder, twin, strict, new_head)
+            report = load_hf(whole, folder, key_mapping=options.key_mapping, strict=False)
+            report = replace(report, missing=tuple(name for name in report.missing if name not in copies))
+            _check(report, folder, twin, options.strict, new_head)
             filled.update(report.loaded)
         drawn = draw_missing(twin, whole, stages, filled, context.device)
     if base_twin is not None:
         fill_adapters(whole, base_twin, peft_config, context.device)
-    if isinstance(model, Pipeline):
+    if is_pipeline:
         model.equalize_tied()
-        kept: Any = whole
-        kept._keys_to_ignore_on_save = {*(getattr(whole, "_keys_to_ignore_on_save", None) or ()), *copies}
+        settable: Any = whole
+        settable._keys_to_ignore_on_save = {*(getattr(whole, "_keys_to_ignore_on_save", None) or ()), *copies}
     if folder is not None and drawn:
         warn_caller(f"{folder} lacks {len(drawn)} weights, which were drawn: {', '.join(drawn[:8])}; train them")
-    if isinstance(config, DDPConfig):
-        model = DDPManager(config).parallelize(live, sends_weights=False)
+    if isinstance(strategy, DDPConfig):
+        model = DDPManager(strategy).parallelize(live, sends_weights=False)
     let_save(model, whole, saved_config, folder)
-    settable: Any = model
-    settable.mesh_context = context
-    settable.distributed_config = config
-    return model
+    model.mesh_context = context
+    model.distributed_config = strategy
+    made: nn.Module | Pipeline = model
+    return made
 
 
 def _parallel(
     live: nn.Module, config: DistributedConfig, context: MeshContext, pipeline_config: PipelineConfig | None
 ) -> nn.Module | Pipeline:
-    """The model, parallel and with memory but no values; of DDP, whose constructor sends values, not wrapped yet."""
+    """Make a model parallel, with memory but no values; for DDP, whose constructor sends values, not wrapped yet."""
     if isinstance(config, DDPConfig):
         allocate(live, context.device)
         return live
@@ -345,62 +309,49 @@ def _parallel(
         model, _ = MegatronFSDPManager(config, mesh).parallelize(live, leaves_empty=True)
         allocate(model, context.device)
         return model
+    manager = FSDP2Manager(config, mesh, context.moe_mesh)
+
+    def shard(stage: nn.Module) -> nn.Module:
+        sharded = manager.parallelize(stage)
+        allocate(sharded, context.device if config.offload_policy is None else torch.device("cpu"))
+        return sharded
+
     if context.sizes.pp == 1:
-        return _shard_stage(live, config, mesh, context)
+        return shard(live)
+    policy = config.mp_policy
+    assert policy is not None  # __post_init__ sets it
     return build_pipeline(
         live,
         mesh["pp"],
         pipeline_config or PipelineConfig(),
-        parallelize_stage=lambda stage: _shard_stage(stage, config, mesh, context),
+        parallelize_stage=shard,
         device=context.device,
-        activation_dtype=_dtype_between_stages(config),
+        activation_dtype=policy.output_dtype or policy.param_dtype,
     )
 
 
-def _shard_stage(stage: nn.Module, config: FSDP2Config, mesh: DeviceMesh, context: MeshContext) -> nn.Module:
-    model = FSDP2Manager(config, mesh, context.moe_mesh).parallelize(stage)
-    allocate(model, context.device if config.offload_policy is None else torch.device("cpu"))
-    return model
-
-
-def _dtype_between_stages(config: FSDP2Config) -> torch.dtype | None:
-    """What FSDP2 gives out at the end of a stage; None: the dtype of the parameters."""
-    assert config.mp_policy is not None  # __post_init__ sets it
-    return config.mp_policy.output_dtype or config.mp_policy.param_dtype
-
-
-def _without(names: Sequence[str], left_out: set[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in left_out)
-
-
 def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_head: bool) -> None:
-    """Refuse files that do not fit, but for what the caller lets pass; the same on every rank.
-
-    Raises:
-        CheckpointError: Names what is missing, unexpected or of another shape.
-    """
+    """Refuse files that do not fit, but for what the caller lets pass; the same on every rank."""
     prefix = f"{getattr(twin, 'base_model_prefix', '')}."
     missing: Sequence[str] = report.missing
     unexpected: Sequence[str] = report.unexpected
     if new_head:
         missing = [name for name in missing if name.startswith(prefix)]
         unexpected = [name for name in unexpected if name.startswith(prefix)]
-    if not strict:
-        missing, unexpected = (), ()
-    if missing or unexpected or report.reshaped:
+    if report.reshaped or (strict and (missing or unexpected)):
         raise CheckpointError(f"{folder} does not fit {type(twin).__name__}: {report}\nnothing can be trained from it")
 
 
-# Text of values that ranks compare: the same in every process that was given the same.
-#
-# `repr` is not: strings are hashed by a seed of each process, so sets show their elements in another order, and objects
-# without a `repr` of their own show where they lie in memory.
+# ---- what all ranks have to be told alike ----------------------------------------------------------------------------
 
+# Ranks compare the text of values, which is the same in every process that was given the same. `repr` is not: strings
+# are hashed by a seed of each process, so sets show their elements in another order, and objects without a `repr` of
+# their own show where they lie in memory.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def canonical_facts(given: Mapping[str, Any]) -> dict[str, str]:
-    """The text of each value, of a dataclass of each field ("peft_config.r"), so that what differs is named."""
+    """Return the text of each value, of a dataclass of each field ("peft_config.r"), so that what differs is named."""
     facts = {}
     for name, value in given.items():
         if is_dataclass(value) and not isinstance(value, type):
@@ -412,7 +363,7 @@ def canonical_facts(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def canonical_text(value: Any) -> str:
-    """A `repr` with the elements of sets and the keys of mappings sorted, of all fields of dataclasses, at any depth.
+    """Write a `repr` with sorted elements of sets and keys of mappings, of all fields of dataclasses, at any depth.
 
     Other objects show their own `repr` without addresses; those that have none are told apart by their class alone.
     """
@@ -430,28 +381,18 @@ def canonical_text(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-def agree_on(
-    distributed_config: DistributedConfig | None,
-    sizes: Mapping[str, int | None],
+def _agree(
+    strategy: DistributedConfig,
+    sizes: SizeArguments,
     find: Callable[[], tuple[Path | None, Any]],
     options: Mapping[str, Any],
-) -> tuple[DistributedConfig, MeshContext, Path | None, Any]:
+) -> tuple[MeshContext, Path | None, Any]:
     """Check what ranks were given, each by itself and against each other, and then build the meshes; collective.
-
-    Args:
-        distributed_config: The strategy; None: `FSDP2Config()`.
-        sizes: As `resolve_sizes` takes them.
-        find: Gives the folder of the model, if any, and its config.
-        options: Other arguments that must be the same on every rank.
-
-    Returns:
-        The strategy, its meshes, the folder and the config.
 
     Raises:
         ConfigurationError: Ranks were given different arguments, or one of them is wrong; on every rank.
         CheckpointError: Only some ranks have the folder; on every rank, and names them.
     """
-    strategy = FSDP2Config() if distributed_config is None else distributed_config
     set_up_ranks(str(getattr(strategy, "backend", "gloo")))
 
     def check() -> tuple[Path | None, Any]:
@@ -462,15 +403,14 @@ def agree_on(
     folder, config = together("finding the model", check, facts=canonical_facts(given))
     of_config = {f"config.{name}": value for name, value in config.to_diff_dict().items()}
     together("comparing configs", lambda: None, facts=canonical_facts(of_config))
-    return strategy, build_mesh_context(strategy, **sizes), folder, config
+    return build_mesh_context(strategy, **sizes), folder, config
 
 
-def find_folder(name_or_path: str | Path) -> Path:
-    """The local folder of a model: the path itself, or where the hub's cache has the name.
+# ---- the model on the meta device ------------------------------------------------------------------------------------
 
-    Raises:
-        ConfigurationError: It is neither.
-    """
+
+def _find_folder(name_or_path: str | Path) -> Path:
+    """Find the local folder of a model: the path itself, or where the hub's cache has the name."""
     if not isinstance(name_or_path, str | Path):
         raise ConfigurationError(f"the model is given as {name_or_path!r}; give a local folder, or a name in the cache")
     path = Path(name_or_path)
@@ -487,12 +427,8 @@ def find_folder(name_or_path: str | Path) -> Path:
         ) from error
 
 
-def refuse_foreign(device_map: object, trust_remote_code: object) -> None:
-    """Refuse what transformers' own loaders take, and these cannot honour.
-
-    Raises:
-        ConfigurationError: One of them is given.
-    """
+def _refuse_foreign(device_map: object, trust_remote_code: object) -> None:
+    """Refuse what transformers' own loaders take, and these cannot honour."""
     if device_map is not None:
         raise ConfigurationError(
             f"device_map={device_map!r} puts whole layers on devices, and here every rank holds a part of each layer; "
@@ -506,12 +442,8 @@ def refuse_foreign(device_map: object, trust_remote_code: object) -> None:
         )
 
 
-def config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> Any:
-    """The config of the model, as a copy: the one that is given, or the folder's.
-
-    Raises:
-        ConfigurationError: It cannot be read, is of another type, or has no field of an override's name.
-    """
+def _config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return the config of the model with fields changed, as a copy: the one that is given, or the folder's."""
     if given is not None:
         if not isinstance(given, transformers.PretrainedConfig):
             raise ConfigurationError(f"config is a {type(given).__name__}; give a config of transformers or its folder")
@@ -529,22 +461,12 @@ def config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> 
     return config
 
 
-def resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | None) -> torch.dtype:
-    """The dtype of the weights.
-
-    Args:
-        dtype: A dtype or its name; "auto" or None: what the config says, else what most
-            elements of the files have.
-        config: Of the model.
-        folder: Of the files; None: there are none, and torch's default is taken.
-
-    Raises:
-        ConfigurationError: It is no floating-point dtype.
-    """
+def _resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | None) -> torch.dtype:
+    """Return the dtype of the weights; for "auto" or None what the config says, else what most of the files have."""
     if dtype in (None, "auto"):
         said = getattr(config, "dtype", None)
         if said not in (None, "auto"):
-            return resolve_dtype(said, config, folder)
+            return _resolve_dtype(said, config, folder)
         if folder is None:
             return torch.get_default_dtype()
         stored = decided_by_first(lambda: open_folder(folder), f"opening {folder}")
@@ -574,7 +496,7 @@ def adopt_generation_config(model: Any, folder: Path) -> None:
 
 
 def refuse_quantised(model: nn.Module) -> None:
-    """Quantised weights are not cast into shards.
+    """Refuse quantised weights, which are not cast into shards.
 
     Raises:
         CheckpointError: The config says that the weights are quantised.

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.checkpoint.hf.own_classes import own_class
 from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 
@@ -44,7 +45,7 @@ class SequenceLayout:
 
     @property
     def num_pieces(self) -> int:
-        """Into how many pieces of equal length a sequence is cut."""
+        """Return into how many pieces of equal length a sequence is cut."""
         return self.ranks * (2 if self.load_balance else 1)
 
     def check_length(self, length: int) -> None:
@@ -63,27 +64,27 @@ class SequenceLayout:
         )
 
     def pieces_of(self, rank: int) -> tuple[int, ...]:
-        """The numbers of the pieces of a rank, in the order in which it has them."""
+        """Return the numbers of the pieces of a rank, in the order in which it has them."""
         return (rank, self.num_pieces - 1 - rank) if self.load_balance else (rank,)
 
     def ranges_of(self, rank: int, local_length: int) -> list[tuple[int, int]]:
-        """(first, last + 1) position in the whole sequence of each piece of a rank that has `local_length` tokens."""
+        """Return (first, last + 1) in the whole sequence of each piece of a rank that has `local_length` tokens."""
         pieces = self.pieces_of(rank)
         size = local_length // len(pieces)
         return [(piece * size, (piece + 1) * size) for piece in pieces]
 
     def positions_of(self, rank: int, local_length: int, device: torch.device | None = None) -> Tensor:
-        """Position in the whole sequence of each token of a rank, int64, (local_length,)."""
+        """Return the position in the whole sequence of each token of a rank, int64, (local_length,)."""
         ranges = self.ranges_of(rank, local_length)
         return torch.cat([torch.arange(start, end, device=device) for start, end in ranges])
 
     def cut(self, whole: Tensor, rank: int, dim: int) -> Tensor:
-        """What a rank has of a tensor whose dimension `dim` is the whole sequence; a copy."""
+        """Cut out, as a copy, what a rank has of a tensor whose dimension `dim` is the whole sequence."""
         ranges = self.ranges_of(rank, whole.shape[dim] // self.ranks)
         return torch.cat([whole.narrow(dim, start, end - start) for start, end in ranges], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole sequence, in order, from what each rank has; the reverse of `cut`."""
+        """Put the whole sequence together, in order, from what each rank has; the reverse of `cut`."""
         found: dict[int, Tensor] = {}
         for rank, part in enumerate(parts):
             pieces = self.pieces_of(rank)
@@ -96,7 +97,7 @@ _EMBEDDINGS = "inputs_embeds"
 
 
 def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balance: bool = True) -> dict[str, Tensor]:
-    """What this context-parallel rank computes of a batch that all of them hold whole.
+    """Cut out what this context-parallel rank computes of a batch that all of them hold whole.
 
     The ranks compare their batches first (one small collective), since a data loader that gives them different ones is
     an easy mistake that no later step would notice.
@@ -136,7 +137,7 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balanc
 
 
 def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1, load_balance: bool = True) -> Tensor:
-    """The whole of what every rank has a part of, such as logits, on every rank; detached. One gather.
+    """Gather the whole of what every rank has a part of, such as logits, on every rank; detached.
 
     Args:
         tensor: This rank's part; the same shape on every rank.
@@ -181,7 +182,7 @@ def _check(batch: Mapping[str, Tensor], layout: SequenceLayout) -> None:
 
 
 def _check_padding(batch: Mapping[str, Tensor]) -> None:
-    """Tokens see none behind them, so padding behind all of them is as good as absent where it is not counted."""
+    """Refuse padding but behind all tokens, which see none behind them, and without labels that count."""
     real = batch["attention_mask"].bool()
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise ConfigurationError(
@@ -193,13 +194,8 @@ def _check_padding(batch: Mapping[str, Tensor]) -> None:
 
 
 def _fact(name: str, values: Tensor) -> str:
-    """One line that tells batches apart."""
-    flat = values.detach().flatten().double()
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
-    return f"{name} {tuple(values.shape)} {values.dtype} with the checksum {float((flat * weights).sum())!r}"
-
-
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+    """Return one line that tells batches apart."""
+    return f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
 
 
 def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balance: bool = True) -> None:
@@ -224,7 +220,12 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balan
     """
     from transformers import AttentionInterface, PreTrainedModel
 
-    layout = SequenceLayout(_check_mesh(cp_mesh).size(), load_balance)
+    if cp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"cp_mesh has the dimensions {cp_mesh.mesh_dim_names}; give the one of the ranks that share sequences, "
+            'such as mesh["cp"]'
+        )
+    layout = SequenceLayout(cp_mesh.size(), load_balance)
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         raise ConfigurationError(
@@ -240,13 +241,13 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balan
         for part in layer.modules():
             if hasattr(part, "config"):  # where transformers looks up the attention function
                 setattr(part, ATTRIBUTE, shared)
-    show_whole_length(inner, layout.ranks)
+    _show_whole_length(inner, layout.ranks)
     model.register_forward_pre_hook(partial(_before_forward, shared), with_kwargs=True)
     model.__dict__[ATTRIBUTE] = shared
 
 
 def check_call(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """What a forward of the model would refuse, ahead of it; nothing where it is not context parallel. Collective.
+    """Refuse ahead of a forward what the forward of a context-parallel model would refuse; collective.
 
     For pipelines: there a forward that raises leaves the other stages waiting.
 
@@ -258,25 +259,8 @@ def check_call(model: nn.Module, arguments: dict[str, Any]) -> None:
         _before_forward(shared, model, (), arguments)
 
 
-def _check_mesh(cp_mesh: DeviceMesh) -> DeviceMesh:
-    if cp_mesh.ndim != 1:
-        raise ConfigurationError(
-            f"cp_mesh has the dimensions {cp_mesh.mesh_dim_names}; give the one of the ranks that share sequences, "
-            'such as mesh["cp"]'
-        )
-    return cp_mesh
-
-
 def _refuse_unfit(model: Any) -> None:
     """Raise for models in which tokens would meet without this library's attention."""
-    reason = _unfit(model)
-    if reason is not None:
-        raise ConfigurationError(
-            f"{type(model).__name__} cannot be trained with context parallelism, since {reason}; use cp_size=1"
-        )
-
-
-def _unfit(model: Any) -> str | None:
     config = text_config(model)
     kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     convolutions = {type(part).__name__ for part in model.modules() if isinstance(part, nn.Conv1d)}
@@ -293,7 +277,11 @@ def _unfit(model: Any) -> str | None:
         f"it has layers of the kinds {sorted(kinds)}": bool(kinds),
         f"its layers mix tokens by {sorted(convolutions)}": bool(convolutions),
     }
-    return next((text for text, found in findings.items() if found), None)
+    reason = next((text for text, found in findings.items() if found), None)
+    if reason is not None:
+        raise ConfigurationError(
+            f"{type(model).__name__} cannot be trained with context parallelism, since {reason}; use cp_size=1"
+        )
 
 
 def _before_forward(
@@ -334,6 +322,8 @@ def _check_positions(shared: ContextParallel, positions: Tensor) -> None:
         torch._assert_async(wrong == 0, problem)
 
 
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
 NAME = "megatron_fsdp_context_parallel"
 """The name of this attention in transformers' registry."""
 
@@ -357,22 +347,15 @@ _gather = getattr(collectives, "all_gather_single_autograd", None) or collective
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """What the attention modules of one model know of the ranks that share their sequences.
-
-    Attributes:
-        group: These ranks.
-        rank: Of this process in the group.
-        layout: Which tokens each rank has.
-        has_windows: Whether some layers attend to a sliding window.
-    """
+    """What the attention modules of one model know of the ranks that share their sequences."""
 
     group: dist.ProcessGroup
     rank: int
     layout: SequenceLayout
-    has_windows: bool
+    has_windows: bool  # some layers attend to a sliding window
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """Copies of a model share the process group, which cannot be copied."""
+        """Share this between copies of a model: process groups cannot be copied."""
         return self
 
 
@@ -457,13 +440,13 @@ def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor |
 
 
 def _tells_windows(module: nn.Module) -> bool:
-    """Whether a call without a window means that this layer has none."""
+    """Tell whether a call without a window means that this layer has none."""
     types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
     return types is not None and index is not None and types[index] == "full_attention"
 
 
 def _gathered(shared: ContextParallel, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, in order."""
+    """Gather keys and values of the whole sequence, in order."""
     sizes = [key.shape[-1], value.shape[-1]]
     together = torch.cat([key, value], -1)
     gathered = _gather(together, 0, shared.group)
@@ -472,7 +455,7 @@ def _gathered(shared: ContextParallel, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) -> Tensor:
-    """Attention of neighbouring tokens, of which the first has the position `start`, to those up to themselves."""
+    """Attend from neighbouring tokens, of which the first has the position `start`, to those up to themselves."""
     end = start + query.shape[2]
     windowed = math.window is not None and math.window < end
     first = max(start - math.window + 1, 0) if windowed and math.window is not None else 0
@@ -496,7 +479,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) 
 
 
 def _lower_right(queries: int, keys: int) -> Tensor:
-    """Torch's sign for fused kernels that the last query sees the last key; a tensor subclass without data."""
+    """Tell fused kernels that the last query sees the last key, by torch's tensor subclass without data."""
     if torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
     with _disable_current_modes():  # it cannot be made under a dispatch mode, such as selective recomputation's
@@ -504,7 +487,7 @@ def _lower_right(queries: int, keys: int) -> Tensor:
 
 
 def _band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Who sees whom: bool, (tokens start to end, tokens first to end)."""
+    """Return who sees whom: bool, (tokens start to end, tokens first to end)."""
     distance = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
@@ -513,14 +496,10 @@ _BY_LENGTH = {"dynamic", "longrope"}
 """Kinds of rope that choose their frequencies by the largest position they are shown."""
 
 
-def show_whole_length(model: nn.Module, ranks: int) -> None:
+def _show_whole_length(model: nn.Module, ranks: int) -> None:
     """Show rotary modules that look at the largest position the last one of the sequence, which one rank alone has.
 
     Otherwise ranks would rotate the tokens of one sequence by different frequencies.
-
-    Args:
-        model: Searched for modules with such a `rope_type`.
-        ranks: How many have equal parts of a sequence.
     """
     for part in model.modules():
         kinds = getattr(part, "rope_type", None)
@@ -543,5 +522,5 @@ def _append_last(
 
 
 def _drop_last(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cosines and sines, (batch, tokens, size), without those of the appended position."""
+    """Drop the appended position from cosines and sines, (batch, tokens, size)."""
     return tuple(part[:, :-1] for part in output)

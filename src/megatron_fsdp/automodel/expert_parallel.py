@@ -62,8 +62,14 @@ def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
             f"a mesh with the dimensions {ep_mesh.mesh_dim_names} was given for experts; give a one-dimensional mesh "
             'named "ep"'
         )
-    experts = find_experts(model)
-    check_divisible(model, experts, ep_mesh.size())
+    experts = _find_experts(model)
+    for name, part in experts.items():
+        num_experts = len(next(part.parameters()))
+        if num_experts % ep_mesh.size():
+            raise ParallelSizeError(
+                f"{name} has {num_experts} experts ({_config_field(model, num_experts)}), which ep_size="
+                f"{ep_mesh.size()} does not divide; give an ep_size that divides the number of experts"
+            )
     for part in experts.values():
         _divide(part, ep_mesh)
     return list(experts)
@@ -85,7 +91,7 @@ def _divided_class(former: type[nn.Module]) -> type[DividedExperts]:
 
 
 def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int) -> nn.Parameter:
-    """This rank's rows in memory of their own, so that those of the others can be freed."""
+    """Copy this rank's rows into memory of their own, so that those of the others can be freed."""
     local = (
         param.detach()
         .narrow(0, mesh.get_local_rank() * num_local, num_local)
@@ -106,15 +112,8 @@ _WANTED = (
 )
 
 
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """All experts modules by name, in the order of the model.
-
-    Args:
-        model: May be on the meta device.
-
-    Raises:
-        ConfigurationError: There are none, or one has another interface or is divided over ranks already.
-    """
+def _find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Find all experts modules by name, and refuse those that cannot be divided over ranks."""
     found = {name: part for name, part in model.named_modules() if name.rpartition(".")[2] == "experts"}
     if not found:
         raise ConfigurationError(
@@ -129,7 +128,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _problem(part: nn.Module) -> str | None:
-    """What keeps a module from being divided, as a predicate; None where nothing does."""
+    """Say what keeps a module from being divided, as a predicate; None where nothing does."""
     own = dict(part.named_parameters(recurse=False))
     inner = [name for name, _ in part.named_parameters() if name not in own]
     num_experts = getattr(part, "num_experts", None)
@@ -152,7 +151,7 @@ def _problem(part: nn.Module) -> str | None:
 
 
 def _takes_routing(part: nn.Module) -> bool:
-    """Whether forward takes tokens, indices and weights: the names differ between families, their order does not."""
+    """Tell whether forward takes tokens, indices and weights, in this order; the names differ between families."""
     names = [
         name
         for name, parameter in inspect.signature(part.forward).parameters.items()
@@ -163,26 +162,6 @@ def _takes_routing(part: nn.Module) -> bool:
     return names[1] in ("top_k_index", "router_indices") and names[2] in ("top_k_weights", "routing_weights")
 
 
-def check_divisible(model: nn.Module, experts: dict[str, nn.Module], ep_size: int) -> None:
-    """Check that each rank gets as many experts as any other, in every layer.
-
-    Args:
-        model: Its config is named in the message.
-        experts: As of `find_experts`.
-        ep_size: Expert-parallel ranks.
-
-    Raises:
-        ParallelSizeError: The experts of a layer do not divide.
-    """
-    for name, part in experts.items():
-        num_experts = len(next(part.parameters()))
-        if num_experts % ep_size:
-            raise ParallelSizeError(
-                f"{name} has {num_experts} experts ({_config_field(model, num_experts)}), which ep_size={ep_size} does "
-                "not divide; give an ep_size that divides the number of experts"
-            )
-
-
 def _config_field(model: nn.Module, num_experts: int) -> str:
     stored = getattr(text_config(model), "__dict__", {})  # configs offer the number under names of other families too
     fields = [field for field in _CONFIG_FIELDS if stored.get(field) == num_experts]
@@ -191,15 +170,10 @@ def _config_field(model: nn.Module, num_experts: int) -> str:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """What a rank has of the experts of a layer.
+    """What a rank has of the experts of a layer."""
 
-    Attributes:
-        mesh: One-dimensional, of the expert-parallel ranks.
-        num_local: Experts of each rank; rank r of the mesh has those from r * num_local on.
-    """
-
-    mesh: DeviceMesh
-    num_local: int
+    mesh: DeviceMesh  # one-dimensional, of the expert-parallel ranks
+    num_local: int  # experts of each rank; rank r of the mesh has those from r * num_local on
 
 
 class DividedExperts(nn.Module):
@@ -212,7 +186,7 @@ class DividedExperts(nn.Module):
     expert_share: ExpertShare
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """What the undivided module computes; collective over the expert-parallel ranks.
+        """Compute what the undivided module does; collective over the expert-parallel ranks.
 
         Args:
             hidden_states: (T, hidden), this rank's tokens.
@@ -232,7 +206,7 @@ class DividedExperts(nn.Module):
         return weighted.sum(dim=-2).to(hidden_states.dtype)
 
     def _compute(self, rows: Tensor, local_index: Tensor) -> Tensor:
-        """Each row by the expert of its index; (rows, hidden) in the same order and dtype."""
+        """Compute each row by the expert of its index; (rows, hidden) in the same order and dtype."""
         share = self.expert_share
         stand_in = object.__new__(type(self))  # all of this module but with this rank's weights: not one attribute of
         stand_in.__dict__.update(self.__dict__)  # it changes, so recomputation may run while something else reads it
@@ -251,26 +225,19 @@ def _local(param: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """How many rows go where.
-
-    Attributes:
-        group: The expert-parallel ranks.
-        sent: Rows of this rank for each rank.
-        received: Rows of each rank for this one.
-        local_index: (rows received,), expert of each, numbered on this rank.
-    """
+    """How many rows go where over the expert-parallel ranks."""
 
     group: dist.ProcessGroup
-    sent: list[int]
-    received: list[int]
-    local_index: Tensor
+    sent: list[int]  # rows of this rank for each rank
+    received: list[int]  # rows of each rank for this one
+    local_index: Tensor  # (rows received,), expert of each, numbered on this rank
 
     def forth(self, rows: Tensor) -> Tensor:
-        """Rows to the ranks of their experts."""
+        """Send rows to the ranks of their experts."""
         return wait_tensor(all_to_all_single_autograd(rows, self.received, self.sent, self.group))
 
     def back(self, rows: Tensor) -> Tensor:
-        """Rows to where they came from."""
+        """Send rows back to where they came from."""
         return wait_tensor(all_to_all_single_autograd(rows, self.sent, self.received, self.group))
 
 
@@ -349,12 +316,7 @@ def shard_experts(
 
 
 def placement_of(param: Tensor, *, num_shards: int) -> Shard:
-    """Where FSDP2 cuts a rank's share of a weight: whole experts where they divide, else the first dimension that does.
-
-    Args:
-        param: (experts, ...), a DTensor on the mesh of experts or a plain tensor.
-        num_shards: Ranks that it is cut for.
-    """
+    """Say where FSDP2 cuts a rank's share of a weight: whole experts where they divide, else another dimension."""
     shape = (param.to_local() if isinstance(param, DTensor) else param).shape
     return Shard(next((dim for dim, length in enumerate(shape) if length % num_shards == 0), 0))
 

@@ -56,7 +56,7 @@ def run_under_autocast(module: nn.Module, device_type: str, dtype: torch.dtype) 
 
 
 def _unbound(module: nn.Module) -> Forward:
-    """A module's forward that takes the module: bound again, it lets deep copies use their own weights."""
+    """Return a module's forward as a function of the module: bound again, it lets deep copies use their own weights."""
     forward: Any = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
         return forward.__func__
@@ -101,7 +101,7 @@ def checkpoint_mlps(model: nn.Module) -> None:
 
 
 def _switch_cache_off(model: nn.Module) -> None:
-    """A key and value cache would be written to a second time by recomputation."""
+    """Switch the key and value cache off, which recomputation would write to a second time."""
     for config in (getattr(model, "config", None), text_config(model)):
         if hasattr(config, "use_cache"):
             settable: Any = config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,60 @@ from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.optim.grad_norm import Groups, combine_powers, largest_of, sum_of_powers
+from megatron_fsdp.optim.grad_norm import Groups, combine_powers, sum_of_powers
+
+IGNORED_LABEL = -100
+"""The label that counts for nothing, as in transformers and torch."""
+
+Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
+"""What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
 
 _DEFERS = "_defers_grad_sync"
+
+
+def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
+    """Connect an optimizer that was built on `model.parameters()`, where the strategy needs it, and check that it is.
+
+    Args:
+        model: What a manager, `from_pretrained` or `from_config` returned: a module or a `Pipeline`.
+        optimizer: Built on its parameters, after that.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ConfigurationError: It holds other parameters than the model's sharded ones, which are what training updates.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module | Pipeline):
+        raise ConfigurationError(
+            f"connect_optimizer was given a {type(model).__name__} and a {type(optimizer).__name__}; give the model "
+            "first, and then an optimizer of torch"
+        )
+    if isinstance(model, MegatronFSDP):
+        return fully_shard_optimizer(optimizer)
+    parts = model.parts if isinstance(model, Pipeline) else [model]
+    for part in parts:
+        reshard_units(part)
+    own = {id(param) for part in parts for param in part.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    strange = sum(id(param) not in own for param in held)
+    if strange:
+        raise ConfigurationError(
+            f"{strange} of the {len(held)} parameters of the optimizer are not the model's sharded ones, so stepping "
+            "would train nothing; build it on model.parameters() before the first forward, or after one without "
+            "gradients: after a forward with gradients FSDP2 shows gathered weights until backward"
+        )
+    return optimizer
+
+
+def reshard_units(model: nn.Module) -> None:
+    """Reshard what FSDP2 has left unsharded, so that the model shows its sharded parameters."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+# ---- accumulation ----------------------------------------------------------------------------------------------------
 
 
 def remember_deferral(model: nn.Module, defers: bool) -> None:
@@ -67,22 +118,13 @@ def accumulation_context(
         )
 
 
-__all__ = [
-    "clip_grad_norm_",
-    "count_label_tokens",
-    "per_token_factor",
-    "scale_grads_and_clip_grad_norm",
-    "scale_per_token_loss",
-]
-
-IGNORED_LABEL = -100
-"""The label that counts for nothing, as in transformers and torch."""
+# ---- losses per token ------------------------------------------------------------------------------------------------
 
 
 def count_label_tokens(
     labels: Tensor | Iterable[Tensor], over: DeviceMesh | dist.ProcessGroup | None = None, *, shifted: bool
 ) -> int:
-    """How many labels count towards the loss, on all ranks together; one all-reduce per mesh dimension.
+    """Count the labels that take part in the loss, on all ranks together; one all-reduce per mesh dimension.
 
     Args:
         labels: (batch, sequence), or those of several microbatches of one optimizer step.
@@ -111,7 +153,7 @@ def count_label_tokens(
 def per_token_factor(
     num_label_tokens: int, dp_group_size: int | None = None, gradients_are_summed: bool = False
 ) -> float:
-    """What a rank's sum of token losses is multiplied by, so that gradients are those of the mean over all tokens.
+    """Return what to multiply a rank's sum of token losses by, for the gradients of the mean over all tokens.
 
     A strategy that averages gradients over R ranks makes `sum_r(g_r) / R` of the gradients `g_r` of the ranks' losses.
     With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks,
@@ -151,7 +193,7 @@ def per_token_factor(
 def scale_per_token_loss(
     loss_sum: Tensor, num_label_tokens: int, *, dp_group_size: int | None = None, gradients_are_summed: bool = False
 ) -> Tensor:
-    """The loss to call backward on, from the sum of this rank's token losses; see `per_token_factor`.
+    """Return the loss to call backward on, from the sum of this rank's token losses; see `per_token_factor`.
 
     Raises:
         ConfigurationError: As `per_token_factor`.
@@ -177,15 +219,15 @@ def scale_grads_and_clip_grad_norm(
     of a step only when it is over. Losses that were scaled already want `num_label_tokens=None`.
 
     Args:
-        parts: As `clip_grad_norm_`.
+        parts: As `clip_grad_norm_`, like `norm_type`, `pp_mesh`, `error_if_nonfinite` and `foreach`.
         max_norm: The largest norm allowed; None or infinity only measures.
         num_label_tokens: Tokens of all ranks and microbatches; None: gradients are not scaled.
         dp_group_size: As `per_token_factor`.
         gradients_are_summed: As `per_token_factor`.
-        norm_type: As `clip_grad_norm_`.
-        pp_mesh: As `clip_grad_norm_`.
-        error_if_nonfinite: As `clip_grad_norm_`.
-        foreach: As `clip_grad_norm_`.
+        norm_type: See there.
+        pp_mesh: See there.
+        error_if_nonfinite: See there.
+        foreach: See there.
 
     Returns:
         The norm after scaling and before clipping, as `clip_grad_norm_`.
@@ -196,7 +238,7 @@ def scale_grads_and_clip_grad_norm(
     """
     if num_label_tokens is not None:
         factor = per_token_factor(num_label_tokens, dp_group_size, gradients_are_summed)
-        parts = parts if isinstance(parts, Tensor | torch.nn.Module | Pipeline) else list(parts)
+        parts = parts if isinstance(parts, Tensor | nn.Module | Pipeline) else list(parts)
         gather_gradients(parts).scale(factor, foreach)
     elif dp_group_size is not None or gradients_are_summed:
         raise ConfigurationError(
@@ -208,8 +250,7 @@ def scale_grads_and_clip_grad_norm(
     )
 
 
-Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
-"""What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
+# ---- clipping --------------------------------------------------------------------------------------------------------
 
 
 def clip_grad_norm_(
@@ -247,7 +288,14 @@ def clip_grad_norm_(
         NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
     """
     pp_mesh = parameters.pp_mesh if pp_mesh is None and isinstance(parameters, Pipeline) else pp_mesh
-    _check(max_norm, norm_type, pp_mesh)
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
+    if not max_norm >= 0:
+        raise ConfigurationError(f"max_norm={max_norm} is no largest norm; give 0 or more, infinity to measure only")
+    if pp_mesh is not None and pp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
+        )
     found = gather_gradients(parameters)
     norm = _total_norm(found, float(norm_type), pp_mesh)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -275,12 +323,7 @@ class FoundGradients:
     copies: tuple[Tensor, ...] = ()
 
     def scale(self, factor: Tensor | float, foreach: bool | None = None) -> None:
-        """Multiply all gradients, in place.
-
-        Args:
-            factor: The same on every rank.
-            foreach: As of `clip_grad_norm_`.
-        """
+        """Multiply all gradients, in place, by a factor that is the same on every rank."""
         for model in self.models:
             model.scale_gradients(float(factor))
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -352,63 +395,36 @@ def _alive(owner: MegatronFSDP) -> MegatronFSDP:
         ) from None
 
 
-def _check(max_norm: float, norm_type: float, pp_mesh: DeviceMesh | None) -> None:
-    if not norm_type > 0:
-        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
-    if not max_norm >= 0:
-        raise ConfigurationError(f"max_norm={max_norm} is no largest norm; give 0 or more, infinity to measure only")
-    if pp_mesh is not None and pp_mesh.ndim != 1:
-        raise ConfigurationError(
-            f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
-        )
-
-
 def _total_norm(found: FoundGradients, norm_type: float, pp_mesh: DeviceMesh | None) -> Tensor:
-    device = _device(found.parameters, pp_mesh)
+    # Gradients may be offloaded, so numbers are reduced on the device of a mesh, with the index of the current one.
+    meshes = [pp_mesh, *(param.device_mesh for param in found.parameters if isinstance(param, DTensor))]
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    kind = mesh.device_type if mesh is not None else found.parameters[0].device if found.parameters else "cpu"
+    device = torch.empty(0, device=kind).device
     pieces: dict[Groups, list[Tensor]] = {}
     for param in found.parameters:  # the keys are the same on all ranks, gradient or not
-        tensors = pieces.setdefault(_shared_out_over(param), [])
+        tensors = pieces.setdefault(_shard_groups(param), [])
         if param.grad is not None:
             tensors.append(_reduced(param.grad))
     powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
     norms = [combine_powers(powers, norm_type)] if powers else []
     norms += [model.clip_grad_norm_(math.inf, norm_type).to(device) for model in found.models]
-    if not norms:
-        norms = [torch.zeros((), device=device)]
-    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-    norm = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]), norm_type)
-    return norm if pp_mesh is None else _over_stages(norm, norm_type, pp_mesh.get_group())
+    # Pipeline ranks have other parameters, and perhaps other meshes, so they meet only once each has its own norm.
+    over = () if pp_mesh is None else (pp_mesh.get_group(),)
+    return combine_powers({over: sum_of_powers(norms, norm_type, device)}, norm_type)
 
 
-def _over_stages(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """The norm of what all pipeline ranks have, each other parameters."""
-    if math.isinf(norm_type):
-        return largest_of(norm[None], group)[0]
-    power = norm.double() ** norm_type
-    dist.all_reduce(power, group=group)
-    return (power ** (1.0 / norm_type)).to(norm.dtype)
-
-
-def _device(params: Sequence[Tensor], pp_mesh: DeviceMesh | None) -> torch.device:
-    """Where numbers can be reduced from: gradients may lie elsewhere (offloaded)."""
-    meshes = [pp_mesh, *(param.device_mesh for param in params if isinstance(param, DTensor))]
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
-    if mesh is not None:
-        return torch.empty(0, device=mesh.device_type).device  # with the index of the current device
-    return params[0].device if params else torch.device("cpu")
-
-
-def _shared_out_over(param: Tensor) -> Groups:
-    """The process groups whose ranks hold different pieces."""
+def _shard_groups(param: Tensor) -> Groups:
+    """Return the process groups along which ranks hold different shards."""
     if not isinstance(param, DTensor):
         return ()
     mesh = param.device_mesh
-    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
-    return tuple(mesh.get_group(dim) for dim in cut)
+    dims = [dim for dim, where in enumerate(param.placements) if not where.is_replicate() and mesh.size(dim) > 1]
+    return tuple(mesh.get_group(dim) for dim in dims)
 
 
 def _reduced(grad: Tensor) -> Tensor:
-    """This rank's piece, after adding up what ranks have summands of."""
+    """Return this rank's shard, after an all-reduce of what ranks hold partial sums of."""
     if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
         grad = grad.redistribute(
             placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
@@ -418,40 +434,3 @@ def _reduced(grad: Tensor) -> Tensor:
 
 def _local(grad: Tensor) -> Tensor:
     return grad._local_tensor if isinstance(grad, DTensor) else grad
-
-
-def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
-    """Connect an optimizer that was built on `model.parameters()`, where the strategy needs it, and check that it is.
-
-    Args:
-        model: What a manager, `from_pretrained` or `from_config` returned: a module or a `Pipeline`.
-        optimizer: Built on its parameters, after that.
-
-    Returns:
-        The same optimizer.
-
-    Raises:
-        ConfigurationError: It holds other parameters than the model's sharded ones, which are what training updates.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module | Pipeline):
-        raise ConfigurationError(
-            f"connect_optimizer was given a {type(model).__name__} and a {type(optimizer).__name__}; give the model "
-            "first, and then an optimizer of torch"
-        )
-    if isinstance(model, MegatronFSDP):
-        return fully_shard_optimizer(optimizer)
-    parts = model.parts if isinstance(model, Pipeline) else [model]
-    for part in parts:
-        for unit in part.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
-    own = {id(param) for part in parts for param in part.parameters()}
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    strange = sum(id(param) not in own for param in held)
-    if strange:
-        raise ConfigurationError(
-            f"{strange} of the {len(held)} parameters of the optimizer are not the model's sharded ones, so stepping "
-            "would train nothing; build it on model.parameters() before the first forward, or after one without "
-            "gradients: after a forward with gradients FSDP2 shows gathered weights until backward"
-        )
-    return optimizer

@@ -26,7 +26,7 @@ from megatron_fsdp.automodel.forwards import (
     compile_forward,
     run_under_autocast,
 )
-from megatron_fsdp.automodel.gradients import remember_deferral
+from megatron_fsdp.automodel.gradients import remember_deferral, reshard_units
 from megatron_fsdp.automodel.meshes import (
     FSDP2_AXES,
     MEGATRON_AXES,
@@ -44,12 +44,20 @@ from megatron_fsdp.megatron_fsdp import MegatronFSDP
 _PARALLEL = (FSDPModule, MegatronFSDP, nn.parallel.DistributedDataParallel)
 
 
-def refuse_parallel_model(model: nn.Module) -> None:
-    """Refuse a model that a manager has made parallel, whatever the strategy.
+def _check_arguments(manager: str, config: object, kind: type, mesh: object = None, axes: object = None) -> None:
+    """Refuse the config or the mesh of another strategy."""
+    if not isinstance(config, kind):
+        article = "an" if kind is FSDP2Config else "a"
+        raise ConfigurationError(f"{manager} takes {article} {kind.__name__}, and config is a {type(config).__name__}")
+    names = getattr(mesh, "mesh_dim_names", None)
+    if names != axes:
+        raise ConfigurationError(
+            f"{manager} takes a mesh of the axes {axes}, and this one has {names}; make it by "
+            "create_device_mesh(config, ...)"
+        )
 
-    Raises:
-        ConfigurationError: It has.
-    """
+
+def _refuse_parallel_model(model: nn.Module) -> None:
     found = next((part for part in model.modules() if isinstance(part, _PARALLEL)), None)
     if found is not None:
         raise ConfigurationError(
@@ -95,14 +103,11 @@ def shard_by_layers(
     return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
 
 
-def policy_between_layers(mp_policy: FSDP2Policy, has_autocast: bool) -> FSDP2Policy:
-    """Dtypes of layers, where `mp_policy` is that of the whole model.
-
-    Under FSDP2 each unit casts its own outputs. With float32 outputs of the last layer and a head that computes in
-    bfloat16, the head would fail, so the layers hand on what they compute in; the next one would cast it back anyway.
-    Under autocast, which makes products fit, they hand on `output_dtype`: that is how the residual stream is kept in
-    float32.
-    """
+def _policy_between_layers(mp_policy: FSDP2Policy, has_autocast: bool) -> FSDP2Policy:
+    """Return the dtypes of layers, where `mp_policy` is that of the whole model."""
+    # Under FSDP2 each unit casts its own outputs. With float32 outputs of the last layer and a head that computes in
+    # bfloat16, the head would fail, so the layers hand on what they compute in; the next one would cast it back anyway.
+    # Under autocast, which makes products fit, they hand on output_dtype: so the residual stream is kept in float32.
     if has_autocast or mp_policy.output_dtype is None:
         return mp_policy
     return dataclasses.replace(mp_policy, output_dtype=mp_policy.param_dtype)
@@ -128,13 +133,11 @@ def _shard_again_without_backward(model: nn.Module, *_: Any) -> None:
     that is built on them would train nothing.
     """
     if not torch.is_grad_enabled():
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+        reshard_units(model)
 
 
 def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict]:
-    """The outermost lists of modules that have a forward of their own: not lists of lists, and none inside layers."""
+    """Yield the outermost lists of modules with a forward of their own: no lists of lists, and none inside layers."""
     for child in module.children():
         holds_lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.children())
         if isinstance(child, nn.ModuleList | nn.ModuleDict) and not holds_lists:
@@ -144,14 +147,8 @@ def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict
             yield from lists_of_layers(child)
 
 
-def chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_depth: int) -> None:
-    """Let each unit gather the next ones of its list: in forward those behind it, in backward those before it.
-
-    Args:
-        units: In forward order.
-        forward_depth: How many; 0: as FSDP2 does by itself.
-        backward_depth: The same in backward.
-    """
+def _chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_depth: int) -> None:
+    """Let each unit gather the next ones of its list: in forward those behind it, in backward those before it."""
     for index, unit in enumerate(units):
         if forward_depth and (ahead := list(units[index + 1 : index + 1 + forward_depth])):
             unit.set_modules_to_forward_prefetch(ahead)
@@ -177,14 +174,7 @@ class FSDP2Manager:
         Raises:
             ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
         """
-        if not isinstance(config, FSDP2Config):
-            raise ConfigurationError(f"FSDP2Manager takes an FSDP2Config, and config is a {type(config).__name__}")
-        names = getattr(device_mesh, "mesh_dim_names", None)
-        if names != FSDP2_AXES:
-            raise ConfigurationError(
-                f"FSDP2Manager takes a mesh of the axes {FSDP2_AXES}, and this one has {names}; make it by "
-                "create_device_mesh(config, ...)"
-            )
+        _check_arguments("FSDP2Manager", config, FSDP2Config, device_mesh, FSDP2_AXES)
         self.config = config
         self.device_mesh = device_mesh
         self.moe_mesh = moe_mesh
@@ -210,7 +200,7 @@ class FSDP2Manager:
                 f"ep_size={self.moe_mesh['ep'].size()} with tp_size={mesh['tp'].size()}: tensor-parallel ranks share "
                 "the experts out by themselves, so give one of the two"
             )
-        refuse_parallel_model(model)
+        _refuse_parallel_model(model)
         if config.offload_policy is not None and config.offload_policy.pin_memory and mesh.device_type == "cpu":
             raise ConfigurationError(
                 "offload_policy pins memory, for which there is no accelerator here; give "
@@ -255,7 +245,7 @@ class FSDP2Manager:
     def _shard(self, model: nn.Module, experts: list[str]) -> None:
         config = self.config
         assert config.mp_policy is not None  # __post_init__ sets it
-        layer_policy = policy_between_layers(config.mp_policy, config.autocast_dtype is not None)
+        layer_policy = _policy_between_layers(config.mp_policy, config.autocast_dtype is not None)
         has_stages = self.device_mesh["pp"].size() > 1
         if self.moe_mesh is not None:
             shard_experts(
@@ -277,7 +267,7 @@ class FSDP2Manager:
         )
         if config.enable_fsdp2_prefetch:
             for units in lists:
-                chain_prefetches(units, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+                _chain_prefetches(units, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
 
 class MegatronFSDPManager:
@@ -294,16 +284,7 @@ class MegatronFSDPManager:
         Raises:
             ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
         """
-        if not isinstance(config, MegatronFSDPConfig):
-            raise ConfigurationError(
-                f"MegatronFSDPManager takes a MegatronFSDPConfig, and config is a {type(config).__name__}"
-            )
-        names = getattr(device_mesh, "mesh_dim_names", None)
-        if names != MEGATRON_AXES:
-            raise ConfigurationError(
-                f"MegatronFSDPManager takes a mesh of the axes {MEGATRON_AXES}, and this one has {names}; make it by "
-                "create_device_mesh(config, ...)"
-            )
+        _check_arguments("MegatronFSDPManager", config, MegatronFSDPConfig, device_mesh, MEGATRON_AXES)
         self.config = config
         self.device_mesh = device_mesh
 
@@ -326,7 +307,7 @@ class MegatronFSDPManager:
             ConfigurationError: The model is parallel already, has no layers or does not fit a size.
         """
         mesh = self.device_mesh
-        refuse_parallel_model(model)
+        _refuse_parallel_model(model)
         find_layers(model)
         if mesh["tp"].size() > 1:
             if optimizer is not None:
@@ -351,7 +332,7 @@ class MegatronFSDPManager:
         return fully_shard(model, optimizer, **arguments)
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """The arguments of `fully_shard_model` that the configuration stands for."""
+        """Return the arguments of `fully_shard_model` that the configuration stands for."""
         config = self.config
         policy = MixedPrecisionPolicy(
             main_params_dtype=torch.float32 if config.preserve_fp32_weights else None,
@@ -386,7 +367,7 @@ class _Replica(nn.parallel.DistributedDataParallel):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As of DDP."""
+        """Run forward as DDP does."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             output: Any = nn.parallel.DistributedDataParallel.forward(self, *args, **kwargs)
@@ -411,8 +392,7 @@ class DDPManager:
         Raises:
             ConfigurationError: The config is of another strategy, or the mesh has several axes or leaves ranks out.
         """
-        if not isinstance(config, DDPConfig):
-            raise ConfigurationError(f"DDPManager takes a DDPConfig, and config is a {type(config).__name__}")
+        _check_arguments("DDPManager", config, DDPConfig)
         self.config = config
         self.device = set_up_ranks(config.backend)
         if device_mesh is not None and (device_mesh.ndim != 1 or device_mesh.size() != dist.get_world_size()):
@@ -432,7 +412,7 @@ class DDPManager:
             ConfigurationError: The model is parallel already, on the meta device or wholly frozen, or
                 `activation_checkpointing` is on and it has no layers.
         """
-        refuse_parallel_model(model)
+        _refuse_parallel_model(model)
         if any(param.is_meta for param in model.parameters()):
             raise ConfigurationError(
                 "the model is on the meta device; give DDP one with weights, or use from_pretrained"

@@ -60,10 +60,10 @@ class ShardedTrainer(transformers.Trainer):
         self.model_wrapped = model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It is there."""
+        """Leave the model where it is."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """What runs forward, in training and in evaluation."""
+        """Return what runs forward, in training and in evaluation."""
         del model, training, dataloader
         wrapped: nn.Module = self._parallel
         return wrapped
@@ -79,7 +79,7 @@ class ShardedTrainer(transformers.Trainer):
         return made
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        """Without accelerate's wrapper."""
+        """Return the optimizer without accelerate's wrapper."""
         optimizer: Any = self.optimizer
         return getattr(optimizer, "optimizer", optimizer)
 
@@ -90,12 +90,12 @@ class ShardedTrainer(transformers.Trainer):
             return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """One norm over all ranks' shards."""
+        """Clip by one norm over all ranks' shards."""
         del model
         return clip_grad_norm_(self._parallel, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm before clipping; measured where nothing was clipped."""
+        """Return the norm before clipping; measured where nothing was clipped."""
         del model
         return clip_grad_norm_(self._parallel, math.inf) if grad_norm is None else grad_norm
 
@@ -124,7 +124,7 @@ class ShardedTrainer(transformers.Trainer):
         decided_by_first(finish, f"saving {folder}")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Each rank its shards, with the main weights. Random states are saved by transformers, per rank."""
+        """Save each rank's shards, with the main weights. Random states are saved by transformers, per rank."""
         save_checkpoint(
             self._parallel,
             self._own_optimizer(),
@@ -136,11 +136,11 @@ class ShardedTrainer(transformers.Trainer):
         )
 
     def _extra(self) -> dict[str, Any]:
-        """What a checkpoint holds beside model and optimizer."""
+        """Name what a checkpoint holds beside model and optimizer."""
         return {"schedule": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Only look whether one can go on from there; weights are loaded with the optimizer, once that exists."""
+        """Look whether one can go on from there; weights are loaded with the optimizer, once that exists."""
         del model
         state = Path(resume_from_checkpoint) / STATE_FOLDER
         if not decided_by_first(state.is_dir, f"looking for {state}"):
@@ -150,7 +150,7 @@ class ShardedTrainer(transformers.Trainer):
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Weights, optimizer and schedule; any number of ranks and any strategy may have written them."""
+        """Load weights, optimizer and schedule; any number of ranks and any strategy may have written them."""
         if checkpoint is not None:
             load_checkpoint(
                 self._parallel,
@@ -161,14 +161,14 @@ class ShardedTrainer(transformers.Trainer):
             )
 
     def _load_best_model(self) -> None:
-        """Weights of the best checkpoint, from the files for transformers, which have the dtype of the main weights."""
+        """Load the best weights from the files for transformers, which have the dtype of the main weights."""
         folder = str(self.state.best_model_checkpoint)
         load = load_adapter if getattr(self.model, "peft_config", None) else load_hf
         load(self._parallel, folder)
 
 
 def _make_room(folder: Path) -> None:
-    """What a save left behind that was killed is in the way."""
+    """Remove what a save that was killed left behind."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
 
@@ -216,12 +216,12 @@ _REFUSED: Mapping[str, str] = {
 _MUST_BE_NONE = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model that `ShardedTrainer` cannot train.
+def _refuse(what: str, advice: str) -> None:
+    raise ConfigurationError(f"{what} is not supported: {advice}")
 
-    Raises:
-        ConfigurationError: It is not of `from_pretrained` or `from_config`, or its ranks do not all read other data.
-    """
+
+def check_model(model: Any) -> None:
+    """Refuse a model that is not of `from_pretrained` or `from_config`, or whose ranks do not all read other data."""
     context = getattr(model, "mesh_context", None)
     if context is None:
         raise ConfigurationError(
@@ -242,29 +242,17 @@ def check_model(model: Any) -> None:
 
 
 def check_arguments(args: Any, model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse arguments that would do something else than they say.
-
-    Args:
-        args: `TrainingArguments`.
-        model: Checked already.
-        options: Other arguments of the trainer.
-
-    Raises:
-        ConfigurationError: Names the argument.
-    """
+    """Refuse `TrainingArguments` and other arguments of the trainer that would do something else than they say."""
     for name, advice in _REFUSED.items():
-        value = getattr(args, name, None)
-        if value:
-            raise ConfigurationError(f"TrainingArguments.{name}={value!r} is not supported: {advice}")
+        if value := getattr(args, name, None):
+            _refuse(f"TrainingArguments.{name}={value!r}", advice)
     for name in _MUST_BE_NONE:
-        if getattr(args, name, None) is not None:
-            raise ConfigurationError(f"TrainingArguments.{name}={getattr(args, name)!r} is not supported: {_DDP}")
+        if (value := getattr(args, name, None)) is not None:
+            _refuse(f"TrainingArguments.{name}={value!r}", _DDP)
     if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
-        raise ConfigurationError(
-            "accelerator_config.gradient_accumulation_kwargs is not supported; give gradient_accumulation_steps"
-        )
+        _refuse("accelerator_config.gradient_accumulation_kwargs", "give gradient_accumulation_steps")
     if options.get("model_init") is not None:
-        raise ConfigurationError("model_init is not supported; give the model that from_pretrained returned")
+        _refuse("model_init", "give the model that from_pretrained returned")
     is_own = (
         options.get("optimizer_cls_and_kwargs") is not None or (options.get("optimizers") or (None,))[0] is not None
     )

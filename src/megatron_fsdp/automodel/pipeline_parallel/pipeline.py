@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.automodel.context_parallel import check_call
@@ -24,7 +24,6 @@ from megatron_fsdp.automodel.pipeline_parallel.schedules import (
     split_layers,
 )
 from megatron_fsdp.automodel.pipeline_parallel.stages import (
-    Activations,
     DecoderStage,
     cut_stage,
     find_ends,
@@ -33,25 +32,22 @@ from megatron_fsdp.automodel.pipeline_parallel.stages import (
 from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd, check_ends
 from megatron_fsdp.checkpoint.naming import own_name
 from megatron_fsdp.checkpoint.stages import PipelinePlace
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import agree, gather_objects
+from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError
+
+IGNORED = -100
+"""Label of positions that do not count, as transformers and torch have it."""
 
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """What a rank has of a pipeline.
+    """What a rank has of a pipeline."""
 
-    Attributes:
-        modules: Stage index -> part, ascending.
-        num_stages: Of the whole pipeline.
-        activation_dtype: Of the hidden states that stages send.
-        tied: Names of the head's and of the input embeddings' matrix where these are one; None where they are not.
-    """
-
-    modules: Mapping[int, nn.Module]
-    num_stages: int
-    activation_dtype: torch.dtype
-    tied: tuple[str, str] | None = None
+    modules: Mapping[int, nn.Module]  # stage index -> part, ascending
+    num_stages: int  # of the whole pipeline
+    activation_dtype: torch.dtype  # of the hidden states that stages send
+    tied: tuple[str, str] | None = None  # names of the head's and the input embeddings' matrix where these are one
 
 
 class Pipeline:
@@ -85,7 +81,7 @@ class Pipeline:
         self._shape: tuple[int, ...] | None = None
         self._tied_end = self._find_tied_end()
         if parts.tied is not None:
-            check_ends(self._tied_end, self._group, device)
+            check_ends(self._tied_end, self._group)
         self._tell_parts_where_they_lie()
         self.equalize_tied()
 
@@ -108,7 +104,7 @@ class Pipeline:
         dp_size: int = 1,
         **per_token: Any,
     ) -> Tensor:
-        """Forward and backward of a batch; gradients are added to `.grad`, and reduced once where parts are FSDP2's.
+        """Run forward and backward of a batch; gradients are added to `.grad`, and under FSDP2 reduced once.
 
         The gradients are those of the mean over the counted labels of this batch. Under data parallelism, where
         gradients are averaged over ranks, labels may lie unevenly: give `num_label_tokens` of all ranks and `dp_size`,
@@ -162,7 +158,7 @@ class Pipeline:
         dp_size: int = 1,
         **per_token: Any,
     ) -> Tensor:
-        """The loss that `step` would give, without gradients; arguments, result and errors are those of `step`."""
+        """Return the loss of `step` without gradients; arguments, result and errors are those of `step`."""
         inputs = self._take(input_ids, labels, per_token, ("eval_step", num_label_tokens, dp_size))
         if inputs.labels is None:
             raise ConfigurationError(
@@ -174,7 +170,7 @@ class Pipeline:
         return self._total(losses)
 
     def forward(self, input_ids: Tensor, **per_token: Any) -> Tensor | None:
-        """Logits of a batch, (rows, sequence, vocabulary), without gradients.
+        """Return the logits of a batch, (rows, sequence, vocabulary), without gradients.
 
         Args:
             input_ids: (rows, sequence), int64.
@@ -195,7 +191,7 @@ class Pipeline:
 
     @property
     def tied_copies(self) -> dict[str, str]:
-        """Name of the head's matrix -> name of the input embeddings', where these are tied; the same on all ranks.
+        """Return name of the head's matrix -> name of the input embeddings', where tied; the same on all ranks.
 
         The last stage has a copy of the first stage's matrix, and both have the gradient of the whole: count it once in
         norms, save it once.
@@ -209,15 +205,15 @@ class Pipeline:
             self._tied_end.equalize()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name in the whole model and parameter, of all parts of this rank."""
+        """Yield name in the whole model and parameter, of all parts of this rank."""
         return itertools.chain.from_iterable(part.named_parameters() for part in self.parts)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of all parts of this rank."""
+        """Yield the parameters of all parts of this rank."""
         return (param for _, param in self.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all parts of this rank, under the names of the whole model."""
+        """Return the state of all parts of this rank, under the names of the whole model."""
         return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -244,7 +240,14 @@ class Pipeline:
         self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
     ) -> StepInputs:
         vocabulary = getattr(text_config(self.parts[0]), "vocab_size", None)
-        inputs = agreed_inputs(input_ids, labels, per_token, call, self._group, self._device, vocabulary)
+        inputs, error, facts = None, None, []
+        try:
+            inputs = _take_inputs(input_ids, labels, per_token, vocabulary)
+            facts = inputs.facts(call)
+        except ConfigurationError as found:
+            error = found
+        agree(self._group, error, facts)  # a rank with other shapes would wait for tensors that nobody sends
+        assert inputs is not None
         check_call(self.parts[0], inputs.per_token)
         return inputs
 
@@ -274,12 +277,13 @@ class Pipeline:
         size = self.config.pp_microbatch_size
         count = count_microbatches(self._kind, rows, size, self.pp_mesh.size(), self.num_stages)
         config = text_config(self.parts[0])
-        sent = Activations(size, sequence, config.hidden_size, config.vocab_size, self._parts.activation_dtype)
+        shape, dtype = (size, sequence, config.hidden_size), self._parts.activation_dtype
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         self.stages = [
-            DecoderStage(part, index, self.num_stages, sent, self._device, self._group)
+            DecoderStage(part, (index, self.num_stages), hidden, config.vocab_size, self._device, self._group)
             for index, part in self._parts.modules.items()
         ]
-        self.schedule = self._kind.torch_class()(
+        self.schedule = get_schedule_class(self._kind.name)(
             self.stages if self._kind.several_stages else self.stages[0],
             count,
             loss_fn=self._loss,
@@ -301,7 +305,7 @@ class Pipeline:
             vars(part)["pipeline_place"] = place
 
     def _find_tied_end(self) -> TiedEnd | None:
-        """The end of tied embeddings that this rank has; the first stage is on rank 0."""
+        """Return the end of tied embeddings that this rank has; the first stage is on rank 0."""
         for target, source in self.tied_copies.items():
             if self.has_first_stage:
                 return TiedEnd(self._parts.modules[0], source, self._group, self._last_rank, is_source=True)
@@ -324,7 +328,7 @@ class Pipeline:
         )
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """The loss of the step on all ranks: only that of the last stage has it before."""
+        """Send the loss of the step to all ranks: only that of the last stage has it before."""
         total = torch.zeros((), device=self._device)
         if self.has_last_stage:
             total = torch.stack([loss.detach().float() for loss in losses]).sum()
@@ -389,37 +393,36 @@ def build_pipeline(
 
 
 def _copy_of_modules(model: nn.Module) -> nn.Module:
-    """Modules of their own that share all tensors with the model's."""
+    """Copy the modules of a model, which share all of its tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step.
+    """The inputs of a step, checked and ready to be cut into microbatches."""
 
-    Attributes:
-        input_ids: (rows, sequence).
-        labels: Of the same positions (shifted), (rows, sequence); None: none were given.
-        per_token: What the model takes besides; tensors have all rows.
-    """
+    input_ids: Tensor  # (rows, sequence)
+    labels: Tensor | None  # of the same positions (shifted), (rows, sequence); None: none were given
+    per_token: dict[str, Any]  # what the model takes besides; tensors have all rows
 
-    input_ids: Tensor
-    labels: Tensor | None
-    per_token: dict[str, Any]
+    def facts(self, call: tuple[Any, ...]) -> list[str]:
+        """Describe what has to be the same on all ranks of a pipeline, `call` included, one line each."""
+        others = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(self.per_token.items())]
+        seen = [f"input_ids of shape {tuple(self.input_ids.shape)}", f"tokens with the checksum {_sum(self.input_ids)}"]
+        labels = "no labels" if self.labels is None else f"labels with the checksum {_sum(self.labels)}"
+        return [*seen, labels, f"other arguments {others} in {call}"]
 
 
-def take_inputs(
-    input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], vocabulary: int | None = None
+def _sum(ids: Tensor) -> int:
+    """Compute a checksum of integers that depends on their order."""
+    return int(fingerprint(ids))
+
+
+def _take_inputs(
+    input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], vocabulary: int | None
 ) -> StepInputs:
     """Check the inputs of a step and shift the labels.
-
-    Args:
-        input_ids: (rows, sequence).
-        labels: (rows, sequence), not yet shifted, or None.
-        per_token: `shift_labels` (rows, sequence) in place of `labels`, and what the model takes besides; tensors with
-            a first dimension of 1 or rows. None is as if not given.
-        vocabulary: How many tokens there are; None: not known.
 
     Raises:
         ConfigurationError: Shapes or tokens do not fit, something is no tensor, or there are two kinds of labels.
@@ -454,91 +457,13 @@ def take_inputs(
                 "input_ids (or 1), since it is cut into microbatches by rows"
             )
         others[name] = value.expand(rows, *value.shape[1:])
-    return StepInputs(input_ids, shift(labels) if labels is not None else shifted, others)
-
-
-def agreed_inputs(
-    input_ids: Tensor,
-    labels: Tensor | None,
-    per_token: dict[str, Any],
-    call: tuple[Any, ...],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    vocabulary: int | None = None,
-) -> StepInputs:
-    """`take_inputs`, and make sure that all ranks of a pipeline take the same step; one small all-reduce.
-
-    A rank that got other shapes would wait for tensors that nobody sends.
-
-    Args:
-        input_ids: As for `take_inputs`.
-        labels: As for `take_inputs`.
-        per_token: As for `take_inputs`.
-        call: What else has to be the same, of types that `repr` tells apart.
-        group: Of the pipeline.
-        device: Of the group's collectives.
-        vocabulary: As for `take_inputs`.
-
-    Raises:
-        ConfigurationError: Inputs do not fit on some rank, or ranks differ; on all ranks.
-    """
-    try:
-        inputs, problem = take_inputs(input_ids, labels, per_token, vocabulary), None
-    except ConfigurationError as error:
-        inputs, problem = None, error
-    own = [int(problem is not None), *(_described(inputs, call) if inputs is not None else [0] * len(_NAMES))]
-    both = torch.tensor([*own, *(-value for value in own)], dtype=torch.int64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    values: list[int] = both.tolist()
-    (problems, *most), (_, *least) = values[: len(own)], [-value for value in values[len(own) :]]
-    if problem is not None:
-        raise problem
-    if problems:
-        raise ConfigurationError("another rank of the pipeline was given inputs that do not fit; see its message")
-    if most != least:
-        found = [f"{name} {low} and {high}" for name, low, high in zip(_NAMES, least, most, strict=True) if low != high]
-        raise ConfigurationError(
-            f"the ranks of a pipeline were given different steps ({', '.join(found)}); give all ranks of a pipeline "
-            "the same batch and the same arguments"
-        )
-    assert inputs is not None
-    return inputs
-
-
-_NAMES = ("rows", "sequence", "labels given", "checksum of tokens", "checksum of labels", "checksum of other arguments")
-
-
-def _described(inputs: StepInputs, call: tuple[Any, ...]) -> list[int]:
-    others = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(inputs.per_token.items())]
-    rows, sequence = inputs.input_ids.shape
-    tokens, labels = (0 if ids is None else _checksum(ids) for ids in (inputs.input_ids, inputs.labels))
-    return [rows, sequence, int(inputs.labels is not None), tokens, labels, zlib.crc32(repr((others, call)).encode())]
-
-
-def _checksum(ids: Tensor) -> int:
-    """Of the values of integers, in their order."""
-    weights = torch.arange(1, ids.numel() + 1, device=ids.device) % _PRIME
-    return int(((ids.flatten().long() % _PRIME) * weights).sum())
-
-
-_PRIME = 65_521
-
-
-IGNORED = -100
-"""Label of positions that do not count, as transformers and torch have it."""
-
-
-def shift(labels: Tensor) -> Tensor:
-    """Labels of the next position, (rows, sequence): what logits of the same position are compared with.
-
-    Args:
-        labels: As transformers takes them, not yet shifted, (rows, sequence).
-    """
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if labels is not None:  # those of the next position belong to the logits of a position
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return StepInputs(input_ids, shifted, others)
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross entropies in float32 over the counted labels.
+    """Sum the cross entropies in float32 over the counted labels.
 
     Args:
         logits: (rows, sequence, vocabulary).
@@ -566,7 +491,7 @@ class MicrobatchLoss:
         """Of the step under way; None: no labels were given, the loss is zero."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The share of a microbatch in the loss of the step, a scalar."""
+        """Return the share of a microbatch in the loss of the step, a scalar."""
         if self.factor is None:
             return torch.zeros((), device=logits.device)
         return self._loss_fn(logits, labels) * self.factor

@@ -67,31 +67,18 @@ class PipelineConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Field name -> value, in order; `loss_fn` is the function itself."""
+        """Return field name -> value, in order; `loss_fn` is the function itself."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule.
+    """A schedule of torch."""
 
-    Attributes:
-        name: As torch spells it.
-        several_stages: A rank may have more than one stage.
-        fills_pipeline: It needs at least as many microbatches as stages.
-        rounds: It runs microbatches in equal rounds of at least as many as there are ranks.
-    """
-
-    name: str
-    several_stages: bool = False
-    fills_pipeline: bool = False
-    rounds: bool = False
-
-    def torch_class(self) -> Any:
-        """The class of torch."""
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
-        return get_schedule_class(self.name)
+    name: str  # as torch spells it
+    several_stages: bool = False  # a rank may have more than one stage
+    fills_pipeline: bool = False  # it needs at least as many microbatches as stages
+    rounds: bool = False  # it runs microbatches in equal rounds of at least as many as there are ranks
 
 
 _KINDS = (
@@ -103,7 +90,7 @@ _KINDS = (
 
 
 def schedule_named(name: str) -> ScheduleKind:
-    """A schedule by its name in any case.
+    """Find a schedule by its name in any case.
 
     Torch has more, which are not offered: the V-shaped ones cannot evaluate, and those that split backward (zero
     bubble) leave parameters without gradients, and say nothing, where FSDP2 has released weights after forward.
@@ -119,14 +106,7 @@ def schedule_named(name: str) -> ScheduleKind:
 
 
 def count_microbatches(kind: ScheduleKind, rows: int, microbatch_size: int, num_ranks: int, num_stages: int) -> int:
-    """How many microbatches a batch makes.
-
-    Args:
-        kind: Of schedule.
-        rows: Of the batch.
-        microbatch_size: Rows of a microbatch.
-        num_ranks: Of the pipeline.
-        num_stages: Of the pipeline.
+    """Count the microbatches that the rows of a batch make.
 
     Raises:
         ConfigurationError: The rows do not divide, or the schedule cannot run that number of microbatches.
@@ -183,16 +163,10 @@ def split_layers(num_layers: int, num_stages: int, layers_per_stage: int | None 
 
 
 def count_stages(kind: ScheduleKind, num_layers: int, num_ranks: int, layers_per_stage: int | None = None) -> int:
-    """How many stages a pipeline has.
+    """Count the stages of a pipeline.
 
     Without `layers_per_stage` each rank has one, or two under a schedule of several; with it there are
     ceil(num_layers / layers_per_stage).
-
-    Args:
-        kind: Of schedule.
-        num_layers: Of the model.
-        num_ranks: Of the pipeline.
-        layers_per_stage: The most layers of a stage, or None.
 
     Raises:
         ParallelSizeError: The stages do not divide over the ranks as the schedule needs it.

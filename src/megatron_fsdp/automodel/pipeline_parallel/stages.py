@@ -21,26 +21,19 @@ _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln
 
 @dataclass(frozen=True)
 class Ends:
-    """What a decoder has around its layers, as attribute names.
+    """What a decoder has around its layers, as attribute names."""
 
-    Attributes:
-        layers: Of the list of layers in the base model.
-        embeddings: Of the base model; the first stage has them.
-        norms: Of the base model; the last stage has them.
-        head: Of the model; the last stage has it. None: a model without one.
-    """
-
-    layers: str
-    embeddings: tuple[str, ...]
-    norms: tuple[str, ...]
-    head: str | None
+    layers: str  # the list of layers in the base model
+    embeddings: tuple[str, ...]  # of the base model; the first stage has them
+    norms: tuple[str, ...]  # of the base model; the last stage has them
+    head: str | None  # of the model; the last stage has it. None: a model without one
 
 
 class AbsentEmbedding(nn.Module):
     """An embedding of another stage; what is made of it is dropped, so zero will do."""
 
     def forward(self, indices: Tensor) -> Tensor:
-        """A zero that can be added to anything."""
+        """Return a zero that can be added to anything."""
         return torch.zeros((), device=indices.device)
 
 
@@ -52,7 +45,7 @@ class StageForward:
     _stage_layers: str
 
     def forward(self, inputs: Tensor, **per_token: Any) -> Tensor:
-        """One microbatch through this stage.
+        """Run one microbatch through this stage.
 
         Args:
             inputs: Token ids (microbatch, sequence) in the first stage, else hidden states (microbatch, sequence,
@@ -75,7 +68,7 @@ class StageForward:
 
 
 def find_ends(model: nn.Module) -> Ends:
-    """What a decoder has around its layers.
+    """Find what a decoder has around its layers.
 
     Raises:
         ConfigurationError: The model is not a decoder whose parts are all known, so cutting it might change it.
@@ -173,7 +166,7 @@ def _replace(owner: nn.Module, key: str, stand_in: nn.Module) -> None:
 
 
 def tied_embeddings(model: nn.Module) -> tuple[str, str] | None:
-    """(name of the head's matrix, name of the input embeddings' matrix) where both are one; None where they are not."""
+    """Name (the head's matrix, the input embeddings' matrix) where both are one; None where they are not."""
     source: Any = model.get_input_embeddings()  # type: ignore[operator]  # methods of transformers' models
     target: Any = model.get_output_embeddings()  # type: ignore[operator]
     if target is None or getattr(source, "weight", None) is not target.weight:
@@ -214,33 +207,24 @@ class StandIn(Tensor):
 
 
 class AbsentLayer:
-    """A layer of another stage: it has the plain attributes that a model's forward may read, and computes nothing.
-
-    Args:
-        layer: The layer.
-    """
+    """A layer of another stage: it has the plain attributes that a model's forward may read, and computes nothing."""
 
     def __init__(self, layer: nn.Module) -> None:
         plain = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | None)}
         vars(self).update({name: value for name, value in plain.items() if not name.startswith("_")})
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Something of the shape of the hidden states, without memory of its own."""
+        """Return something of the shape of the hidden states, without memory of its own."""
         zero = torch.zeros((), dtype=hidden_states.dtype, device=hidden_states.device)
         return zero.expand(hidden_states.shape).as_subclass(StandIn)
 
 
 @dataclass
 class StageRun:
-    """One forward of a stage.
+    """One forward of a stage."""
 
-    Attributes:
-        received: What the stage before has sent, (microbatch, sequence, hidden); None in the first stage.
-        result: What the last layer of this stage gave.
-    """
-
-    received: Tensor | None
-    result: Tensor | None = None
+    received: Tensor | None  # what the stage before has sent, (microbatch, sequence, hidden); None in the first stage
+    result: Tensor | None = None  # what the last layer of this stage gave
 
 
 class StageLayers(nn.ModuleDict):
@@ -265,11 +249,7 @@ class StageLayers(nn.ModuleDict):
 
     @contextmanager
     def standing_in(self, received: Tensor | None) -> Iterator[StageRun]:
-        """Stand in for the whole list in the block.
-
-        Args:
-            received: What the stage before has sent; None in the first stage.
-        """
+        """Stand in for the whole list in the block, which runs on what the stage before has sent."""
         self._run = StageRun(received)
         try:
             yield self._run
@@ -314,49 +294,17 @@ class _EndLayer:
         return output
 
 
-@dataclass(frozen=True)
-class Activations:
-    """What stages send each other.
-
-    Attributes:
-        rows: Of a microbatch.
-        sequence: Length on this rank.
-        hidden: Size.
-        vocabulary: Size, of the logits.
-        dtype: Of hidden states.
-    """
-
-    rows: int
-    sequence: int
-    hidden: int
-    vocabulary: int
-    dtype: torch.dtype
-
-    def hidden_states(self) -> Tensor:
-        """A tensor without memory, (rows, sequence, hidden)."""
-        return torch.empty(self.rows, self.sequence, self.hidden, dtype=self.dtype, device="meta", requires_grad=True)
-
-    def token_ids(self) -> Tensor:
-        """A tensor without memory, (rows, sequence), int64."""
-        return torch.empty(self.rows, self.sequence, dtype=torch.int64, device="meta")
-
-    def logits(self) -> Tensor:
-        """A tensor without memory, (rows, sequence, vocabulary)."""
-        shape = (self.rows, self.sequence, self.vocabulary)
-        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
-
-
 class DecoderStage(PipelineStage):
-    """A stage of a decoder.
+    """A stage of a decoder for torch's schedules, whose tensors are known before the first step.
 
     Torch would otherwise find out shapes by running a microbatch forward and backward, for each new sequence length,
     and forget the gradients accumulated so far.
 
     Args:
         part: What `cut_stage` gave.
-        index: Of the stage.
-        num_stages: Of the pipeline.
-        activations: What is sent.
+        place: (index of the stage, number of stages).
+        hidden: What stages send, (microbatch, sequence, hidden), on the meta device.
+        vocabulary: Size of the logits.
         device: Of the stage.
         group: Of the pipeline.
     """
@@ -364,43 +312,45 @@ class DecoderStage(PipelineStage):
     def __init__(
         self,
         part: nn.Module,
-        index: int,
-        num_stages: int,
-        activations: Activations,
+        place: tuple[int, int],
+        hidden: Tensor,
+        vocabulary: int,
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        is_first, is_last = index == 0, index == num_stages - 1
+        index, num_stages = place
+        tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
+        logits = hidden.new_empty(*hidden.shape[:2], vocabulary).requires_grad_()
         super().__init__(
             part,
             index,
             num_stages,
             device,
-            input_args=activations.token_ids() if is_first else activations.hidden_states(),
-            output_args=activations.logits() if is_last else activations.hidden_states(),
+            input_args=tokens if index == 0 else hidden,
+            output_args=logits if index == num_stages - 1 else hidden,
             group=group,
         )
-        self._activations = activations
+        self._sent = hidden
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the part; the hidden states that it gives get the dtype that the next stage waits for."""
         output: Any = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.is_last:
             return output
-        sent = self._activations
-        if tuple(output.shape) != (sent.rows, sent.sequence, sent.hidden):
+        if output.shape != self._sent.shape:
             raise ConfigurationError(
                 f"stage {self.stage_index} gave hidden states of shape {tuple(output.shape)} but the next stage waits "
-                f"for ({sent.rows}, {sent.sequence}, {sent.hidden}); layers must not change the shape of what they get"
+                f"for {tuple(self._sent.shape)}; layers must not change the shape of what they get"
             )
-        return output.to(sent.dtype)
+        return output.to(self._sent.dtype)
 
 
 def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
-    """A model that holds what the stages hold, under the same names; tensors are shared, not copied.
+    """Make a model that holds what the stages hold, under the same names, for loading, saving and drawing values.
 
     Args:
-        stages: Cut from one model: what lies in another stage is None there, or absent in a `ModuleDict`.
+        stages: Cut from one model: what lies in another stage is None there, or absent in a `ModuleDict`. Their
+            tensors are shared, not copied.
     """
     merged = stages[0]
     for stage in stages[1:]:

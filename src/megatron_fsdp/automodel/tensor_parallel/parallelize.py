@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -44,6 +42,7 @@ from megatron_fsdp.automodel.tensor_parallel.styles import (
     undivided_units,
     use_plain_tensors,
 )
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.engine.meta_init import random_state
 from megatron_fsdp.errors import ConfigurationError
@@ -113,7 +112,7 @@ def parallelize_tensors(
     _make_rest_whole(model, {base.get_submodule(name) for name in steps}, tp_mesh)
     ties.restore(base)
     _restore_attributes(model, attributes)
-    compare_first_forward(model, tp_mesh)
+    _compare_first_forward(model, tp_mesh)
     if chosen.is_given:
         _count_own_heads(base, styles, tp_mesh.size())
     if region is not None:
@@ -132,7 +131,7 @@ def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 def _inside_of_peft(model: nn.Module) -> nn.Module:
-    """The model of transformers inside of one of peft, whose names plans use."""
+    """Find the model of transformers inside of one of peft, whose names plans use."""
     inside = getattr(model, "get_base_model", None)
     found = inside() if callable(inside) else model
     return found if isinstance(found, nn.Module) else model
@@ -143,7 +142,7 @@ Steps = dict[str, tuple[ParallelStyle | str, bool]]
 
 
 def _steps(model: nn.Module, styles: Mapping[str, ParallelStyle | str], region: SequenceRegion | None) -> Steps:
-    """What is to be done, adapters taken apart, in order of the model."""
+    """List what is to be done, adapters taken apart, in order of the model."""
     steps: Steps = {}
     for name, style in styles.items():
         scatters = region is not None and region.scatters(name)
@@ -224,7 +223,7 @@ def _count_own_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str]
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, object]]:
-    """What others have noted on parameters, such as that they are initialized."""
+    """Keep what others have noted on parameters, such as that they are initialized."""
     return {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False) if vars(param)}
 
 
@@ -269,15 +268,12 @@ def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
     return True
 
 
-_POSITIVE = (1 << 62) - 1
+def _compare_first_forward(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Let the first forward with gradients compare inputs, and where there is dropout random states, over the ranks.
 
-
-def compare_first_forward(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Let the first forward with gradients compare inputs, and where there is dropout random states; one all-reduce.
-
-    Args:
-        model: Called with the same batch on all ranks of `tp_mesh`.
-        tp_mesh: One-dimensional.
+    Activations of ranks with different batches would be put together from different rows, and after different random
+    numbers replicated weights would drift apart, with a loss that looks the same on all ranks. The usual cause is a
+    sampler or a seed by the global rank.
     """
     model.register_forward_pre_hook(_FirstForward(tp_mesh), with_kwargs=True)
 
@@ -290,7 +286,7 @@ class _FirstForward:
         self._is_done = False
 
     def __deepcopy__(self, _: dict[int, Any]) -> _FirstForward:
-        """Copies of a model share the process group, which cannot be copied."""
+        """Share the hook between copies of a model: process groups cannot be copied."""
         return self
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -298,32 +294,23 @@ class _FirstForward:
             return
         self._is_done = True
         device = torch.empty(0, device=self._mesh.device_type).device  # with the index of the current device
-        own = [_of_inputs(args, kwargs), _of_random_state(device) if _drops_out(module) else 0]
-        both = torch.tensor([*own, *(-value for value in own)], dtype=torch.int64, device=device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._mesh.get_group())
-        inputs, random, inputs_below, random_below = both.tolist()
-        if inputs != -inputs_below:
+        drops_out = any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in module.modules())
+        random = int(fingerprint(random_state(device)[-1])) if drops_out else 0
+        inputs, states = zip(*gather_objects((_describe(args, kwargs), random), self._mesh.get_group()), strict=True)
+        if len(set(inputs)) > 1:
             raise ConfigurationError(
                 "tensor-parallel ranks were given different batches; let ranks that share a model read the same rows "
                 "(mesh_context.data_rank, not the global rank)"
             )
-        if random != -random_below:
+        if len(set(states)) > 1:
             raise ConfigurationError(
                 "tensor-parallel ranks have different random states, so dropout would let their weights drift apart; "
                 "seed ranks that share a model alike (by mesh_context.data_rank, not by the global rank)"
             )
 
 
-def _of_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Describe the tensors of integers among the arguments, by name, shape and fingerprint."""
     named = [*((str(index), value) for index, value in enumerate(args)), *sorted(kwargs.items())]
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor) and not value.is_floating_point()]
-    seen = [(name, tuple(value.shape), int(fingerprint(value))) for name, value in tensors]
-    return zlib.crc32(repr(seen).encode())
-
-
-def _of_random_state(device: torch.device) -> int:
-    return int(fingerprint(random_state(device)[-1])) & _POSITIVE
-
-
-def _drops_out(model: nn.Module) -> bool:
-    return any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in model.modules())
+    return repr([(name, tuple(value.shape), int(fingerprint(value))) for name, value in tensors])

@@ -40,30 +40,15 @@ Plan = Mapping[str, ParallelStyle | str]
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan and where it is from.
+    """A plan and where it is from."""
 
-    Attributes:
-        entries: Style by name of a module or parameter; `*` and other signs of fnmatch stand for a part of the
-            name, or within one.
-        source: For people.
-        is_given: Whether the user gave it, so that every entry must match.
-    """
-
-    entries: Plan
-    source: str
-    is_given: bool
+    entries: Plan  # style by name of a module or parameter; signs of fnmatch stand for a part of it, or within one
+    source: str  # for people
+    is_given: bool  # the user gave it, so every entry must match
 
 
 def choose_plan(model: nn.Module, plan: Plan | str | None) -> ChosenPlan:
-    """The plan that was given, else that of transformers for the model.
-
-    Args:
-        model: Of transformers.
-        plan: As of `parallelize_tensors`.
-
-    Raises:
-        ConfigurationError: There is none, or it is no plan.
-    """
+    """Return the plan that was given, else that of transformers for the model."""
     if isinstance(plan, str):
         found = import_by_path(plan, "tp_plan")
         found = found() if callable(found) else found
@@ -91,24 +76,14 @@ def _checked(plan: object, where: str) -> Plan:
 
 @dataclass(frozen=True)
 class MatchedPlan:
-    """A plan by the names of this model.
+    """A plan by the names of this model."""
 
-    Attributes:
-        modules: Style by name of the module, in order of the model.
-        parameters: Style by name of the parameter, where a plan names parameters.
-    """
-
-    modules: dict[str, ParallelStyle | str]
-    parameters: dict[str, str]
+    modules: dict[str, ParallelStyle | str]  # style by name of the module, in order of the model
+    parameters: dict[str, str]  # style by name of the parameter, where a plan names parameters
 
 
 def match_plan(model: nn.Module, plan: ChosenPlan) -> MatchedPlan:
-    """Find what the entries of a plan name; an entry without `*` goes before one with it.
-
-    Raises:
-        ConfigurationError: A given entry names nothing, no entry names anything, two entries contradict each other, or
-            a style of torch is given to a parameter.
-    """
+    """Find what the entries of a plan name; an entry without `*` goes before one with it."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     chosen: dict[str, str] = {}
@@ -136,7 +111,7 @@ def match_plan(model: nn.Module, plan: ChosenPlan) -> MatchedPlan:
 
 
 def _names(key: str, name: str) -> bool:
-    """Whether an entry names this, part by part as in `parallelize_module`."""
+    """Tell whether an entry names this, part by part as in `parallelize_module`."""
     patterns, parts = key.split("."), name.split(".")
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
@@ -152,7 +127,7 @@ def _more_special(name: str, key: str, other: str | None, plan: ChosenPlan) -> s
 
 
 def _was_taken_out(model: nn.Module, key: str) -> bool:
-    """Whether the entry names a module whose place is kept but empty, as in a pipeline stage."""
+    """Tell whether the entry names a module whose place is kept but empty, as in a pipeline stage."""
     return any(_names(key, name) for name in _empty_places(model))
 
 
@@ -183,11 +158,7 @@ STYLE_NAMES = LINEAR | EMBEDDING | NOT_DIVIDED | {*_OTHER, "moe_tp_experts"}
 
 
 def check_style_name(key: str, style: object) -> None:
-    """See that a plan gives a style of torch or a known name.
-
-    Raises:
-        ConfigurationError: It gives something else.
-    """
+    """Refuse what is neither a style of torch nor a known name."""
     if isinstance(style, ParallelStyle) or (isinstance(style, str) and style in STYLE_NAMES):
         return
     nearest = difflib.get_close_matches(str(style), sorted(STYLE_NAMES), n=1)
@@ -199,12 +170,10 @@ def check_style_name(key: str, style: object) -> None:
 
 
 def linear_style(name: str, splits_tokens: bool) -> ParallelStyle:
-    """The style of a linear layer.
+    """Return the style of a linear layer.
 
-    Args:
-        name: One of `LINEAR`.
-        splits_tokens: Whether the layer stands at the edge of a block whose input is gathered from the ranks' tokens,
-            and whose output is scattered to them (sequence parallelism).
+    Under sequence parallelism (`splits_tokens`) the layer stands at the edge of a block whose input is gathered from
+    the ranks' tokens, and whose output is scattered to them.
     """
     output: Placement = Shard(SEQUENCE_DIM) if splits_tokens else Replicate()
     match name:
@@ -221,7 +190,7 @@ def linear_style(name: str, splits_tokens: bool) -> ParallelStyle:
 
 
 def embedding_style(name: str) -> ParallelStyle:
-    """The style of an embedding whose input and output are whole on every rank."""
+    """Return the style of an embedding whose input and output are whole on every rank."""
     if name in ("embedding_colwise", "colwise_gather_output", "colwise_rep"):
         return ColwiseParallel(output_layouts=Replicate())
     if name == "colwise":
@@ -230,22 +199,15 @@ def embedding_style(name: str) -> ParallelStyle:
 
 
 def other_style(name: str, module: nn.Module, own: Mapping[str, Placement], config: Any) -> ParallelStyle:
-    """The style of a module that is neither a linear layer nor an embedding.
-
-    Args:
-        name: A style's name that is neither of a linear layer nor of an embedding.
-        module: What the plan gives it to.
-        own: Placements that the plan gives to parameters of the module itself, by name.
-        config: Of the language model.
-
-    Raises:
-        ConfigurationError: The config lacks what the style needs.
-    """
+    """Return the style of a module that is neither a linear layer nor an embedding."""
     match name:
         case "moe_tp_experts":
             if can_divide_experts(module):
                 return DividedExperts()
-            return LocalParts(stored_parts(module), whole=True)
+            stored: dict[str, Placement] = {
+                key: Shard(0) for key, param in module._parameters.items() if param is not None
+            }
+            return LocalParts(stored, whole=True)
         case "replicated_with_grad_allreduce":
             return SummedGradient()
         case "sequence_parallel":
@@ -264,23 +226,14 @@ def other_style(name: str, module: nn.Module, own: Mapping[str, Placement], conf
 
 
 def parameter_placement(style: str, ndim: int) -> Placement:
-    """Where the parts of a parameter lie that a plan names itself: column-wise cuts outputs, row-wise cuts inputs."""
+    """Place a parameter that a plan names itself: column-wise cuts outputs, row-wise cuts inputs."""
     if style in COLWISE:
         return Shard(max(ndim - 2, 0))
     return Shard(ndim - 1) if style in ROWWISE else Replicate()
 
 
-def stored_parts(module: nn.Module) -> dict[str, Placement]:
-    """Each own parameter cut along its first dimension, for parameters that are gathered for use."""
-    return {name: Shard(0) for name, param in module._parameters.items() if param is not None}
-
-
 def check_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ranks: int) -> None:
-    """See that the ranks divide the heads, where attention is divided by heads.
-
-    Raises:
-        ParallelSizeError: They do not.
-    """
+    """Refuse ranks that do not divide the heads, where attention is divided by heads."""
     if not any(style in ("colwise", "packed_colwise") and in_attention(name) for name, style in styles.items()):
         return
     counts = head_counts(model)
@@ -299,18 +252,14 @@ def check_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ran
 
 
 def in_attention(name: str) -> bool:
-    """Whether a module's name says that it belongs to attention."""
+    """Tell whether a module's name says that it belongs to attention."""
     return "attn" in name or "attention" in name
 
 
 def check_module(name: str, module: nn.Module, style: str, ranks: int) -> None:
-    """See that a style fits a module.
+    """Refuse a style of another kind of module, and ranks that do not divide what they must share evenly.
 
     Uneven parts are right only where no other module computes with them: gathered outputs, split inputs, embeddings.
-
-    Raises:
-        ConfigurationError: It is a style of another kind of module.
-        ParallelSizeError: The ranks do not divide what they must share evenly.
     """
     if style == "moe_tp_experts" and hasattr(module, "num_experts"):
         check_experts(name, module, ranks)
@@ -333,11 +282,7 @@ def check_module(name: str, module: nn.Module, style: str, ranks: int) -> None:
 
 
 def check_parameter(name: str, param: nn.Parameter, style: str, ranks: int) -> None:
-    """See that the ranks divide a parameter that a plan names itself.
-
-    Raises:
-        ParallelSizeError: They do not.
-    """
+    """Refuse ranks that do not divide a parameter that a plan names itself."""
     placement = parameter_placement(style, param.ndim)
     if placement.is_shard():
         dim: int = placement.dim  # type: ignore[attr-defined] # it is a Shard
@@ -363,28 +308,16 @@ _PLAIN = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "rowwise"
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether this is a layer of peft around another one."""
+    """Tell whether this is a layer of peft around another one."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def styles_of_adapted(name: str, module: nn.Module, style: str, splits_tokens: bool) -> Iterator[tuple[str, str]]:
-    """Which style each part of an adapted linear layer gets.
+    """Yield (name of a part, its style) of an adapted linear layer.
 
     Column-wise, y = W x + B (A x): W and B give this rank's columns, A is whole. Row-wise: W and A take this rank's
     part of the input, and the sum over ranks of A x is what B, whole, is applied to. With tokens split over ranks, the
     whole factor sees part of the gradient (A, since x's gradient is summed later) or part of the tokens (B).
-
-    Args:
-        name: Of the layer in the model.
-        module: The layer of peft.
-        style: What the plan gives the layer.
-        splits_tokens: As of `linear_style`.
-
-    Yields:
-        (name of a part, its style).
-
-    Raises:
-        ConfigurationError: The adapter is not a plain LoRA of a linear layer.
     """
     if style not in _PLAIN or not _is_plain_lora(module):
         raise ConfigurationError(
@@ -410,34 +343,23 @@ def _is_plain_lora(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Ties:
-    """The parameters that several modules own.
+    """The parameters that several modules own; tied weights stay tied."""
 
-    Attributes:
-        groups: Names of each such parameter, the first being that of `named_parameters`.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
+    groups: tuple[tuple[str, ...], ...]  # names of each, the first being that of `named_parameters`
 
     @classmethod
     def of(cls, model: nn.Module) -> Ties:
-        """Those of a model that is not divided yet."""
+        """Find those of a model that is not divided yet."""
         names: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
         return cls(tuple(tuple(group) for group in names.values() if len(group) > 1))
 
     def adapt(self, model: nn.Module, styles: Mapping[str, ParallelStyle | str]) -> dict[str, ParallelStyle | str]:
-        """Give a tied embedding the cut of the output projection, or that the one of the embedding if it has none.
-
-        Args:
-            model: What the names in `styles` are of.
-            styles: Style by name of the module.
-
-        Returns:
-            The styles that fit together.
-        """
+        """Give a tied embedding the cut of the output projection, or that the one of the embedding if it has none."""
         adapted = dict(styles)
-        tied = {id(param): param for group in self.groups for param in [_get(model, group)] if param is not None}
+        every = dict(model.named_parameters(remove_duplicate=False))
+        tied = {id(every[name]) for group in self.groups for name in group if name in every}
         embeddings: dict[int, list[str]] = {}
         linears: dict[int, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -447,8 +369,7 @@ class Ties:
             elif key in tied and isinstance(module, nn.Linear):
                 linears.setdefault(key, []).append(name)
         for key, names in linears.items():
-            partners = embeddings.get(key, [])
-            _fit(adapted, names, partners)
+            _fit(adapted, names, embeddings.get(key, []))
         return adapted
 
     def restore(self, model: nn.Module) -> None:
@@ -470,11 +391,6 @@ class Ties:
                 model.get_submodule(owner).register_parameter(key, param)
 
 
-def _get(model: nn.Module, names: tuple[str, ...]) -> nn.Parameter | None:
-    every = dict(model.named_parameters(remove_duplicate=False))
-    return next((every[name] for name in names if name in every), None)
-
-
 def _fit(styles: dict[str, ParallelStyle | str], linears: list[str], embeddings: list[str]) -> None:
     """Make the styles of modules with one weight agree; styles of torch are left to the user."""
     by_linear = next(
@@ -485,6 +401,6 @@ def _fit(styles: dict[str, ParallelStyle | str], linears: list[str], embeddings:
         cut = "embedding_rowwise" if by_linear in COLWISE else "embedding_colwise"
         styles.update((name, cut) for name in embeddings if not isinstance(styles.get(name), ParallelStyle))
     elif by_embedding is not None and not any(name in styles for name in linears):
-        by_rows = by_embedding in ("embedding_rowwise",) or by_embedding in ROWWISE
+        by_rows = by_embedding in ROWWISE | {"embedding_rowwise"}
         cut = "colwise_gather_output" if by_rows else "rowwise_split_input"
         styles.update((name, cut) for name in linears)

@@ -25,21 +25,17 @@ from megatron_fsdp.errors import ParallelSizeError
 class LocalUse:
     """How a module sees one of its parameters while it runs.
 
-    Attributes:
-        path: The submodule that owns the parameter, from the module that runs; "" for itself.
-        name: Of the parameter in its owner.
-        gradient: What each rank computes of the gradient of what it sees: `Replicate()`, all of it; `Partial()`, a
-            part of a sum over the ranks; `Shard(dim)`, that of its own part.
-        whole: Whether the module sees all ranks' parts, gathered, else this rank's own part.
+    What each rank computes of the gradient of what it sees is all of it under `Replicate()`, a part of a sum over the
+    ranks under `Partial()`, that of its own part under `Shard(dim)`.
     """
 
-    path: str
-    name: str
+    path: str  # of the submodule that owns the parameter, from the module that runs; "" for itself
+    name: str  # of the parameter in its owner
     gradient: Placement
-    whole: bool = False
+    whole: bool = False  # the module sees all ranks' parts, gathered, else this rank's own part
 
     def of(self, param: DTensor) -> Tensor:
-        """The plain tensor to compute with; the parameter's gradient gets the parameter's placement."""
+        """Return the plain tensor to compute with; the parameter's gradient gets the parameter's placement."""
         if self.whole or isinstance(self.gradient, Replicate) or not param.placements[0].is_shard():
             # From Replicate to Replicate nothing is sent, but a partial gradient is summed on the way back.
             param = param.redistribute(placements=[Replicate()])
@@ -87,7 +83,7 @@ def place(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -
 
 
 def undivided_units(model: nn.Module, planned: set[nn.Module]) -> Iterator[tuple[nn.Module, tuple[LocalUse, ...]]]:
-    """The outermost modules in which nothing is divided, with the parameters that they own; whole layers at most.
+    """Yield the outermost modules in which nothing is divided, with the parameters that they own; whole layers at most.
 
     A module is taken with all that is in it, since some modules of transformers compute with the weights of their
     parts without calling them. Parts of a list of modules are each for themselves, since each of them may be a
@@ -136,58 +132,36 @@ SEQUENCE_DIM = 1
 
 
 def with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same tensor; its gradient, of which each rank computes a part, is summed over the ranks.
-
-    Args:
-        tensor: Equal on all ranks, any shape.
-        mesh: The tensor-parallel ranks.
-    """
+    """Return a tensor, equal on all ranks, whose gradient is summed over the ranks: each computes a part of it."""
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def summed(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks, on each of them; the gradient, equal on all ranks, is passed on as it is.
-
-    Args:
-        tensor: Each rank's part of the sum, any shape.
-        mesh: The tensor-parallel ranks.
-    """
-    return (
-        DTensor.from_local(tensor, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-    )
+    """Sum each rank's part over the ranks; the gradient, equal on all ranks, is passed on as it is."""
+    parts = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local()
 
 
 def gather_tokens(tensor: Tensor, mesh: DeviceMesh, gradient: Placement) -> Tensor:
-    """All tokens on each rank.
+    """Gather all tokens on each rank: (batch, sequence / ranks, hidden) -> (batch, sequence, hidden).
 
-    Args:
-        tensor: This rank's tokens, (batch, sequence / ranks, hidden).
-        mesh: The tensor-parallel ranks.
-        gradient: What each rank's gradient of the whole is: `Partial()`, a part of a sum, or `Replicate()`, the sum.
-
-    Returns:
-        (batch, sequence, hidden).
+    What each rank's gradient of the whole is: `Partial()`, a part of a sum, or `Replicate()`, the sum.
     """
     parts = DTensor.from_local(tensor, mesh, [Shard(SEQUENCE_DIM)], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
 
 
 def own_tokens(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's tokens of a tensor that is equal on all ranks; backward gathers the gradient of all tokens.
+    """Cut this rank's tokens out of a tensor that is equal on all ranks; backward gathers the gradient of all tokens.
 
-    Args:
-        tensor: (batch, sequence, hidden); the ranks divide the sequence.
-        mesh: The tensor-parallel ranks.
-
-    Returns:
-        (batch, sequence / ranks, hidden).
+    (batch, sequence, hidden) -> (batch, sequence / ranks, hidden).
     """
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local()
 
 
 def not_a_view(tensor: Tensor) -> Tensor:
-    """The same values and memory, but no view for autograd.
+    """Return the same values and memory, but no view for autograd.
 
     The local tensor of a DTensor counts as a view, of which FSDP2 warns where it leaves a sharded module.
     """
@@ -378,18 +352,14 @@ class _Lookup:
 
 
 def can_divide_experts(module: nn.Module) -> bool:
-    """Whether experts skip tokens that belong to no expert of theirs, as those of transformers' interface do."""
+    """Tell whether experts skip tokens that belong to no expert of theirs, as those of transformers' interface do."""
     count = getattr(module, "num_experts", None)
     own = [param for param in module._parameters.values() if param is not None]
     return hasattr(module, "_is_expert_parallel") and bool(own) and all(param.shape[0] == count for param in own)
 
 
 def check_experts(name: str, module: nn.Module, ranks: int) -> None:
-    """See that the ranks divide the experts.
-
-    Raises:
-        ParallelSizeError: They do not.
-    """
+    """Refuse ranks that do not divide the experts."""
     count = int(module.num_experts)  # type: ignore[arg-type] # can_divide_experts has seen that it is a number
     if can_divide_experts(module) and count % ranks:
         raise ParallelSizeError(
@@ -442,5 +412,5 @@ class DividedExperts(ParallelStyle):
 
 
 def _runs_eagerly(module: nn.Module) -> bool:
-    """Whether the forward is the loop over the experts that have tokens."""
+    """Tell whether the forward is the loop over the experts that have tokens."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")
