@@ -15,21 +15,26 @@ from torch import Tensor, nn
 from megatron_fsdp.automodel import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    DDPManager,
-    FSDP2Manager,
-    MegatronFSDPManager,
-    build_mesh_context,
 )
 from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
-from tests.automodel.training import assert_close, optimizer_of, plain_name, strategy, whole
+from tests.automodel.training import (
+    STRATEGIES,
+    assert_close,
+    gradients_of,
+    managed,
+    optimizer_of,
+    parameters_of,
+    plain_name,
+    strategy,
+    whole,
+)
 from tests.conftest import RunRanks
 
 peft = pytest.importorskip("peft")
 
-STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
 ROWS, STEPS, RATE, SEED = 4, 2, 1e-2, 5
 
@@ -69,8 +74,7 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, rank
         loss = token_loss_sum(logits, own["labels"]) * ranks / label_count(batch["labels"])
         optimizer.zero_grad()
         loss.backward()
-        named = [(plain_name(name), param) for name, param in model.named_parameters()]
-        gradients = {name: whole(param.grad) for name, param in named if param.grad is not None}
+        gradients = gradients_of(model)
         optimizer.step()
         named = [(plain_name(name), param) for name, param in model.named_parameters()]
         trained = {name: whole(param) for name, param in named if param.requires_grad}
@@ -95,7 +99,7 @@ def assert_like_one_process(
     _, logits, first, steps = expected
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rtol, atol = (1e-4, 1e-6) if dtype == torch.float32 else (0.05, 0.02)  # bfloat16 has 8 bits
-    started = {plain_name(name): whole(param) for name, param in model.named_parameters()}
+    started = parameters_of(model)
     assert_close(started, first, 0, 0, "first values")
     with torch.no_grad():
         found = model(input_ids=batch_of(ROWS)["input_ids"].chunk(ranks)[rank], use_cache=False).logits
@@ -206,7 +210,7 @@ def classify(folder: str, names: Sequence[str]) -> None:
             model: Any = AutoModelForSequenceClassification.from_pretrained(
                 folder, distributed_config=strategy(name), dtype=torch.float32, peft_config=config, num_labels=3
             )
-            found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+            found = parameters_of(model)
             (original,) = [key for key in found if key.endswith("score.original_module.weight")]
             assert found[original].abs().sum() > 0
             assert torch.equal(found[original], found[original.replace("original_module", "modules_to_save.default")])
@@ -227,25 +231,17 @@ def draw_all(kind: str, name: str) -> None:
         model = AutoModelForCausalLM.from_config(
             config_of(kind), distributed_config=strategy(name), dtype=torch.float32, peft_config=lora()
         )
-    found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
-    assert_close(found, expected, 0, 0, "drawn")
+    assert_close(parameters_of(model), expected, 0, 0, "drawn")
 
 
 def train_by_manager(folder: str, config: Any, out: str) -> None:
     """A whole model with adapters that need its weights (DoRA), given to each manager."""
     expected = one_process(folder, config, torch.float32)
     for name in STRATEGIES:
-        own = strategy(name)
-        context = build_mesh_context(own)
         whole_model = with_adapters(
             transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train(), config
         )
-        if name == "ddp":
-            model: Any = DDPManager(own).parallelize(whole_model)
-        elif name == "fsdp2":
-            model = FSDP2Manager(own, context.device_mesh).parallelize(whole_model)
-        else:
-            model, _ = MegatronFSDPManager(own, context.device_mesh).parallelize(whole_model)
+        model = managed(strategy(name), whole_model)
         assert_like_one_process(model, expected, torch.float32)
         save_adapter(model, f"{out}/{name}")
         assert_files_give_the_same(model, folder, f"{out}/{name}", torch.float32)

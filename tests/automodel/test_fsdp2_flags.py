@@ -14,19 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp.automodel import FSDP2Config, FSDP2Manager, create_device_mesh
+from megatron_fsdp.automodel import FSDP2Config
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, reference
-from tests.automodel.training import assert_trained_alike, strategy, train
+from tests.automodel.training import assert_trained_alike, managed, strategy, train
 from tests.conftest import RunRanks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def parallel(config: Any, kind: str = "llama", **sizes: int) -> Any:
-    mesh, _ = create_device_mesh(config, **sizes)
-    assert mesh is not None
-    return FSDP2Manager(config, mesh).parallelize(build(kind))
+    return managed(config, build(kind), **sizes)
 
 
 def own_tokens() -> Tensor:

@@ -13,7 +13,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
-from megatron_fsdp.automodel import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel import (
+    DDPConfig,
+    DDPManager,
+    DistributedConfig,
+    FSDP2Config,
+    FSDP2Manager,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    build_mesh_context,
+)
 from tests.automodel.small_models import batch_of, label_count, token_loss_sum
 
 
@@ -23,6 +32,29 @@ def strategy(name: str, **fields: Any) -> DistributedConfig:
         return FSDP2Config(**{"backend": "gloo", "mp_policy": MixedPrecisionPolicy(), **fields})
     kind = {"megatron_fsdp": MegatronFSDPConfig, "ddp": DDPConfig}[name]
     return kind(**{"backend": "gloo", **fields})
+
+
+STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
+
+
+def managed(config: Any, model: nn.Module, **sizes: int) -> Any:
+    """The model made parallel by the manager of a strategy."""
+    context = build_mesh_context(config, **sizes)
+    if isinstance(config, DDPConfig):
+        return DDPManager(config).parallelize(model)
+    if isinstance(config, MegatronFSDPConfig):
+        return MegatronFSDPManager(config, context.device_mesh).parallelize(model)[0]
+    return FSDP2Manager(config, context.device_mesh).parallelize(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """All gradients that there are, whole, by the names of the unwrapped model."""
+    return {plain_name(name): whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole, by the names of the unwrapped model."""
+    return {plain_name(name): whole(param) for name, param in model.named_parameters()}
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tests.automodel.small_models import batch_of, label_count, token_loss_sum
+from tests.automodel.training import whole
 from tests.support.parity import fixed_seed
 
 RTOL, ATOL = 1e-4, 1e-6
@@ -33,11 +33,6 @@ def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module
         # peft 0.21 asks transformers 5.23 by an old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return peft.get_peft_model(model, config)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor over all ranks, a copy."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
 from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
+from tests.automodel.training import Trained, whole
 from tests.support.arrangements import mesh_of
 from tests.support.parity import assert_equal_tensors
 
@@ -42,15 +42,6 @@ class Case:
     edit: Callable[[Any], None] | None = None
     recompute: str = "not"
     divisor: int | None = None
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Index = step; tensors are whole."""
-
-    losses: list[float]
-    gradients: list[dict[str, Tensor]]
-    parameters: list[dict[str, Tensor]]
 
 
 def expert_mesh(ep: int) -> DeviceMesh:
@@ -93,12 +84,6 @@ def divide(model: nn.Module, ep: int, divisor: int | None = None, recompute: str
         fully_shard(layer, mesh=dense, mp_policy=policy)
     fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False)
     return names
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor; collective."""
-    found = tensor.detach()
-    return found.full_tensor().clone() if isinstance(found, DTensor) else found.clone()
 
 
 def train(model: nn.Module, rows: Sequence[int], *, steps: int = 2) -> Trained:
