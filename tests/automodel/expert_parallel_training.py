@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
-from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
-from tests.automodel.training import Trained, whole
+from tests.automodel.small_models import build
+from tests.automodel.training import Trained, train
 from tests.support.arrangements import mesh_of
 from tests.support.parity import assert_equal_tensors
 
@@ -86,35 +86,6 @@ def divide(model: nn.Module, ep: int, divisor: int | None = None, recompute: str
     return names
 
 
-def train(model: nn.Module, rows: Sequence[int], *, steps: int = 2) -> Trained:
-    """AdamW as in `small_models.reference`; this rank has its rows of each batch, one process all of them.
-
-    Args:
-        model: Sharded or plain.
-        rows: Of each rank.
-        steps: How many.
-    """
-    rank, world = (0, 1) if len(rows) == 1 else (dist.get_rank(), dist.get_world_size())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = Trained([], [], [])
-    for step in range(steps):
-        batch = batch_of(sum(rows), seed=1 + step)
-        count = label_count(batch["labels"])
-        own = {name: value[sum(rows[:rank]) :][: rows[rank]] for name, value in batch.items()}
-        loss = token_loss_sum(model(input_ids=own["input_ids"], use_cache=False).logits, own["labels"]) / count
-        optimizer.zero_grad()
-        (loss * world).backward()
-        total = loss.detach().clone()
-        if world > 1:
-            dist.all_reduce(total)
-        found.losses.append(total.item())
-        parameters = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
-        found.gradients.append({name: whole(p.grad) for name, p in parameters.items() if p.grad is not None})
-        optimizer.step()
-        found.parameters.append({name: whole(p) for name, p in parameters.items()})
-    return found
-
-
 def train_divided(case: Case) -> Trained:
     """A case on the ranks of this world."""
     world = dist.get_world_size()
@@ -122,7 +93,7 @@ def train_divided(case: Case) -> Trained:
     if case.edit is not None:
         case.edit(model)
     divide(model, case.ep, case.divisor, case.recompute)
-    return train(model, case.rows or [4 // world] * world)
+    return train(model, rows=case.rows or [4 // world] * world)
 
 
 def train_whole(case: Case) -> Trained:
@@ -130,7 +101,7 @@ def train_whole(case: Case) -> Trained:
     model = build(case.kind, **case.changes)
     if case.edit is not None:
         case.edit(model)
-    return train(model, [sum(case.rows or [4])])
+    return train(model, rows=sum(case.rows or [4]), data_rank=0, data_ranks=1)
 
 
 def check_same(found: Trained, wanted: Any) -> None:

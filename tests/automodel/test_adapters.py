@@ -19,16 +19,17 @@ from megatron_fsdp.automodel import (
 from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
+from tests.automodel.small_models import batch_of, build, config_of
 from tests.automodel.training import (
     STRATEGIES,
+    Trained,
     assert_close,
-    gradients_of,
     managed,
     optimizer_of,
     parameters_of,
     plain_name,
     strategy,
+    train,
     whole,
 )
 from tests.conftest import RunRanks
@@ -64,25 +65,7 @@ def with_adapters(base: nn.Module, config: Any) -> Any:
         return peft.get_peft_model(base, config)
 
 
-def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int) -> list[dict[str, Any]]:
-    """Loss of own rows, gradients and trained parameters of each step, whole."""
-    found = []
-    for step in range(STEPS):
-        batch = batch_of(ROWS, seed=1 + step)
-        own = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
-        logits = model(input_ids=own["input_ids"], use_cache=False).logits
-        loss = token_loss_sum(logits, own["labels"]) * ranks / label_count(batch["labels"])
-        optimizer.zero_grad()
-        loss.backward()
-        gradients = gradients_of(model)
-        optimizer.step()
-        named = [(plain_name(name), param) for name, param in model.named_parameters()]
-        trained = {name: whole(param) for name, param in named if param.requires_grad}
-        found.append({"loss": loss.item(), "gradients": gradients, "trained": trained})
-    return found
-
-
-def one_process(folder: str, config: Any, dtype: torch.dtype) -> tuple[Any, Tensor, dict[str, Tensor], list[Any]]:
+def one_process(folder: str, config: Any, dtype: torch.dtype) -> tuple[Any, Tensor, dict[str, Tensor], Trained]:
     """What peft and transformers do: the model, logits of the start, first values and steps."""
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
     model = with_adapters(base, config)
@@ -90,13 +73,13 @@ def one_process(folder: str, config: Any, dtype: torch.dtype) -> tuple[Any, Tens
         logits = model(input_ids=batch_of(ROWS)["input_ids"], use_cache=False).logits
     first = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    return model, logits, first, steps_of(model, optimizer, 0, 1)
+    return model, logits, first, train(model, data_rank=0, data_ranks=1, optimizer=optimizer)
 
 
 def assert_like_one_process(
-    model: Any, expected: tuple[Any, Tensor, dict[str, Tensor], list[Any]], dtype: torch.dtype
+    model: Any, expected: tuple[Any, Tensor, dict[str, Tensor], Trained], dtype: torch.dtype
 ) -> None:
-    _, logits, first, steps = expected
+    _, logits, first, alone = expected
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rtol, atol = (1e-4, 1e-6) if dtype == torch.float32 else (0.05, 0.02)  # bfloat16 has 8 bits
     started = parameters_of(model)
@@ -105,13 +88,13 @@ def assert_like_one_process(
         found = model(input_ids=batch_of(ROWS)["input_ids"].chunk(ranks)[rank], use_cache=False).logits
     torch.testing.assert_close(found, logits.chunk(ranks)[rank], rtol=max(rtol, 1e-5), atol=max(atol, 1e-5))
     optimizer = optimizer_of(model, RATE)
-    for step, (own, alone) in enumerate(zip(steps_of(model, optimizer, rank, ranks), steps, strict=True)):
-        total = torch.tensor(own["loss"])
-        dist.all_reduce(total)
-        torch.testing.assert_close(total.item() / ranks, alone["loss"], rtol=rtol, atol=atol)
-        assert_close(own["gradients"], alone["gradients"], rtol, max(atol, 1e-6), f"gradients of step {step}")
+    own = train(model, optimizer=optimizer)
+    torch.testing.assert_close(own.losses, alone.losses, rtol=rtol, atol=atol)
+    for step in range(STEPS):
+        assert_close(own.gradients[step], alone.gradients[step], rtol, max(atol, 1e-6), f"gradients of step {step}")
         # AdamW's first steps follow signs of gradients: where one is as small as rounding, an element may differ.
-        assert_close(own["trained"], alone["trained"], rtol, 2e-5 if atol < 1e-3 else 3 * RATE, f"after step {step}")
+        bound = 2e-5 if atol < 1e-3 else 3 * RATE
+        assert_close(own.parameters[step], alone.parameters[step], rtol, bound, f"after step {step}")
     for name, param in model.named_parameters():
         if not param.requires_grad:
             assert param.grad is None, name

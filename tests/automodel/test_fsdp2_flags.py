@@ -269,25 +269,6 @@ def test_offloading_keeps_shards_on_the_host_and_trains_the_same(run_ranks: RunR
     run_ranks(2, offload)
 
 
-def copies_of_shards() -> None:
-    with groups_destroyed():
-        model = parallel(strategy("fsdp2"), "llama_gqa", dp_replicate_size=2)
-        mesh = next(model.parameters()).device_mesh
-        assert (mesh.mesh_dim_names, mesh.shape) == (("dp_replicate", "dp_shard"), (2, 2))
-        assert_trained_alike(train(model), reference("llama_gqa"))
-
-
-def two_lives() -> None:
-    """The second mesh has other groups; whatever remembers the first would ask for groups that are gone."""
-    copies_of_shards()
-    copies_of_shards()
-
-
-@pytest.mark.full
-def test_two_copies_of_two_shards_train_as_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(4, two_lives)
-
-
 @contextmanager
 def traced_only() -> Iterator[None]:
     """Let `torch.compile` trace as ever and run the traced operators as they are: C++ would take minutes."""

@@ -154,25 +154,6 @@ def test_prefetching_with_both_depths_zero_warns() -> None:
         FSDP2Config(enable_fsdp2_prefetch=True, fsdp2_backward_prefetch_depth=0)
 
 
-def fall_back() -> None:
-    with groups_destroyed():
-        for config in (FSDP2Config(), MegatronFSDPConfig()):
-            with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator"):
-                mesh, _ = create_device_mesh(config)
-            model = MANAGERS[type(config)](config, mesh).parallelize(build("llama"))
-            model = model[0] if isinstance(model, tuple) else model
-            assert {param.device.type for param in model.parameters()} == {"cpu"}
-        with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator"):
-            manager = DDPManager(DDPConfig())
-        assert manager.device == torch.device("cpu")
-        assert dist.get_backend() == "gloo"
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_default_backend_without_accelerator_warns_and_computes_on_cpus(run_ranks: RunRanks) -> None:
-    run_ranks(1, fall_back)
-
-
 def test_errors_are_value_errors() -> None:
     with pytest.raises(ValueError, match=r"DDPManager takes a DDPConfig"):
         DDPManager(FSDP2)  # type: ignore[arg-type]

@@ -167,25 +167,8 @@ class _AutoModel:
         The weights are those that transformers draws under the same seed, whatever the strategy, the sizes and the
         number of ranks.
 
-        Args:
-            config: A config of transformers, or a local folder with one.
-            distributed_config: As of `from_pretrained`, as all that follow.
-            dp_size: See there.
-            dp_replicate_size: See there.
-            tp_size: See there.
-            pp_size: See there.
-            cp_size: See there.
-            ep_size: See there.
-            pipeline_config: See there.
-            peft_config: See there.
-            dtype: See there; "auto" or None: what the config says, else torch's default.
-            attn_implementation: See there.
-            prepare_model: See there.
-            device_map: See there.
-            trust_remote_code: See there.
-
-        Returns:
-            See there.
+        The config is one of transformers, or a local folder with one; the other arguments and the result are those of
+        `from_pretrained`. Where neither `dtype` nor the config says one, torch's default is taken.
 
         Raises:
             ParallelSizeError: The sizes do not fit the strategy, the ranks or the model.

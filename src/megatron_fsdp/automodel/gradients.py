@@ -218,16 +218,8 @@ def scale_grads_and_clip_grad_norm(
     For loops that call backward on the plain sum of token losses, such as pipelines, which know the number of tokens
     of a step only when it is over. Losses that were scaled already want `num_label_tokens=None`.
 
-    Args:
-        parts: As `clip_grad_norm_`, like `norm_type`, `pp_mesh`, `error_if_nonfinite` and `foreach`.
-        max_norm: The largest norm allowed; None or infinity only measures.
-        num_label_tokens: Tokens of all ranks and microbatches; None: gradients are not scaled.
-        dp_group_size: As `per_token_factor`.
-        gradients_are_summed: As `per_token_factor`.
-        norm_type: See there.
-        pp_mesh: See there.
-        error_if_nonfinite: See there.
-        foreach: See there.
+    Without `num_label_tokens` gradients are not scaled; it, `dp_group_size` and `gradients_are_summed` are those of
+    `per_token_factor`. The other arguments are those of `clip_grad_norm_`; `max_norm=None` only measures.
 
     Returns:
         The norm after scaling and before clipping, as `clip_grad_norm_`.

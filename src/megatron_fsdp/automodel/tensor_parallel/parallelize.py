@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,28 +49,13 @@ from megatron_fsdp.errors import ConfigurationError
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
 
-@dataclass(frozen=True)
-class AppliedPlan:
-    """How a model was divided.
-
-    Attributes:
-        source: Where the plan is from, for people.
-        styles: Style by name of the module or parameter; styles of torch by their text.
-        sequence_parallel: Whether the tokens between blocks are divided, too.
-    """
-
-    source: str
-    styles: Mapping[str, str]
-    sequence_parallel: bool
-
-
 def parallelize_tensors(
     model: nn.Module,
     tp_mesh: DeviceMesh,
     *,
     plan: Plan | str | None = None,
     sequence_parallel: bool = False,
-) -> AppliedPlan:
+) -> None:
     """Divide the layers of a model over tensor-parallel ranks, in place; call it before anything else wraps layers.
 
     Afterwards every parameter is a DTensor over `tp_mesh`, placed as `Shard(dim)` or `Replicate()`, and every rank
@@ -85,9 +69,6 @@ def parallelize_tensors(
             plans of transformers use; or the import path of such a dict or of a function without arguments that
             returns one. None: the plan that transformers has for the model.
         sequence_parallel: Divide the tokens of the residual stream, too. Rows must then divide by the ranks.
-
-    Returns:
-        What was done.
 
     Raises:
         ConfigurationError: There is no plan, an entry names nothing, or a style does not fit its module.
@@ -121,8 +102,6 @@ def parallelize_tensors(
     head = output_embeddings() if callable(output_embeddings) else None
     if isinstance(head, nn.Module):
         head.register_forward_hook(_leave_no_view)
-    done = {name: str(style) for name, (style, _) in steps.items()} | matched.parameters
-    return AppliedPlan(chosen.source, done, sequence_parallel)
 
 
 def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
