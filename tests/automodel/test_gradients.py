@@ -232,7 +232,6 @@ def test_model_that_no_strategy_made_parallel_is_refused() -> None:
 
 
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
-MAX_NORM_gradient_clipping = 0.05
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -243,7 +242,7 @@ def clipped_by_torch(norm_type: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Norm and clipped gradients of one process."""
     model = make_model()
     loss_of(model, make_inputs()).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM_gradient_clipping, norm_type)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
     return norm, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -252,7 +251,7 @@ def check_clipping(model: nn.Module, inputs: Tensor) -> None:
     for norm_type in (2.0, math.inf):
         model.zero_grad()
         loss_of(model, inputs).backward()
-        norm = clip_grad_norm_(model if norm_type == 2.0 else model.parameters(), MAX_NORM_gradient_clipping, norm_type)
+        norm = clip_grad_norm_(model if norm_type == 2.0 else model.parameters(), MAX_NORM, norm_type)
         expected, gradients = clipped_by_torch(norm_type)
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-7)
         assert_equal_tensors(gradients_of(model), gradients, rtol=1e-4, atol=1e-7)
@@ -394,14 +393,14 @@ def check_pipeline(use_engine: bool) -> None:
     for norm_type in NORM_TYPES:
         reference = make_model()
         loss_by_layers(reference, make_inputs()).backward()
-        want = nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM_gradient_clipping, norm_type)
+        want = nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM, norm_type)
         layers = [make_model()[index] for index in own]
         if use_engine:
             parts = [shard_by_engine(layer, mesh["dp"]) for layer in layers]
         else:
             parts = [fully_shard(layer, mesh=mesh["dp"]) for layer in layers]
         loss_by_layers(parts, make_inputs()).backward()
-        norm = clip_grad_norm_(parts, MAX_NORM_gradient_clipping, norm_type, pp_mesh=mesh["pp"])
+        norm = clip_grad_norm_(parts, MAX_NORM, norm_type, pp_mesh=mesh["pp"])
         torch.testing.assert_close(norm, want, rtol=1e-5, atol=1e-7)
         for index, part in zip(own, parts, strict=True):
             assert_equal_tensors(gradients_of(part), gradients_of(reference[index]), rtol=1e-4, atol=1e-7)

@@ -19,11 +19,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_fsdp.automodel.architecture import find_layers, text_config
+from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
 from megatron_fsdp.checkpoint.hf.own_classes import own_class
 from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+
+_EMBEDDINGS = "inputs_embeds"
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+NAME = "megatron_fsdp_context_parallel"
+"""The name of this attention in transformers' registry."""
+
+ATTRIBUTE = "context_parallel"
+"""The attribute of attention modules that holds their `ContextParallel`."""
+
+_CHANGES_THE_MATH = (
+    "s_aux",
+    "position_bias",
+    "cache",
+    "block_table",
+    "cu_seq_lens_q",
+    "head_mask",
+    "output_attentions",
+)
+"""What some models hand to their attention function and this one does not compute."""
+
+_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+"""Gather forward, reduce-scatter of the sum backward; torch has renamed it."""
+
+_BY_LENGTH = {"dynamic", "longrope"}
+"""Kinds of rope that choose their frequencies by the largest position they are shown."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +117,6 @@ class SequenceLayout:
         return torch.cat([found[piece] for piece in range(self.num_pieces)], dim)
 
 
-_IGNORED = -100
-_EMBEDDINGS = "inputs_embeds"
-
-
 def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balance: bool = True) -> dict[str, Tensor]:
     """Cut out what this context-parallel rank computes of a batch that all of them hold whole.
 
@@ -131,7 +152,7 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balanc
     rows, length = reference.shape[:2]
     whole = {name: values for name, values in batch.items() if name not in ("labels", "attention_mask")}
     if "labels" in batch:
-        whole["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
+        whole["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     whole["position_ids"] = torch.arange(length, device=reference.device).expand(rows, length)
     return {name: layout.cut(values, cp_mesh.get_local_rank(), 1).contiguous() for name, values in whole.items()}
 
@@ -189,8 +210,8 @@ def _check_padding(batch: Mapping[str, Tensor]) -> None:
             "attention_mask has holes or pads on the left, which context parallelism does not compute; pad on the right"
         )
     for name in ("labels", "shift_labels"):
-        if name in batch and bool((batch[name][~real] != _IGNORED).any()):
-            raise ConfigurationError(f"{name} count tokens that attention_mask pads; set them to {_IGNORED} there")
+        if name in batch and bool((batch[name][~real] != IGNORED_LABEL).any()):
+            raise ConfigurationError(f"{name} count tokens that attention_mask pads; set them to {IGNORED_LABEL} there")
 
 
 def _fact(name: str, values: Tensor) -> str:
@@ -320,29 +341,6 @@ def _check_positions(shared: ContextParallel, positions: Tensor) -> None:
             raise ConfigurationError(problem)
     else:  # without making the host wait for the device
         torch._assert_async(wrong == 0, problem)
-
-
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-
-NAME = "megatron_fsdp_context_parallel"
-"""The name of this attention in transformers' registry."""
-
-ATTRIBUTE = "context_parallel"
-"""The attribute of attention modules that holds their `ContextParallel`."""
-
-_CHANGES_THE_MATH = (
-    "s_aux",
-    "position_bias",
-    "cache",
-    "block_table",
-    "cu_seq_lens_q",
-    "head_mask",
-    "output_attentions",
-)
-"""What some models hand to their attention function and this one does not compute."""
-
-_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-"""Gather forward, reduce-scatter of the sum backward; torch has renamed it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -490,10 +488,6 @@ def _band(start: int, end: int, first: int, window: int | None, device: torch.de
     """Return who sees whom: bool, (tokens start to end, tokens first to end)."""
     distance = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
-_BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds of rope that choose their frequencies by the largest position they are shown."""
 
 
 def _show_whole_length(model: nn.Module, ranks: int) -> None:

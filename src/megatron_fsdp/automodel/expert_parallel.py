@@ -36,6 +36,12 @@ from megatron_fsdp.automodel.architecture import text_config
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 EP_DIM = "ep"
+_CONFIG_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_WANTED = (
+    "expert parallelism needs transformers' interface of fused experts: forward(hidden_states, top_k_index, "
+    "top_k_weights), num_experts, and every weight a parameter of the module itself with num_experts rows, one of them "
+    "of three dimensions; use ep_size=1 for this model"
+)
 
 
 def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
@@ -102,14 +108,6 @@ def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int) -> nn.Param
     divided = nn.Parameter(share, requires_grad=param.requires_grad)
     divided.__dict__.update(param.__dict__)  # marks of transformers, such as that a weight is initialised
     return divided
-
-
-_CONFIG_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_WANTED = (
-    "expert parallelism needs transformers' interface of fused experts: forward(hidden_states, top_k_index, "
-    "top_k_weights), num_experts, and every weight a parameter of the module itself with num_experts rows, one of them "
-    "of three dimensions; use ep_size=1 for this model"
-)
 
 
 def _find_experts(model: nn.Module) -> dict[str, nn.Module]:

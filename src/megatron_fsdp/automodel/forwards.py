@@ -19,6 +19,8 @@ from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.errors import ConfigurationError
 
 Forward = Callable[..., Any]
+_MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
+_MARK = "_models_without_packed_sequences"
 
 
 def recompute_in_backward(module: nn.Module) -> None:
@@ -68,9 +70,6 @@ def _unbound(module: nn.Module) -> Forward:
     return called
 
 
-_MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
-
-
 def checkpoint_layers(model: nn.Module) -> None:
     """Recompute each decoder layer: what stays from forward is one hidden state per layer.
 
@@ -106,9 +105,6 @@ def _switch_cache_off(model: nn.Module) -> None:
         if hasattr(config, "use_cache"):
             settable: Any = config
             settable.use_cache = False
-
-
-_MARK = "_models_without_packed_sequences"
 
 
 def assume_no_packed_sequences(model: nn.Module) -> None:

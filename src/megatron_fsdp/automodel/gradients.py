@@ -15,14 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optim.grad_norm import Groups, combine_powers, sum_of_powers
-
-IGNORED_LABEL = -100
-"""The label that counts for nothing, as in transformers and torch."""
 
 Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
 """What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""

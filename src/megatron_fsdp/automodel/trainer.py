@@ -27,6 +27,33 @@ STATE_FOLDER = "training_state"
 
 _UNFINISHED = ".unfinished"
 _WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+"""Of `TrainingArguments.optim`: those of torch, which update each element by itself."""
+
+_WRAPS = "the model is parallel already; leave it out, and choose by distributed_config of from_pretrained"
+_DTYPES = "dtypes are those of the model; give dtype to from_pretrained, or mp_policy or autocast_dtype of FSDP2Config"
+_DDP = "it has no effect on a model that is wrapped already; leave it out"
+_REFUSED: Mapping[str, str] = {
+    "deepspeed": _WRAPS,
+    "fsdp": _WRAPS,
+    "parallelism_config": _WRAPS,
+    "fp16": _DTYPES,
+    "bf16": _DTYPES,
+    "fp16_full_eval": _DTYPES,
+    "bf16_full_eval": _DTYPES,
+    "activation_checkpointing": "give activation_checkpointing to the strategy's config",
+    "gradient_checkpointing": "give activation_checkpointing to the strategy's config",
+    "torch_compile": "give enable_compile to FSDP2Config",
+    "use_liger_kernel": "layers are changed before sharding; patch the classes of transformers before from_pretrained",
+    "auto_find_batch_size": "ranks that run out of memory alone cannot start anew; give a batch size that fits",
+    "enable_jit_checkpoint": "signals reach ranks at different steps; use save_steps",
+    "push_to_hub": "nothing is uploaded; upload the folder that save_model wrote",
+    "label_smoothing_factor": "transformers would not know whether labels are to be shifted; give compute_loss_func",
+    "neftune_noise_alpha": "it is not tested with sharded embeddings; leave it out",
+}
+"""Fields that must be off (None, False, empty), and what to do."""
+
+_MUST_BE_NONE = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 class ShardedTrainer(transformers.Trainer):
@@ -184,36 +211,6 @@ def _replace_model(new: Path, folder: Path) -> None:
             shutil.rmtree(target)
         file.replace(target)
     new.rmdir()
-
-
-OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
-"""Of `TrainingArguments.optim`: those of torch, which update each element by itself."""
-
-_WRAPS = "the model is parallel already; leave it out, and choose by distributed_config of from_pretrained"
-_DTYPES = "dtypes are those of the model; give dtype to from_pretrained, or mp_policy or autocast_dtype of FSDP2Config"
-_DDP = "it has no effect on a model that is wrapped already; leave it out"
-
-_REFUSED: Mapping[str, str] = {
-    "deepspeed": _WRAPS,
-    "fsdp": _WRAPS,
-    "parallelism_config": _WRAPS,
-    "fp16": _DTYPES,
-    "bf16": _DTYPES,
-    "fp16_full_eval": _DTYPES,
-    "bf16_full_eval": _DTYPES,
-    "activation_checkpointing": "give activation_checkpointing to the strategy's config",
-    "gradient_checkpointing": "give activation_checkpointing to the strategy's config",
-    "torch_compile": "give enable_compile to FSDP2Config",
-    "use_liger_kernel": "layers are changed before sharding; patch the classes of transformers before from_pretrained",
-    "auto_find_batch_size": "ranks that run out of memory alone cannot start anew; give a batch size that fits",
-    "enable_jit_checkpoint": "signals reach ranks at different steps; use save_steps",
-    "push_to_hub": "nothing is uploaded; upload the folder that save_model wrote",
-    "label_smoothing_factor": "transformers would not know whether labels are to be shifted; give compute_loss_func",
-    "neftune_noise_alpha": "it is not tested with sharded embeddings; leave it out",
-}
-"""Fields that must be off (None, False, empty), and what to do."""
-
-_MUST_BE_NONE = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 def _refuse(what: str, advice: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import peft
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.automodel.training import Trained
 from tests.automodel.training import train as train_rows
@@ -42,18 +42,17 @@ def train(
     return train_rows(model, steps=steps, data_rank=rank, data_ranks=ranks, optimizer=optimizer_of(model))
 
 
-def differences(found: Trained, expected: Trained, *, only_sums: bool = False) -> list[str]:
+def differences(found: Trained, expected: Trained, *, with_logits: bool = True) -> list[str]:
     """Where a run differs from one process; empty where nowhere.
 
     Args:
         found: The run.
         expected: What one process computed.
-        only_sums: Leave out logits and losses, which are of a part of the rows under data parallelism.
+        with_logits: False: leave out logits, which are of a part of the rows under data parallelism.
     """
-    pairs: list[tuple[str, Tensor, Tensor]] = []
-    if not only_sums:
+    pairs = [("losses", torch.tensor(found.losses), torch.tensor(expected.losses))]
+    if with_logits:
         pairs.append(("logits", found.logits[0], expected.logits[0]))
-        pairs.append(("losses", torch.tensor(found.losses), torch.tensor(expected.losses)))
     wrong = []
     for what in ("gradients", "parameters"):
         for step, (mine, right) in enumerate(zip(getattr(found, what), getattr(expected, what), strict=True)):

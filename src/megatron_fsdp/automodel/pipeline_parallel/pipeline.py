@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from megatron_fsdp.automodel.architecture import find_layers, text_config
+from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
 from megatron_fsdp.automodel.context_parallel import check_call
 from megatron_fsdp.automodel.pipeline_parallel.schedules import (
     PipelineConfig,
@@ -35,9 +35,6 @@ from megatron_fsdp.checkpoint.stages import PipelinePlace
 from megatron_fsdp.comm.agreement import agree, gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError
-
-IGNORED = -100
-"""Label of positions that do not count, as transformers and torch have it."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ class Pipeline:
         if inputs.labels is not None:
             raise ConfigurationError("forward gives logits and takes no labels; use eval_step for the loss")
         self._loss.factor = None
-        logits = self._evaluate(inputs, torch.full_like(input_ids, IGNORED), [], return_outputs=True)
+        logits = self._evaluate(inputs, torch.full_like(input_ids, IGNORED_LABEL), [], return_outputs=True)
         return logits if self.has_last_stage else None
 
     @property
@@ -264,7 +261,7 @@ class Pipeline:
                 raise ConfigurationError(
                     f"dp_size={dp_size} has an effect only with num_label_tokens of all data-parallel ranks; give both"
                 )
-            return 1.0 / (labels != IGNORED).sum().clamp(min=1)
+            return 1.0 / (labels != IGNORED_LABEL).sum().clamp(min=1)
         if num_label_tokens < 1 or dp_size < 1:
             raise ConfigurationError(f"num_label_tokens={num_label_tokens} and dp_size={dp_size} have to be at least 1")
         return dp_size / num_label_tokens
@@ -458,7 +455,7 @@ def _take_inputs(
             )
         others[name] = value.expand(rows, *value.shape[1:])
     if labels is not None:  # those of the next position belong to the logits of a position
-        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     return StepInputs(input_ids, shifted, others)
 
 
@@ -470,7 +467,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
         labels: Of the same positions, (rows, sequence).
     """
     return nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
 
 

@@ -36,6 +36,19 @@ from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 Plan = Mapping[str, ParallelStyle | str]
+COLWISE = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"})
+ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
+EMBEDDING = frozenset({"embedding_rowwise", "embedding_colwise"})
+LINEAR = COLWISE | ROWWISE
+NOT_DIVIDED = frozenset({"replicate", "moe_identity_expert"})
+"""Nothing to do: whole on every rank. We compute a token's expert output either on one rank or whole on all of them, so
+that identity experts, whose output transformers would sum over the ranks, need no scaling."""
+
+_OTHER = ("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce", "local_params")
+STYLE_NAMES = LINEAR | EMBEDDING | NOT_DIVIDED | {*_OTHER, "moe_tp_experts"}
+"""Every name that a plan may have."""
+
+_PLAIN = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep"})
 
 
 @dataclass(frozen=True)
@@ -143,18 +156,6 @@ def _names_nothing(key: str, modules: list[str]) -> str:
     nearest = difflib.get_close_matches(key, sorted(generic), n=3)
     hint = f"the nearest names are {', '.join(nearest)}" if nearest else f"names are like {sorted(generic)[-1]}"
     return f"the tensor-parallel plan has {key!r}, which names no module of this model; {hint}"
-
-
-COLWISE = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"})
-ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
-EMBEDDING = frozenset({"embedding_rowwise", "embedding_colwise"})
-LINEAR = COLWISE | ROWWISE
-NOT_DIVIDED = frozenset({"replicate", "moe_identity_expert"})
-"""Nothing to do: whole on every rank. We compute a token's expert output either on one rank or whole on all of them, so
-that identity experts, whose output transformers would sum over the ranks, need no scaling."""
-_OTHER = ("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce", "local_params")
-STYLE_NAMES = LINEAR | EMBEDDING | NOT_DIVIDED | {*_OTHER, "moe_tp_experts"}
-"""Every name that a plan may have."""
 
 
 def check_style_name(key: str, style: object) -> None:
@@ -302,9 +303,6 @@ def _wrong_kind(name: str, module: nn.Module, style: str, right: str) -> Configu
         f"the tensor-parallel plan gives {name}, a {type(module).__name__}, the style {style!r}, which is for {right}; "
         "give it another style, or leave it out of the plan"
     )
-
-
-_PLAIN = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep"})
 
 
 def is_adapted(module: nn.Module) -> bool:

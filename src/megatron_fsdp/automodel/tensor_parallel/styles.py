@@ -20,6 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from megatron_fsdp.errors import ParallelSizeError
 
+SEQUENCE_DIM = 1
+"""The dimension of the tokens in activations of transformers, (batch, sequence, hidden)."""
+
 
 @dataclass(frozen=True)
 class LocalUse:
@@ -125,10 +128,6 @@ def _plain_uses(module: nn.Module, path: str, recurse: bool = True) -> Iterator[
         for key, param in part._parameters.items():
             if param is not None and not isinstance(param, DTensor):
                 yield LocalUse(".".join(filter(None, (path, name))), key, Replicate())
-
-
-SEQUENCE_DIM = 1
-"""The dimension of the tokens in activations of transformers, (batch, sequence, hidden)."""
 
 
 def with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
