@@ -15,21 +15,27 @@ from torch import Tensor, nn
 from megatron_fsdp.automodel import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    DDPManager,
-    FSDP2Manager,
-    MegatronFSDPManager,
-    build_mesh_context,
 )
 from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
-from tests.automodel.training import assert_close, optimizer_of, plain_name, strategy, whole
+from tests.automodel.small_models import batch_of, build, config_of
+from tests.automodel.training import (
+    STRATEGIES,
+    Trained,
+    assert_close,
+    managed,
+    optimizer_of,
+    parameters_of,
+    plain_name,
+    strategy,
+    train,
+    whole,
+)
 from tests.conftest import RunRanks
 
 peft = pytest.importorskip("peft")
 
-STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
 ROWS, STEPS, RATE, SEED = 4, 2, 1e-2, 5
 
@@ -59,26 +65,7 @@ def with_adapters(base: nn.Module, config: Any) -> Any:
         return peft.get_peft_model(base, config)
 
 
-def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int) -> list[dict[str, Any]]:
-    """Loss of own rows, gradients and trained parameters of each step, whole."""
-    found = []
-    for step in range(STEPS):
-        batch = batch_of(ROWS, seed=1 + step)
-        own = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
-        logits = model(input_ids=own["input_ids"], use_cache=False).logits
-        loss = token_loss_sum(logits, own["labels"]) * ranks / label_count(batch["labels"])
-        optimizer.zero_grad()
-        loss.backward()
-        named = [(plain_name(name), param) for name, param in model.named_parameters()]
-        gradients = {name: whole(param.grad) for name, param in named if param.grad is not None}
-        optimizer.step()
-        named = [(plain_name(name), param) for name, param in model.named_parameters()]
-        trained = {name: whole(param) for name, param in named if param.requires_grad}
-        found.append({"loss": loss.item(), "gradients": gradients, "trained": trained})
-    return found
-
-
-def one_process(folder: str, config: Any, dtype: torch.dtype) -> tuple[Any, Tensor, dict[str, Tensor], list[Any]]:
+def one_process(folder: str, config: Any, dtype: torch.dtype) -> tuple[Any, Tensor, dict[str, Tensor], Trained]:
     """What peft and transformers do: the model, logits of the start, first values and steps."""
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
     model = with_adapters(base, config)
@@ -86,28 +73,28 @@ def one_process(folder: str, config: Any, dtype: torch.dtype) -> tuple[Any, Tens
         logits = model(input_ids=batch_of(ROWS)["input_ids"], use_cache=False).logits
     first = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    return model, logits, first, steps_of(model, optimizer, 0, 1)
+    return model, logits, first, train(model, data_rank=0, data_ranks=1, optimizer=optimizer)
 
 
 def assert_like_one_process(
-    model: Any, expected: tuple[Any, Tensor, dict[str, Tensor], list[Any]], dtype: torch.dtype
+    model: Any, expected: tuple[Any, Tensor, dict[str, Tensor], Trained], dtype: torch.dtype
 ) -> None:
-    _, logits, first, steps = expected
+    _, logits, first, alone = expected
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rtol, atol = (1e-4, 1e-6) if dtype == torch.float32 else (0.05, 0.02)  # bfloat16 has 8 bits
-    started = {plain_name(name): whole(param) for name, param in model.named_parameters()}
+    started = parameters_of(model)
     assert_close(started, first, 0, 0, "first values")
     with torch.no_grad():
         found = model(input_ids=batch_of(ROWS)["input_ids"].chunk(ranks)[rank], use_cache=False).logits
     torch.testing.assert_close(found, logits.chunk(ranks)[rank], rtol=max(rtol, 1e-5), atol=max(atol, 1e-5))
     optimizer = optimizer_of(model, RATE)
-    for step, (own, alone) in enumerate(zip(steps_of(model, optimizer, rank, ranks), steps, strict=True)):
-        total = torch.tensor(own["loss"])
-        dist.all_reduce(total)
-        torch.testing.assert_close(total.item() / ranks, alone["loss"], rtol=rtol, atol=atol)
-        assert_close(own["gradients"], alone["gradients"], rtol, max(atol, 1e-6), f"gradients of step {step}")
+    own = train(model, optimizer=optimizer)
+    torch.testing.assert_close(own.losses, alone.losses, rtol=rtol, atol=atol)
+    for step in range(STEPS):
+        assert_close(own.gradients[step], alone.gradients[step], rtol, max(atol, 1e-6), f"gradients of step {step}")
         # AdamW's first steps follow signs of gradients: where one is as small as rounding, an element may differ.
-        assert_close(own["trained"], alone["trained"], rtol, 2e-5 if atol < 1e-3 else 3 * RATE, f"after step {step}")
+        bound = 2e-5 if atol < 1e-3 else 3 * RATE
+        assert_close(own.parameters[step], alone.parameters[step], rtol, bound, f"after step {step}")
     for name, param in model.named_parameters():
         if not param.requires_grad:
             assert param.grad is None, name
@@ -206,7 +193,7 @@ def classify(folder: str, names: Sequence[str]) -> None:
             model: Any = AutoModelForSequenceClassification.from_pretrained(
                 folder, distributed_config=strategy(name), dtype=torch.float32, peft_config=config, num_labels=3
             )
-            found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+            found = parameters_of(model)
             (original,) = [key for key in found if key.endswith("score.original_module.weight")]
             assert found[original].abs().sum() > 0
             assert torch.equal(found[original], found[original.replace("original_module", "modules_to_save.default")])
@@ -227,25 +214,17 @@ def draw_all(kind: str, name: str) -> None:
         model = AutoModelForCausalLM.from_config(
             config_of(kind), distributed_config=strategy(name), dtype=torch.float32, peft_config=lora()
         )
-    found = {plain_name(key): whole(param) for key, param in model.named_parameters()}
-    assert_close(found, expected, 0, 0, "drawn")
+    assert_close(parameters_of(model), expected, 0, 0, "drawn")
 
 
 def train_by_manager(folder: str, config: Any, out: str) -> None:
     """A whole model with adapters that need its weights (DoRA), given to each manager."""
     expected = one_process(folder, config, torch.float32)
     for name in STRATEGIES:
-        own = strategy(name)
-        context = build_mesh_context(own)
         whole_model = with_adapters(
             transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train(), config
         )
-        if name == "ddp":
-            model: Any = DDPManager(own).parallelize(whole_model)
-        elif name == "fsdp2":
-            model = FSDP2Manager(own, context.device_mesh).parallelize(whole_model)
-        else:
-            model, _ = MegatronFSDPManager(own, context.device_mesh).parallelize(whole_model)
+        model = managed(strategy(name), whole_model)
         assert_like_one_process(model, expected, torch.float32)
         save_adapter(model, f"{out}/{name}")
         assert_files_give_the_same(model, folder, f"{out}/{name}", torch.float32)

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from megatron_fsdp.automodel.architecture import find_layers, head_counts, model_type, text_config
-from megatron_fsdp.automodel.fsdp2_units import lists_of_layers
+from megatron_fsdp.automodel.managers import lists_of_layers
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.small_models import FAMILIES, config_of
 

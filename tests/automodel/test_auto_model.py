@@ -1,6 +1,9 @@
 """`from_pretrained` and `from_config`: transformers' weights in shards, training as one process, and back."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,19 @@ import transformers
 from torch import Tensor
 
 from megatron_fsdp.automodel import AutoModelForCausalLM
+from megatron_fsdp.automodel.auto_model import canonical_facts, canonical_text
 from tests.automodel.small_models import FAMILIES, batch_of, build, config_of, reference
-from tests.automodel.training import assert_close, assert_trained_alike, plain_name, strategy, train, whole
+from tests.automodel.training import (
+    STRATEGIES,
+    assert_close,
+    assert_trained_alike,
+    parameters_of,
+    plain_name,
+    strategy,
+    train,
+)
 from tests.conftest import RunRanks
 from tests.support.parity import fixed_seed
-
-STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
 
 
 def save(kind: str, folder: Path, **options: Any) -> str:
@@ -41,7 +51,7 @@ def load_train_save(folders: Sequence[tuple[str, str]], names: Sequence[str], ou
             assert_trained_alike(train(model, steps=2), expected)
             target = f"{out}/{kind}-{name}-{ranks}"
             model.save_pretrained(target, max_shard_size=20_000)
-            trained = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+            trained = parameters_of(model)
             again = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
             assert_close(dict(again.named_parameters()), trained, 0, 0, "read by transformers")
             assert again.config.architectures == [FAMILIES[kind][0] + _suffix(kind)]
@@ -81,7 +91,7 @@ def drawn(kind: str, names: Sequence[str]) -> list[tuple[dict[str, Tensor], dict
         model = AutoModelForCausalLM.from_config(
             config_of(kind), distributed_config=strategy(name), dtype=torch.float32
         )
-        parameters = {plain_name(key): whole(param) for key, param in model.named_parameters()}
+        parameters = parameters_of(model)
         buffers = {plain_name(key): buffer.clone() for key, buffer in model.named_buffers()}
         found.append((parameters, buffers))
     return found
@@ -108,3 +118,59 @@ def test_drawn_weights_depend_on_neither_strategy_nor_ranks(run_ranks: RunRanks)
     (alone,) = run_ranks(1, drawn_by_all, "gpt2")
     for found in [*alone, *(entry for rank in run_ranks(2, drawn_by_all, "gpt2") for entry in rank)]:
         assert_close(found, alone[0], 0, 0, "weights")
+
+
+FORTH, BACK = {0, 8}, {8, 0}  # equal, and with their elements in another order, as sets of texts in another process
+
+
+class Kind(StrEnum):
+    LORA = "LORA"
+
+
+@dataclass
+class Inner:
+    kind: Kind = Kind.LORA
+    names: Any = field(default=None, repr=False)
+
+
+@dataclass
+class Config:
+    rank: int = 8
+    inner: Any = None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (FORTH, BACK),
+        (Config(inner=[Inner(names=frozenset(FORTH))]), Config(inner=[Inner(names=frozenset(BACK))])),
+        ({"a": FORTH, "b": (1, FORTH)}, {"b": (1, BACK), "a": BACK}),
+        (partial(print, 1), partial(print, 1)),
+        (object(), object()),
+    ],
+)
+def test_equal_values_have_the_same_text(one: object, other: object) -> None:
+    assert list(FORTH) != list(BACK)
+    assert canonical_text(one) == canonical_text(other)
+
+
+def test_other_values_have_another_text() -> None:
+    names = {"a"}
+    values = [
+        names, ["a"], ("a",), "a", {"a": 1}, {"a": "1"}, {"a", "b"}, {"a, b"}, 1, 1.0, True, None, Kind.LORA, Config,
+        Config(), Config(9), Config(inner=Inner()), Config(inner=Inner(names=names)), torch.float32, torch.bfloat16,
+        partial(print, 1), partial(print, 2),
+    ]  # fmt: skip
+    texts = [canonical_text(value) for value in values]
+    assert len(set(texts)) == len(values), texts
+
+
+def test_fields_of_dataclasses_are_facts_of_their_own() -> None:
+    assert canonical_facts({"config": Config(inner=Inner(names=BACK)), "size": 2}) == {
+        "config": "Config",
+        "config.rank": "8",
+        "config.inner": "Inner",
+        "config.inner.kind": "<Kind.LORA: 'LORA'>",
+        "config.inner.names": "{0, 8}",
+        "size": "2",
+    }

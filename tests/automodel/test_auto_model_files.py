@@ -22,8 +22,7 @@ from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.automodel.small_models import batch_of, build, config_of
-from tests.automodel.test_auto_model import STRATEGIES
-from tests.automodel.training import plain_name, strategy, whole
+from tests.automodel.training import STRATEGIES, parameters_of, plain_name, strategy
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes
 from tests.support.parity import fixed_seed
@@ -88,7 +87,7 @@ def test_weights_that_do_not_fit_are_named_on_every_rank(
 def not_strict(folder: str, name: str) -> dict[str, Tensor]:
     with pytest.warns(UserWarning, match="lacks 1 weights, which were drawn: model.layers.2.mlp.up_proj.weight"):
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy(name), strict=False)
-    return {plain_name(key): whole(param) for key, param in model.named_parameters()}
+    return parameters_of(model)
 
 
 @pytest.mark.full(short=["fsdp2"])
@@ -174,7 +173,7 @@ def classify(folder: str, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     rows = batch_of(4)["input_ids"].chunk(dist.get_world_size())[dist.get_rank()]
     with torch.no_grad():
         logits = model(input_ids=rows, use_cache=False).logits
-    return logits, {plain_name(key): whole(param) for key, param in model.named_parameters()}
+    return logits, parameters_of(model)
 
 
 @pytest.mark.full(short=["megatron_fsdp"])

@@ -18,10 +18,10 @@ from tests.automodel.training import (
     Trained,
     assert_close,
     assert_trained_alike,
+    gradients_of,
     optimizer_of,
-    plain_name,
+    parameters_of,
     strategy,
-    whole,
 )
 from tests.conftest import RunRanks
 
@@ -69,11 +69,10 @@ def train_on_mesh(model: Any, steps: int = 2, rows: int = 4) -> Trained:
         total = loss.detach().clone()
         dist.all_reduce(total)
         run.losses.append(total.item() / dist.get_world_size())
-        named = list(model.named_parameters())
-        run.gradients.append({plain_name(name): whole(param.grad) for name, param in named if param.grad is not None})
+        run.gradients.append(gradients_of(model))
         run.norms.append(clip_grad_norm_(model, math.inf).item())
         optimizer.step()
-        run.parameters.append({plain_name(name): whole(param) for name, param in named})
+        run.parameters.append(parameters_of(model))
     return run
 
 
@@ -118,7 +117,7 @@ def check(case: Case, folder: str, out: str) -> None:
     model.save_pretrained(out, max_shard_size="20KB")
     again = dict(transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).named_parameters())
     assert set(again) == set(reference(case.kind, steps=1).parameters[0])
-    trained = {plain_name(name): whole(param) for name, param in model.named_parameters()}
+    trained = parameters_of(model)
     shared = again.keys() & trained.keys()
     assert_close({name: again[name] for name in shared}, {name: trained[name] for name in shared}, 0, 0, "saved")
 

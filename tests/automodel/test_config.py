@@ -1,16 +1,28 @@
-"""The three strategy configs: their fields as published, and what is refused."""
+"""The three strategy configs: fields as published, what is refused, and sizes that multiply to the world."""
 
 import dataclasses
+import math
 import typing
 import warnings
 from typing import Any, List, Optional  # noqa: UP035 (the published annotations)
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig, check_config
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.automodel.config import (
+    SIZE_NAMES,
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    ParallelSizes,
+    check_config,
+    resolve_sizes,
+)
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ParallelSizeError
 
 # ruff: noqa: UP006, UP045
 
@@ -72,9 +84,6 @@ def test_order_of_arguments_is_that_of_the_published_fields() -> None:
     config = MegatronFSDPConfig(False, None, ["a.B"], 2)  # the second one is tp_plan
     assert (config.megatron_fsdp_unit_modules, config.zero_dp_strategy) == (["a.B"], 2)
     assert DDPConfig(True, "gloo").backend == "gloo"
-
-
-def test_any_of_the_three_is_a_distributed_config() -> None:
     assert set(typing.get_args(DistributedConfig)) == set(ALL)
 
 
@@ -88,43 +97,28 @@ def test_dictionary_has_every_field_in_order(kind: Any, published: Any) -> None:
     assert made == expected
 
 
-def test_dictionary_holds_the_same_objects_and_no_copies() -> None:
+def test_dictionary_holds_the_same_objects_in_a_dict_of_its_own() -> None:
     plan: dict[str, Any] = {"layers.*": object()}
-    policy, offload = MixedPrecisionPolicy(), CPUOffloadPolicy(pin_memory=False)
-    made = FSDP2Config(tp_plan=plan, mp_policy=policy, offload_policy=offload).to_dict()
+    policy, offload, units = MixedPrecisionPolicy(), CPUOffloadPolicy(pin_memory=False), ["a.B"]
+    config = FSDP2Config(tp_plan=plan, mp_policy=policy, offload_policy=offload)
+    made = config.to_dict()
     assert made["tp_plan"] is plan
     assert made["mp_policy"] is policy
     assert made["offload_policy"] is offload
-    units = ["a.B"]
     assert MegatronFSDPConfig(megatron_fsdp_unit_modules=units).to_dict()["megatron_fsdp_unit_modules"] is units
-
-
-def test_dictionary_can_be_changed_without_changing_the_config() -> None:
-    config = DDPConfig()
-    config.to_dict()["backend"] = "gloo"
+    made["backend"] = "gloo"
     assert config.backend == "nccl"
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_dictionary_makes_an_equal_config(kind: Any) -> None:
+def test_dictionaries_and_replace_make_equal_and_changed_configs(kind: Any) -> None:
     config = kind(activation_checkpointing=True, backend="gloo")
-    assert kind(**config.to_dict()) == config
-    assert config != kind()
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_replace_gives_a_changed_copy(kind: Any) -> None:
-    config = kind()
-    changed = dataclasses.replace(config, backend="gloo")
-    assert (config.backend, changed.backend) == ("nccl", "gloo")
-    assert dataclasses.replace(changed, backend="nccl") == config
-
-
-def test_replace_checks_again() -> None:
+    assert kind(**config.to_dict()) == config != kind()
+    changed = dataclasses.replace(kind(), backend="gloo")
+    assert (kind().backend, changed.backend) == ("nccl", "gloo")
+    assert dataclasses.replace(changed, backend="nccl") == kind()
     with pytest.raises(ConfigurationError, match=r"backend='mpi'"):
-        dataclasses.replace(DDPConfig(), backend="mpi")
-    with pytest.raises(ConfigurationError, match=r"tp_plan"):
-        dataclasses.replace(MegatronFSDPConfig(), tp_plan={})
+        dataclasses.replace(kind(), backend="mpi")
 
 
 def test_default_policy_is_not_shared_and_one_that_is_given_is_kept() -> None:
@@ -137,9 +131,8 @@ def test_default_policy_is_not_shared_and_one_that_is_given_is_kept() -> None:
 def test_megatron_takes_no_plan_of_ones_own_not_even_an_empty_one(plan: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"MegatronFSDPConfig takes no tp_plan.*FSDP2Config"):
         MegatronFSDPConfig(tp_plan=plan)
-
-
-def test_plan_of_megatron_reads_as_none_and_is_no_field() -> None:
+    with pytest.raises(ConfigurationError, match=r"MegatronFSDPConfig takes no tp_plan"):
+        dataclasses.replace(MegatronFSDPConfig(), tp_plan=plan)
     config = MegatronFSDPConfig(tp_plan=None)
     assert config.tp_plan is None
     assert "tp_plan" not in config.to_dict()
@@ -209,20 +202,156 @@ def test_unit_modules_may_be_classes() -> None:
     assert MegatronFSDPConfig(megatron_fsdp_unit_modules=units).megatron_fsdp_unit_modules == units
 
 
-@pytest.mark.parametrize("config", [None, {}, "fsdp2", MixedPrecisionPolicy()])
-def test_what_is_none_of_the_three_is_refused(config: Any) -> None:
-    with pytest.raises(
-        ConfigurationError, match=rf"distributed_config is {type(config).__name__}; give an FSDP2Config"
-    ):
-        check_config(config)
-
-
-def test_class_in_place_of_its_object_is_refused_in_these_words() -> None:
+def test_each_of_the_three_passes_and_nothing_else() -> None:
+    for kind in ALL:
+        config = kind()
+        assert check_config(config) is config
+    for other in (None, {}, "fsdp2", MixedPrecisionPolicy()):
+        with pytest.raises(ConfigurationError, match=rf"config is {type(other).__name__}; give an FSDP2Config"):
+            check_config(other)
     with pytest.raises(ConfigurationError, match=r"distributed_config is DDPConfig \(the class\)"):
         check_config(DDPConfig)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_each_of_the_three_passes(kind: Any) -> None:
-    config = kind()
-    assert check_config(config) is config
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+FSDP2, MEGATRON, DDP = FSDP2Config(), MegatronFSDPConfig(), DDPConfig()
+STRATEGIES = [FSDP2, MEGATRON, DDP]
+
+
+class OwnConfig(FSDP2Config):
+    """What a user may derive."""
+
+
+@pytest.mark.parametrize("config", STRATEGIES)
+def test_sizes_that_are_not_said_are_one_and_all_ranks_share_out_the_data(config: Any) -> None:
+    for world in (1, 6):
+        assert resolve_sizes(config, world) == ParallelSizes(dp_shard=world)
+    for unknown in (None, 0, -1):
+        assert resolve_sizes(config, 4, dp_size=unknown).dp == 4
+    assert resolve_sizes(config, 4, **dict.fromkeys(SIZE_NAMES[1:], 1)) == ParallelSizes(dp_shard=4)
+    assert resolve_sizes(config, 4, **dict.fromkeys(SIZE_NAMES)) == ParallelSizes(dp_shard=4)
+
+
+ALL_SIX = {"dp_size": 4, "dp_replicate_size": 2, "tp_size": 2, "pp_size": 3, "cp_size": 4, "ep_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "asked", "expected"),
+    [
+        (FSDP2, 96, ALL_SIX, ParallelSizes(dp_replicate=2, dp_shard=2, tp=2, pp=3, cp=4, ep=8)),
+        (FSDP2, 8, {"tp_size": 2, "ep_size": 8}, ParallelSizes(dp_shard=4, tp=2, ep=8)),
+        (FSDP2, 8, {"dp_replicate_size": 4}, ParallelSizes(dp_replicate=4, dp_shard=2)),
+        (MEGATRON, 12, {"dp_size": 2, "tp_size": 2, "cp_size": 3}, ParallelSizes(dp_shard=2, tp=2, cp=3)),
+        (MEGATRON, 12, {"tp_size": 2, "cp_size": 3}, ParallelSizes(dp_shard=2, tp=2, cp=3)),
+        (OwnConfig(), 4, {"pp_size": 2}, ParallelSizes(dp_shard=2, pp=2)),
+    ],
+)
+def test_sizes_are_resolved(config: Any, world: int, asked: Any, expected: ParallelSizes) -> None:
+    assert resolve_sizes(config, world, **asked) == expected
+
+
+def test_products_of_sizes_are_those_of_the_axes() -> None:
+    sizes = resolve_sizes(FSDP2, 96, **ALL_SIX)
+    assert (sizes.dp, sizes.dp_cp, sizes.ep_shard, sizes.world) == (4, 16, 4, 96)
+
+
+PRODUCT = "^dp_size x tp_size x pp_size x cp_size = "
+OTHER = r"FSDP2Config or MegatronFSDPConfig; DDPConfig takes dp_size, so leave {} out"
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "asked", "message"),
+    [
+        (MEGATRON, 2, {"pp_size": 2}, "^pp_size=2 is only supported with FSDP2Config; MegatronFSDPConfig takes dp_"),
+        (MEGATRON, 2, {"dp_replicate_size": 2}, "^dp_replicate_size=2 is only supported with FSDP2Config; "),
+        (MEGATRON, 2, {"ep_size": 2}, "^ep_size=2 is only supported with FSDP2Config; "),
+        (MEGATRON, 4, {"pp_size": 7}, "^pp_size=7 is only supported with FSDP2Config"),  # not: the product is wrong
+        (DDP, 2, {"tp_size": 2}, "^tp_size=2 is only supported with " + OTHER.format("tp_size")),
+        (DDP, 2, {"cp_size": 2}, "^cp_size=2 is only supported with " + OTHER.format("cp_size")),
+        (DDP, 2, {"pp_size": 2}, "^pp_size=2 is only supported with FSDP2Config; "),
+        (DDP, 2, {"dp_replicate_size": 2}, "^dp_replicate_size=2 is only supported with FSDP2Config; "),
+        (DDP, 2, {"ep_size": 2}, "^ep_size=2 is only supported with FSDP2Config; "),
+        (
+            FSDP2,
+            8,
+            {"tp_size": 2, "cp_size": 3},
+            r"^world_size=8 cannot be divided by tp_size x pp_size x cp_size = 2 x 1 x 3 = 6; change a size or",
+        ),
+        (FSDP2, 8, {"dp_size": 3, "tp_size": 2}, PRODUCT + "3 x 2 x 1 x 1 = 6, but world_size is 8; leave dp_size"),
+        (FSDP2, 2, {"dp_size": 1}, PRODUCT + "1 x 1 x 1 x 1 = 1, but world_size is 2"),
+        (MEGATRON, 4, {"dp_size": 4, "cp_size": 2}, PRODUCT + "4 x 1 x 1 x 2 = 8, but world_size is 4"),
+        (DDP, 2, {"dp_size": 5}, PRODUCT + "5 x 1 x 1 x 1 = 5, but world_size is 2"),
+        (FSDP2, 6, {"dp_replicate_size": 4}, r"^dp_size=6 cannot be divided by dp_replicate_size=4.*multiple"),
+        (
+            FSDP2,
+            8,
+            {"dp_replicate_size": 4, "tp_size": 2},
+            r"^dp_replicate_size=4 must be less than dp_size=4.*DDPConfig",
+        ),
+        (
+            FSDP2,
+            8,
+            {"tp_size": 2, "pp_size": 2, "ep_size": 8},
+            "^dp_size x cp_size x tp_size = 2 x 1 x 2 = 4 cannot be divided by ep_size=8",
+        ),
+        (FSDP2, 0, {}, "^world_size=0; give the number of ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(
+    config: Any, world: int, asked: Any, message: str
+) -> None:
+    with pytest.raises(ParallelSizeError, match=message) as caught:
+        resolve_sizes(config, world, **asked)
+    for kind in (ValueError, AssertionError, MegatronFSDPError, ConfigurationError):
+        assert isinstance(caught.value, kind)
+
+
+@pytest.mark.parametrize("name", SIZE_NAMES)
+@pytest.mark.parametrize("size", [-2, True, False, 2.0, "2", "none", [2], 0, -1])
+def test_size_that_is_no_positive_whole_number_is_refused(name: str, size: Any) -> None:
+    if name == "dp_size" and type(size) is int and size in (0, -1):
+        return  # inferred
+    with pytest.raises(
+        ParallelSizeError, match=rf"^{name}=.*give a whole number of ranks, 1 or more, or leave it out$"
+    ):
+        resolve_sizes(FSDP2, 4, **{name: size})
+
+
+def test_sizes_need_one_of_the_three_configs() -> None:
+    with pytest.raises(ConfigurationError, match=r"distributed_config is dict"):
+        resolve_sizes({}, 4)  # type: ignore[arg-type]
+
+
+SIZES = st.sampled_from([None, 1, 2, 3, 4])
+
+
+@given(
+    config=st.sampled_from(STRATEGIES),
+    world=st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24, 48]),
+    asked=st.fixed_dictionaries({}, optional=dict.fromkeys(SIZE_NAMES, SIZES)),
+)
+def test_accepted_sizes_are_those_given_and_multiply_to_the_world(config: Any, world: int, asked: Any) -> None:
+    number = {name: asked.get(name) or 1 for name in SIZE_NAMES}
+    others = number["tp_size"] * number["pp_size"] * number["cp_size"]
+    dp = asked.get("dp_size") or world // others
+    copies, allowed = number["dp_replicate_size"], {FSDP2Config: 6, MegatronFSDPConfig: 3, DDPConfig: 1}[type(config)]
+    order = ("dp_size", "tp_size", "cp_size", "dp_replicate_size", "pp_size", "ep_size")
+    fits = (
+        dp * others == world
+        and dp % copies == 0
+        and (copies == 1 or copies < dp)
+        and (world // number["pp_size"]) % number["ep_size"] == 0
+        and all(number[name] == 1 for name in order[allowed:])
+    )
+    if not fits:
+        with pytest.raises(ParallelSizeError):
+            resolve_sizes(config, world, **asked)
+        return
+    sizes = resolve_sizes(config, world, **asked)
+    assert sizes.world == world == math.prod((sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp, sizes.pp))
+    assert sizes.ep * sizes.ep_shard * sizes.pp == world
+    assert (sizes.tp, sizes.pp, sizes.cp, sizes.ep) == tuple(
+        number[f"{axis}_size"] for axis in ("tp", "pp", "cp", "ep")
+    )
+    assert (sizes.dp, sizes.dp_replicate) == (dp, copies)

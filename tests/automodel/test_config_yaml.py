@@ -1,7 +1,6 @@
 """Strategies from YAML: what a section may say, and that nothing is built but what is in a table."""
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -71,31 +70,21 @@ def test_nothing_said_is_fsdp2() -> None:
     assert parse_distributed_section({}).sizes == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("fsdp2", FSDP2Config),
-        ("megatron_fsdp", MegatronFSDPConfig),
-        ("megatron-fsdp", MegatronFSDPConfig),
-        ("mfsdp", MegatronFSDPConfig),
-        ("ddp", DDPConfig),
-        ("DDP", DDPConfig),
-        (" FSDP2 ", FSDP2Config),
-        (None, FSDP2Config),
-    ],
-)
-def test_strategy_is_chosen_by_name(name: Any, kind: type) -> None:
-    assert type(parse_distributed_section({"strategy": name}).config) is kind
+NAMES = {
+    **dict.fromkeys(("fsdp2", " FSDP2 ", None), FSDP2Config),
+    **dict.fromkeys(("megatron_fsdp", "megatron-fsdp", "mfsdp"), MegatronFSDPConfig),
+    **dict.fromkeys(("ddp", "DDP"), DDPConfig),
+}
 
 
-@pytest.mark.parametrize("module", ["megatron_fsdp.automodel", "nemo_automodel.components.distributed.config"])
-@pytest.mark.parametrize("kind", [FSDP2Config, MegatronFSDPConfig, DDPConfig])
-def test_target_may_stand_in_place_of_the_strategy(module: str, kind: Any) -> None:
-    section = parse_distributed_section({"_target_": f"{module}.{kind.__name__}", "dp_size": 2, "backend": "gloo"})
-    assert (section.config, section.sizes) == (kind(backend="gloo"), {"dp_size": 2})
-
-
-def test_words_to_other_loaders_are_left_out() -> None:
+def test_strategy_is_chosen_by_name_or_target() -> None:
+    for name, kind in NAMES.items():
+        assert type(parse_distributed_section({"strategy": name}).config) is kind
+    for module in ("megatron_fsdp.automodel", "nemo_automodel.components.distributed.config"):
+        for kind in (FSDP2Config, MegatronFSDPConfig, DDPConfig):
+            target = f"{module}.{kind.__name__}"
+            section = parse_distributed_section({"_target_": target, "dp_size": 2, "backend": "gloo"})
+            assert (section.config, section.sizes) == (kind(backend="gloo"), {"dp_size": 2})
     assert parse_distributed_section({"_recursive_": False, "_convert_": "all"}).config == FSDP2Config()
 
 
@@ -114,28 +103,16 @@ def test_policies_may_be_objects_already() -> None:
     assert config.offload_policy is offload
 
 
-def test_empty_offload_policy_is_the_default_one() -> None:
-    config: Any = parse_distributed_section({"offload_policy": {}}).config
-    assert config.offload_policy == CPUOffloadPolicy()
-
-
-def test_null_and_none_are_the_default_of_a_field() -> None:
+def test_values_of_fields_are_passed_on_and_none_is_the_default() -> None:
     values = {"backend": None, "mp_policy": "none", "tp_plan": "None", "fsdp2_forward_prefetch_depth": None}
     assert parse_distributed_section({**values, "autocast_dtype": "none"}).config == FSDP2Config()
-
-
-@pytest.mark.parametrize("value", [None, "none", "None", " NONE "])
-def test_size_of_null_is_not_given(value: Any) -> None:
-    assert parse_distributed_section({"tp_size": value, "dp_size": value}).sizes == {}
-
-
-def test_plan_of_names_is_passed_on() -> None:
-    config: Any = load_distributed_config("tp_plan:\n  model.layers.*.mlp.up_proj: colwise\n").config
+    for value in (None, "none", "None", " NONE "):
+        assert parse_distributed_section({"tp_size": value, "dp_size": value}).sizes == {}
+    config: Any = parse_distributed_section({"offload_policy": {}}).config
+    assert config.offload_policy == CPUOffloadPolicy()
+    config = load_distributed_config("tp_plan:\n  model.layers.*.mlp.up_proj: colwise\n").config
     assert config.tp_plan == {"model.layers.*.mlp.up_proj": "colwise"}
-
-
-def test_unit_modules_are_passed_on() -> None:
-    config: Any = load_distributed_config("strategy: mfsdp\nmegatron_fsdp_unit_modules: [a.B]\n").config
+    config = load_distributed_config("strategy: mfsdp\nmegatron_fsdp_unit_modules: [a.B]\n").config
     assert config.megatron_fsdp_unit_modules == ["a.B"]
 
 
@@ -272,7 +249,6 @@ def test_empty_section_of_experts_says_nothing() -> None:
     assert parse_distributed_section({"moe": None, "ep_size": 2}).sizes == {"ep_size": 2}
 
 
-@pytest.mark.skipif(not dataclasses.is_dataclass(PipelineConfig), reason="pipeline parallelism is not there yet")
 @pytest.mark.parametrize("target", [None, "megatron_fsdp.automodel.PipelineConfig"])
 def test_section_of_pipelines_is_built(target: Any) -> None:
     values = {"pp_schedule": "gpipe", "pp_microbatch_size": 2, "layers_per_stage": "none"}
@@ -285,24 +261,16 @@ def test_section_of_pipelines_is_built(target: Any) -> None:
         parse_distributed_section({"pp_size": 2, "pipeline": {"schedule": "1f1b"}})
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("bfloat16", torch.bfloat16),
-        ("torch.bfloat16", torch.bfloat16),
-        ("BF16", torch.bfloat16),
-        ("float32", torch.float32),
-        ("fp32", torch.float32),
-        ("half", torch.float16),
-        ("fp16", torch.float16),
-        (" Float64 ", torch.float64),
-        ("double", torch.float64),
-        (torch.float16, torch.float16),
-        (None, torch.bfloat16),
-    ],
-)
-def test_dtype_has_many_names(name: Any, dtype: torch.dtype) -> None:
-    assert dtype_from_str(name) is dtype
+DTYPES = {
+    **dict.fromkeys(("bfloat16", "torch.bfloat16", "BF16", None), torch.bfloat16),
+    **dict.fromkeys(("float32", "fp32"), torch.float32),
+    **dict.fromkeys(("half", "fp16", torch.float16), torch.float16),
+    **dict.fromkeys((" Float64 ", "double"), torch.float64),
+}
+
+
+def test_dtype_has_many_names() -> None:
+    assert {name: dtype_from_str(name) for name in DTYPES} == DTYPES  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["", "load", "complex", "torch", "os.system", 3, "tensor"])

@@ -14,19 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp.automodel import FSDP2Config, FSDP2Manager, create_device_mesh
+from megatron_fsdp.automodel import FSDP2Config
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, reference
-from tests.automodel.training import assert_trained_alike, strategy, train
+from tests.automodel.training import assert_trained_alike, managed, strategy, train
 from tests.conftest import RunRanks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def parallel(config: Any, kind: str = "llama", **sizes: int) -> Any:
-    mesh, _ = create_device_mesh(config, **sizes)
-    assert mesh is not None
-    return FSDP2Manager(config, mesh).parallelize(build(kind))
+    return managed(config, build(kind), **sizes)
 
 
 def own_tokens() -> Tensor:
@@ -269,25 +267,6 @@ def fsdp_params(module: Any) -> list[Any]:
 
 def test_offloading_keeps_shards_on_the_host_and_trains_the_same(run_ranks: RunRanks) -> None:
     run_ranks(2, offload)
-
-
-def copies_of_shards() -> None:
-    with groups_destroyed():
-        model = parallel(strategy("fsdp2"), "llama_gqa", dp_replicate_size=2)
-        mesh = next(model.parameters()).device_mesh
-        assert (mesh.mesh_dim_names, mesh.shape) == (("dp_replicate", "dp_shard"), (2, 2))
-        assert_trained_alike(train(model), reference("llama_gqa"))
-
-
-def two_lives() -> None:
-    """The second mesh has other groups; whatever remembers the first would ask for groups that are gone."""
-    copies_of_shards()
-    copies_of_shards()
-
-
-@pytest.mark.full
-def test_two_copies_of_two_shards_train_as_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(4, two_lives)
 
 
 @contextmanager

@@ -1,28 +1,51 @@
-"""Losses per token weigh every token alike, however many a rank has."""
+"""Accumulation, losses per token and clipping over any sharding equal one process."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp.automodel.gradients import count_label_tokens, scale_grads_and_clip_grad_norm, scale_per_token_loss
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.automodel import (
+    accumulation_context,
+)
+from megatron_fsdp.automodel.gradients import (
+    clip_grad_norm_,
+    count_label_tokens,
+    scale_grads_and_clip_grad_norm,
+    scale_per_token_loss,
+)
+from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
 from tests.automodel.layer_models import (
     SAMPLES,
     all_ranks,
+    engine,
     fsdp2,
     gradients_of,
     make_inputs,
     make_model,
     shard_by_engine,
+    shard_layers,
     two_by_two,
+    whole,
 )
+from tests.automodel.process_groups import groups_destroyed
+from tests.automodel.small_models import batch_of, build, label_count, reference, token_loss_sum
+from tests.automodel.training import STRATEGIES, assert_close, managed, optimizer_of, parameters_of, strategy
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
-from tests.support.parity import assert_equal_tensors
+from tests.support.group_counts import ALL_REDUCE, GroupCounts
+from tests.support.op_counts import OpCounts
+from tests.support.parity import assert_equal_tensors, fixed_seed
 
 MAX_NORM = 0.05
 
@@ -100,3 +123,351 @@ def test_factors_without_effect_or_meaning_are_refused() -> None:
     for call in refused:
         with pytest.raises(ConfigurationError):
             call()
+
+
+def accumulate(model: nn.Module, microbatches: int, rows: int, seed: int, **options: Any) -> tuple[float, list[int]]:
+    """Backward of all microbatches; the loss of the whole batch, and how often each microbatch reduced gradients."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batch = batch_of(rows, seed=seed)
+    own = {name: value.chunk(ranks)[rank].chunk(microbatches) for name, value in batch.items()}
+    total, reductions = torch.zeros(()), []
+    for index in range(microbatches):
+        with OpCounts(ranks) as counts, accumulation_context(model, index == microbatches - 1, **options):
+            logits = model(input_ids=own["input_ids"][index], use_cache=False).logits
+            loss = token_loss_sum(logits, own["labels"][index]) * ranks / label_count(batch["labels"])
+            loss.backward()
+        total += loss.detach()
+        reductions.append(counts.collectives.reductions)
+    dist.all_reduce(total)
+    return total.item() / ranks, reductions
+
+
+def accumulate_like_the_whole_batch(name: str, microbatches: int, **fields: Any) -> list[list[int]]:
+    """Two steps of accumulation, each equal to one process; returns the reductions of each microbatch."""
+    rows = 2 * microbatches
+    expected = reference("llama", steps=2, rows=rows)
+    with groups_destroyed():
+        model = managed(strategy(name, **fields), build("llama"))
+        optimizer = optimizer_of(model)
+        seen = []
+        for step in range(2):
+            optimizer.zero_grad()
+            loss, reductions = accumulate(model, microbatches, rows, seed=1 + step)
+            seen.append(reductions)
+            assert abs(loss - expected.losses[step]) < 1e-5
+            grads = gradients_of(model)
+            assert_close(grads, expected.gradients[step], 1e-4, 1e-5, f"gradients of step {step}")
+            optimizer.step()
+            found = parameters_of(model)
+            assert_close(found, expected.parameters[step], 2e-4, 2e-4, f"weights, step {step}")
+        return seen
+
+
+@pytest.mark.full(short=["2-ddp", "3-megatron_fsdp"])
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_microbatches_give_the_gradients_of_the_whole_batch_with_one_reduction(
+    run_ranks: RunRanks, name: str, microbatches: int
+) -> None:
+    for seen in run_ranks(2, accumulate_like_the_whole_batch, name, microbatches):
+        for reductions in seen:
+            assert reductions[:-1] == [0] * (microbatches - 1)
+            assert reductions[-1] > 0
+
+
+def reduce_every_time(name: str) -> list[int]:
+    expected = reference("llama", rows=6, steps=1)
+    with groups_destroyed():
+        model = managed(strategy(name), build("llama"))
+        _, reductions = accumulate(model, 3, 6, 1, defer_grad_sync=False)
+        grads = gradients_of(model)
+        assert_close(grads, expected.gradients[0], 1e-4, 1e-5, "gradients")
+        return reductions
+
+
+@pytest.mark.full(short=["fsdp2"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_without_deferral_every_microbatch_reduces_and_the_sum_is_the_same(run_ranks: RunRanks, name: str) -> None:
+    for reductions in run_ranks(2, reduce_every_time, name):
+        assert reductions[0] >= reductions[1] > 0  # the engine's first backward also agrees on unused parameters
+        assert reductions[1] == reductions[2]
+
+
+def read_from_the_config() -> list[list[int]]:
+    found = []
+    for defers in (True, False):
+        with groups_destroyed():
+            model = managed(strategy("fsdp2", defer_fsdp_grad_sync=defers), build("llama"))
+            found.append(accumulate(model, 2, 4, 1)[1])
+            found.append(accumulate(model, 2, 4, 1, defer_grad_sync=not defers)[1])
+    return found
+
+
+def test_config_says_whether_fsdp2_defers_and_the_argument_overrules_it(run_ranks: RunRanks) -> None:
+    units = 5  # four layers and the root
+    for found in run_ranks(2, read_from_the_config):
+        assert found == [[0, units], [units, units], [units, units], [0, units]]
+
+
+def fail_inside() -> None:
+    with groups_destroyed():
+        for name in STRATEGIES:
+            model = managed(strategy(name), build("llama"))
+            with pytest.raises(KeyError, match=r"inside"), accumulation_context(model, False):
+                raise KeyError("inside")
+            batch = batch_of(2)
+            with OpCounts(2) as counts:
+                model(input_ids=batch["input_ids"], use_cache=False).logits.sum().backward()
+            assert counts.collectives.reductions > 0, name
+
+
+def test_exception_inside_leaves_the_model_reducing_again(run_ranks: RunRanks) -> None:
+    run_ranks(2, fail_inside)
+
+
+def test_model_that_no_strategy_made_parallel_is_refused() -> None:
+    message = r"^the model is a Linear; give what a manager"
+    with pytest.raises(ConfigurationError, match=message), accumulation_context(nn.Linear(2, 2), True):
+        pass
+
+
+NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs).square().mean()
+
+
+def clipped_by_torch(norm_type: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norm and clipped gradients of one process."""
+    model = make_model()
+    loss_of(model, make_inputs()).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
+    return norm, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_clipping(model: nn.Module, inputs: Tensor) -> None:
+    """By two norms, with gradients of their own each time."""
+    for norm_type in (2.0, math.inf):
+        model.zero_grad()
+        loss_of(model, inputs).backward()
+        norm = clip_grad_norm_(model if norm_type == 2.0 else model.parameters(), MAX_NORM, norm_type)
+        expected, gradients = clipped_by_torch(norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-7)
+        assert_equal_tensors(gradients_of(model), gradients, rtol=1e-4, atol=1e-7)
+
+
+# ---- strategies ------------------------------------------------------------------------------------------------------
+
+PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
+
+
+def shard_tensors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for layer in model.children():
+        parallelize_module(layer, mesh, {name: style() for name, style in PLAN.items()})
+    return model
+
+
+def ddp() -> nn.Module:
+    return DistributedDataParallel(make_model(), find_unused_parameters=True)
+
+
+def tensor_parallel_beside_plain() -> nn.Module:
+    return shard_tensors(make_model(), all_ranks())
+
+
+def fsdp2_of_tensor_parallel() -> nn.Module:
+    mesh = two_by_two("dp", "tp")
+    return shard_layers(shard_tensors(make_model(), mesh["tp"]), mesh["dp"])
+
+
+def hybrid() -> nn.Module:
+    return shard_layers(make_model(), two_by_two("dp_replicate", "dp_shard"))
+
+
+def check_strategies(makers: list[Callable[[], nn.Module]]) -> None:
+    for make in makers:
+        data_ranks = 1 if make is tensor_parallel_beside_plain else dist.get_world_size()
+        part, parts = dist.get_rank() % data_ranks, data_ranks
+        if make is fsdp2_of_tensor_parallel:
+            part, parts = dist.get_rank() // 2, 2
+        try:
+            check_clipping(make(), make_inputs().chunk(parts)[part])
+        except AssertionError as error:
+            raise AssertionError(f"{make.__name__}: {error}") from None
+
+
+MAKERS = {
+    1: [fsdp2, engine],
+    2: [fsdp2, ddp, engine, tensor_parallel_beside_plain],
+    4: [fsdp2_of_tensor_parallel, hybrid, engine],
+}
+
+
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("world_size", list(MAKERS))
+def test_gradients_of_every_strategy_are_clipped_as_on_one_process(run_ranks: RunRanks, world_size: int) -> None:
+    run_ranks(world_size, check_strategies, MAKERS[world_size])
+
+
+# ---- meshes ----------------------------------------------------------------------------------------------------------
+
+
+def spread(shape: tuple[int, ...], mesh: DeviceMesh | None, placements: list[Placement], seed: int) -> nn.Parameter:
+    """A parameter with a gradient, both cut; the same whole tensors on every rank."""
+    with fixed_seed(seed):
+        values = [torch.randn(shape), torch.randn(shape)]
+    if mesh is not None:
+        values = [distribute_tensor(value, mesh, placements, src_data_rank=None) for value in values]
+    param = nn.Parameter(values[0])
+    param.grad = values[1]
+    return param
+
+
+def params_on_many_meshes() -> list[nn.Parameter]:
+    """As experts, hybrid sharding and tensor parallelism have them; more ranks than rows; one whole; one not used."""
+    grid = two_by_two("ep_shard", "ep")
+    line = flattened(grid, ("ep_shard", "ep"), "ranks")
+    params = [
+        spread((5, 6), line, [Shard(0)], 0),
+        spread((2, 3), line, [Shard(0)], 1),  # ranks 2 and 3 have nothing
+        spread((4, 6), grid, [Shard(1), Shard(0)], 2),
+        spread((4, 6), grid, [Replicate(), Shard(0)], 3),
+        spread((7,), grid, [Replicate(), Replicate()], 4),
+        spread((9,), None, [], 5),
+        spread((6,), line, [Shard(0)], 6),
+    ]
+    params[-1].grad = None
+    return params
+
+
+def plain(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The same parameters and gradients, whole."""
+    copies = [nn.Parameter(whole(param.detach())) for param in params]
+    for copy, param in zip(copies, params, strict=True):
+        copy.grad = None if param.grad is None else whole(param.grad).clone()
+    return copies
+
+
+def check_many_meshes() -> None:
+    for norm_type in NORM_TYPES:
+        for foreach in (None, False):
+            params = params_on_many_meshes()
+            copies = plain(params)
+            expected = nn.utils.clip_grad_norm_(copies, 0.5, norm_type)
+            norm = clip_grad_norm_([*params, params[0]], 0.5, norm_type, foreach=foreach)  # one is given twice
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0.0)
+            for param, copy in zip(params, copies, strict=True):
+                if copy.grad is not None:
+                    assert param.grad is not None
+                    torch.testing.assert_close(whole(param.grad), copy.grad, rtol=1e-5, atol=1e-8)
+
+
+def count_collectives() -> tuple[int, int]:
+    params = params_on_many_meshes()
+    with GroupCounts() as counts:
+        clip_grad_norm_(params, 0.5)
+    return counts.calls.total(), sum(n for (_, name), n in counts.calls.items() if name == ALL_REDUCE)
+
+
+def test_tensors_on_several_meshes_are_measured_as_one_vector(run_ranks: RunRanks) -> None:
+    run_ranks(4, check_many_meshes)
+
+
+def test_each_mesh_dimension_is_crossed_by_one_all_reduce(run_ranks: RunRanks) -> None:
+    assert run_ranks(4, count_collectives) == [(3, 3)] * 4  # all ranks, ep_shard, ep; seven parameters
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def loss_by_layers(layers: Iterable[nn.Module], inputs: Tensor) -> Tensor:
+    """A loss in which layers do not meet, so that each stage can compute its own part of it."""
+    return torch.stack([layer(inputs).square().mean() for layer in layers]).sum()
+
+
+def check_pipeline(use_engine: bool) -> None:
+    """Each pipeline rank has two of the layers, as parts of their own, sharded over two ranks."""
+    mesh = two_by_two("pp", "dp")
+    own = range(mesh["pp"].get_local_rank(), 4, 2)
+    for norm_type in NORM_TYPES:
+        reference = make_model()
+        loss_by_layers(reference, make_inputs()).backward()
+        want = nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM, norm_type)
+        layers = [make_model()[index] for index in own]
+        if use_engine:
+            parts = [shard_by_engine(layer, mesh["dp"]) for layer in layers]
+        else:
+            parts = [fully_shard(layer, mesh=mesh["dp"]) for layer in layers]
+        loss_by_layers(parts, make_inputs()).backward()
+        norm = clip_grad_norm_(parts, MAX_NORM, norm_type, pp_mesh=mesh["pp"])
+        torch.testing.assert_close(norm, want, rtol=1e-5, atol=1e-7)
+        for index, part in zip(own, parts, strict=True):
+            assert_equal_tensors(gradients_of(part), gradients_of(reference[index]), rtol=1e-4, atol=1e-7)
+
+
+def test_pipeline_ranks_clip_by_the_norm_of_all_stages(run_ranks: RunRanks) -> None:
+    run_ranks(4, check_pipeline, False)
+
+
+def test_pipeline_ranks_of_the_engine_clip_by_the_norm_of_all_stages(run_ranks: RunRanks) -> None:
+    run_ranks(4, check_pipeline, True)
+
+
+# ---- what cannot be clipped ------------------------------------------------------------------------------------------
+
+
+def nan_on_one_rank() -> list[str]:
+    found = []
+    for norm_type in (2.0, math.inf):
+        param = spread((4, 2), all_ranks(), [Shard(0)], 0)
+        assert isinstance(param.grad, DTensor)
+        if dist.get_rank() == 0:
+            param.grad._local_tensor[0, 0] = math.nan
+        with pytest.raises(NonFiniteNormError) as raised:
+            clip_grad_norm_([param], 1.0, norm_type, error_if_nonfinite=True)
+        found.append(str(raised.value))
+        assert math.isnan(clip_grad_norm_([param], math.inf, norm_type))
+    return found
+
+
+def test_a_norm_that_is_not_finite_raises_on_every_rank(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, nan_on_one_rank)
+    assert first == second
+    assert all("is nan" in text for text in first)
+
+
+def part_of_a_model() -> str:
+    model = engine()
+    loss_of(model, make_inputs()).backward()
+    with pytest.raises(ConfigurationError) as raised:
+        clip_grad_norm_(list(model.parameters())[:2], 1.0)
+    return str(raised.value)
+
+
+def test_a_part_of_an_engines_parameters_is_refused(run_ranks: RunRanks) -> None:
+    assert all("give the model or all of model.parameters()" in text for text in run_ranks(2, part_of_a_model))
+
+
+def test_arguments_that_mean_nothing_are_refused() -> None:
+    param = nn.Parameter(torch.ones(2))
+    for arguments in ({"norm_type": 0.0}, {"norm_type": -1.0}, {"max_norm": -1.0}, {"max_norm": math.nan}):
+        with pytest.raises(ConfigurationError):
+            clip_grad_norm_([param], **{"max_norm": 1.0, **arguments})
+    sparse = nn.Embedding(4, 2, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigurationError, match="sparse=False"):
+        clip_grad_norm_(sparse, 1.0)
+
+
+def test_no_parameters_and_no_gradients_have_the_norm_zero() -> None:
+    assert clip_grad_norm_([], 1.0).item() == 0.0
+    assert clip_grad_norm_(nn.Linear(2, 2), 1.0, math.inf).item() == 0.0
+
+
+def test_norms_are_measured_in_a_wider_dtype() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    param.grad = torch.full_like(param, 0.01)
+    norm = clip_grad_norm_(param, math.inf)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, param.grad.float().norm())

@@ -1,4 +1,4 @@
-"""What the managers refuse, each in one sentence, and what they say of options without effect."""
+"""What the managers refuse or warn of, and that DDP by its manager trains as one process does."""
 
 import re
 import warnings
@@ -20,7 +20,8 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import build
+from tests.automodel.small_models import batch_of, build, reference
+from tests.automodel.training import assert_trained_alike, train
 from tests.conftest import RunRanks
 
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
@@ -153,26 +154,58 @@ def test_prefetching_with_both_depths_zero_warns() -> None:
         FSDP2Config(enable_fsdp2_prefetch=True, fsdp2_backward_prefetch_depth=0)
 
 
-def fall_back() -> None:
-    with groups_destroyed():
-        for config in (FSDP2Config(), MegatronFSDPConfig()):
-            with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator"):
-                mesh, _ = create_device_mesh(config)
-            model = MANAGERS[type(config)](config, mesh).parallelize(build("llama"))
-            model = model[0] if isinstance(model, tuple) else model
-            assert {param.device.type for param in model.parameters()} == {"cpu"}
-        with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator"):
-            manager = DDPManager(DDPConfig())
-        assert manager.device == torch.device("cpu")
-        assert dist.get_backend() == "gloo"
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_default_backend_without_accelerator_warns_and_computes_on_cpus(run_ranks: RunRanks) -> None:
-    run_ranks(1, fall_back)
-
-
 def test_errors_are_value_errors() -> None:
     with pytest.raises(ValueError, match=r"DDPManager takes a DDPConfig"):
         DDPManager(FSDP2)  # type: ignore[arg-type]
     assert issubclass(ConfigurationError, ValueError)
+
+
+def calls_in_a_step(model: nn.Module, part: Any) -> int:
+    """How often a module's forward begins in forward and backward."""
+    calls: list[None] = []
+    handle = part.register_forward_pre_hook(lambda *_: calls.append(None))
+    tokens = batch_of(2)["input_ids"]
+    model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    model.zero_grad()
+    handle.remove()
+    return len(calls)
+
+
+def train_replicas(kind: str) -> None:
+    with groups_destroyed():
+        for flag in (False, True):
+            config = DDPConfig(backend="gloo", activation_checkpointing=flag)
+            model = DDPManager(config).parallelize(build(kind))
+            assert isinstance(model, nn.parallel.DistributedDataParallel)
+            layer: Any = next(part for part in model.modules() if isinstance(part, nn.ModuleList))[0]
+            assert calls_in_a_step(model, next(layer.children())) == 1 + flag
+            assert_trained_alike(train(model), reference(kind))
+
+
+def test_replicas_train_as_one_process_and_recompute_when_asked(run_ranks: RunRanks) -> None:
+    for kind in ("llama_tied", "gpt2"):
+        run_ranks(2, train_replicas, kind)
+
+
+def start_differently() -> None:
+    with groups_destroyed():
+        mesh = dist.init_device_mesh("cpu", (2,))
+        model = DDPManager(DDPConfig(backend="gloo"), mesh).parallelize(build("llama", seed=dist.get_rank()))
+        expected = dict(build("llama", seed=0).named_parameters())
+        for name, param in model.module.named_parameters():
+            assert torch.equal(param, expected[name])
+
+
+def test_replicas_start_with_the_first_ranks_weights(run_ranks: RunRanks) -> None:
+    run_ranks(2, start_differently)
+
+
+def one_rank() -> None:
+    with groups_destroyed():
+        model = DDPManager(DDPConfig(backend="gloo")).parallelize(build("llama"))
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
+
+
+def test_one_rank_keeps_dtype_and_device(run_ranks: RunRanks) -> None:
+    run_ranks(1, one_rank)

@@ -16,7 +16,15 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError, NotSupportedYetError
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, config_of, label_count, reference, token_loss_sum
-from tests.automodel.training import assert_close, assert_trained_alike, plain_name, strategy, train, whole
+from tests.automodel.training import (
+    assert_close,
+    assert_trained_alike,
+    gradients_of,
+    managed,
+    parameters_of,
+    strategy,
+    train,
+)
 from tests.conftest import RunRanks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -30,7 +38,8 @@ def manager_of(**fields: Any) -> MegatronFSDPManager:
 
 
 def parallel(model: nn.Module | None = None, **fields: Any) -> MegatronFSDP:
-    return manager_of(**fields).parallelize(build("llama") if model is None else model)[0]
+    made: MegatronFSDP = managed(strategy("megatron_fsdp", **fields), build("llama") if model is None else model)
+    return made
 
 
 def units_of(model: MegatronFSDP) -> set[str]:
@@ -47,10 +56,6 @@ def backward(model: Any, *, sums: bool = False) -> None:
     logits = model(input_ids=batch["input_ids"].chunk(ranks)[rank], use_cache=False).logits
     factor = 1 if sums else ranks
     (token_loss_sum(logits, labels) * factor / label_count(batch["labels"])).backward()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {plain_name(name): whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
 
 
 def every_strategy() -> None:
@@ -89,7 +94,7 @@ def train_with_switches() -> None:
             assert getattr(model._options, name) is value
             assert getattr(plain, name) is not value
             backward(model, sums=name == "calculate_per_token_loss")
-            assert_close(gradients(model), expected.gradients[0], 1e-4, 1e-5, name)
+            assert_close(gradients_of(model), expected.gradients[0], 1e-4, 1e-5, name)
         double, single = parallel(fsdp_double_buffer=True), parallel()
         assert double._options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
         assert single._options.memory.allocator is WeightAllocator.SLOTS
@@ -108,8 +113,8 @@ def sum_and_mean() -> None:
         mean, total = parallel(), parallel(calculate_per_token_loss=True)
         backward(mean)
         backward(total)
-        doubled = {name: grad * 2 for name, grad in gradients(mean).items()}
-        assert_close(gradients(total), doubled, 1e-5, 1e-6, "sum over two ranks")
+        doubled = {name: grad * 2 for name, grad in gradients_of(mean).items()}
+        assert_close(gradients_of(total), doubled, 1e-5, 1e-6, "sum over two ranks")
 
 
 def test_per_token_loss_sums_gradients_over_ranks(run_ranks: RunRanks) -> None:
@@ -210,7 +215,7 @@ def initialise_from_meta(kinds: list[str]) -> None:
                 twin = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=FP32)
             torch.manual_seed(5)
             model = parallel(twin, init_fsdp_with_meta_device=True)
-            found = {plain_name(name): whole(param) for name, param in model.named_parameters()}
+            found = parameters_of(model)
             assert_close(found, expected, 0, 0, kind)
             logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
             assert bool(logits.isfinite().all())
@@ -255,7 +260,7 @@ def recompute() -> None:
                 layer.self_attn.register_forward_pre_hook(lambda *_: calls.append("attention"))  # noqa: B023
                 backward(model)
                 assert calls == ["attention", "around", "mlp", *(["mlp"] if flag else [])]
-                assert_close(gradients(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6, "gradients")
+                assert_close(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6, "gradients")
 
 
 def test_activation_checkpointing_recomputes_mlps_and_nothing_else(run_ranks: RunRanks) -> None:
@@ -275,9 +280,9 @@ def take_an_optimizer_along() -> None:
             loss = token_loss_sum(logits, batch["labels"].chunk(2)[rank]) * 2 / label_count(batch["labels"])
             optimizer.zero_grad()
             loss.backward()
-            assert_close(gradients(sharded), expected.gradients[step], 1e-4, 1e-5, f"gradients {step}")
+            assert_close(gradients_of(sharded), expected.gradients[step], 1e-4, 1e-5, f"gradients {step}")
             optimizer.step()
-            found = {plain_name(name): whole(param) for name, param in sharded.named_parameters()}
+            found = parameters_of(sharded)
             assert_close(found, expected.parameters[step], 2e-4, 2e-4, f"weights {step}")
         other = torch.optim.AdamW(build("llama").parameters())
         with pytest.raises(ConfigurationError, match=r"optimizer"):
@@ -304,11 +309,7 @@ def one_rank() -> tuple[torch.dtype, ...]:
 @pytest.mark.full
 def test_one_rank_has_the_dtypes_of_many(run_ranks: RunRanks) -> None:
     assert run_ranks(1, one_rank) == [(BF16, BF16, BF16)]
-    assert run_ranks(2, one_rank_of_two) == [(BF16, BF16, BF16)] * 2
-
-
-def one_rank_of_two() -> tuple[torch.dtype, ...]:
-    return one_rank()
+    assert run_ranks(2, one_rank) == [(BF16, BF16, BF16)] * 2
 
 
 def arguments_of_context_parallel_ranks() -> dict[str, Any]:

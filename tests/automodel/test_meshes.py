@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
-from megatron_fsdp.automodel.fsdp2_units import shard_by_layers
+from megatron_fsdp.automodel.managers import DDPManager, shard_by_layers
 from megatron_fsdp.automodel.meshes import (
     MeshContext,
     build_mesh_context,
@@ -224,60 +224,44 @@ def test_axes_are_looked_up_by_name(run_ranks: RunRanks) -> None:
     run_ranks(2, look_up_axes)
 
 
-SHARDED_OVER = {
-    "plain": ({}, ("dp_shard",), [0, 1, 2, 3]),
-    "copies": ({"dp_replicate_size": 2}, ("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]),
-    "context": ({"cp_size": 2}, ("dp_shard_cp",), [0, 1, 2, 3]),
-}
-"""sizes on four ranks, and what `get_fsdp_dp_mesh` gives."""
+def over_copies_and_context() -> DeviceMesh:
+    """Two copies of two context-parallel ranks need at least eight ranks by `resolve_sizes`, so by hand with four."""
+    mesh = dist.init_device_mesh("cpu", (1, 2, 1, 2, 1), mesh_dim_names=FSDP2_AXES)
+    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    return mesh
 
 
-def train_sharded_over(cases: dict[str, Any]) -> None:
-    truth = reference("llama", steps=1)
-    batch = batch_of()
-    row = dist.get_rank()
-    for sizes, names, ranks in cases.values():
+SHARDED_OVER: list[tuple[dict[str, int] | None, tuple[str, ...], list[Any]]] = [
+    ({}, ("dp_shard",), [0, 1, 2, 3]),
+    ({"dp_replicate_size": 2}, ("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]),
+    ({"cp_size": 2}, ("dp_shard_cp",), [0, 1, 2, 3]),
+    (None, ("dp_replicate", "dp_shard_cp"), [[0, 1], [2, 3]]),
+]
+"""Sizes on four ranks (None: `over_copies_and_context`), and what `get_fsdp_dp_mesh` gives."""
+
+
+def train_sharded_over() -> None:
+    truth, batch, row = reference("llama", steps=1), batch_of(), dist.get_rank()
+    for sizes, names, ranks in SHARDED_OVER:
         with groups_destroyed():
-            mesh, _ = create_device_mesh(FSDP2, **sizes)
+            mesh = over_copies_and_context() if sizes is None else create_device_mesh(FSDP2, **sizes)[0]
             assert mesh is not None
             shards = get_fsdp_dp_mesh(mesh)
             assert (shards.mesh_dim_names, shards.mesh.tolist()) == (names, ranks)
             model = build("llama")
             shard_by_layers(model, shards, mp_policy=MixedPrecisionPolicy(), offload_policy=None)
-            own = batch["labels"][row : row + 1]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             logits = model(input_ids=batch["input_ids"][row : row + 1], use_cache=False).logits
-            (token_loss_sum(logits, own) * 4 / label_count(batch["labels"])).backward()
+            (token_loss_sum(logits, batch["labels"][row : row + 1]) * 4 / label_count(batch["labels"])).backward()
             found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
             assert_equal_tensors(found, truth.gradients[0], rtol=1e-4, atol=1e-6)
+            optimizer.step()
+            stepped = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+            assert_equal_tensors(stepped, truth.parameters[0], rtol=1e-4, atol=1e-4)
 
 
 def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does(run_ranks: RunRanks) -> None:
-    run_ranks(4, train_sharded_over, SHARDED_OVER)
-
-
-def shard_over_copies_and_context() -> None:
-    """Two copies of two context-parallel ranks need at least eight ranks by `resolve_sizes`, so by hand with four."""
-    truth, batch, row = reference("llama", steps=1), batch_of(), dist.get_rank()
-    with groups_destroyed():
-        mesh = dist.init_device_mesh("cpu", (1, 2, 1, 2, 1), mesh_dim_names=FSDP2_AXES)
-        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        shards = get_fsdp_dp_mesh(mesh)
-        assert shards.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
-        assert shards.mesh.tolist() == [[0, 1], [2, 3]]
-        model = build("llama")
-        shard_by_layers(model, shards, mp_policy=MixedPrecisionPolicy(), offload_policy=None)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        logits = model(input_ids=batch["input_ids"][row : row + 1], use_cache=False).logits
-        (token_loss_sum(logits, batch["labels"][row : row + 1]) * 4 / label_count(batch["labels"])).backward()
-        found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
-        assert_equal_tensors(found, truth.gradients[0], rtol=1e-4, atol=1e-6)
-        optimizer.step()
-        stepped = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
-        assert_equal_tensors(stepped, truth.parameters[0], rtol=1e-4, atol=1e-4)
-
-
-def test_fsdp2_trains_over_copies_whose_shards_lie_on_context_parallel_ranks(run_ranks: RunRanks) -> None:
-    run_ranks(4, shard_over_copies_and_context)
+    run_ranks(4, train_sharded_over)
 
 
 def fall_back_to_cpus() -> None:
@@ -287,10 +271,13 @@ def fall_back_to_cpus() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert set_up_ranks("gloo") == torch.device("cpu")
-    with groups_destroyed(), pytest.warns(UserWarning, match=r"no accelerator"):
-        mesh, _ = create_device_mesh(FSDP2Config())
-    assert mesh is not None
-    assert mesh.device_type == "cpu"
+    for config in (FSDP2Config(), MegatronFSDPConfig()):
+        with groups_destroyed(), pytest.warns(UserWarning, match=r"no accelerator"):
+            mesh, _ = create_device_mesh(config)
+        assert mesh is not None
+        assert mesh.device_type == "cpu"
+    with pytest.warns(UserWarning, match=r"no accelerator"):
+        assert DDPManager(DDPConfig()).device == torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

@@ -16,13 +16,12 @@ from megatron_fsdp.automodel import AutoModelForCausalLM, FSDP2Config, MegatronF
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import VOCABULARY, build
-from tests.automodel.training import assert_close, plain_name, strategy, whole
+from tests.automodel.training import STRATEGIES, assert_close, parameters_of, strategy
 from tests.conftest import RunRanks
 from tests.support.parity import fixed_seed
 
 accelerate = pytest.importorskip("accelerate")
 
-STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
 ROWS, STEPS = 4, 3
 
 
@@ -124,10 +123,6 @@ def load(folder: str, name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy(name), dtype=torch.float32)
 
 
-def weights(model: Any) -> dict[str, Tensor]:
-    return {plain_name(name): whole(param) for name, param in model.named_parameters()}
-
-
 def assert_same_log(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert len(found) == len(expected), (found, expected)
     for own, other in zip(found, expected, strict=True):
@@ -146,7 +141,7 @@ def _train_resume_and_save(folder: str, name: str) -> None:
     trainer = ShardedTrainer(load(folder, name), arguments(out, ranks, save_strategy="steps", save_steps=2), **data())
     trainer.train()
     assert_same_log(logged(trainer), expected)
-    trained = weights(trainer.model_wrapped)
+    trained = parameters_of(trainer.model_wrapped)
     assert_close(trained, expected_weights, 2e-4, 2e-4, "weights")
     trainer.save_model()
     trainer.save_model()  # in place of the first
@@ -157,7 +152,7 @@ def _train_resume_and_save(folder: str, name: str) -> None:
     second = ShardedTrainer(load(folder, name), arguments(out, ranks), **data())
     second.train(resume_from_checkpoint=f"{out}/checkpoint-2")
     assert_same_log(logged(second), expected)
-    assert_close(weights(second.model_wrapped), trained, 0, 0, "gone on from step 2")
+    assert_close(parameters_of(second.model_wrapped), trained, 0, 0, "gone on from step 2")
     dist.barrier()
 
 
@@ -203,7 +198,7 @@ def _train_adapters_and_take_the_best(folder: str, names: Sequence[str]) -> None
             own.train()
         assert_same_log(logged(own), logged(trainer))
         assert own.state.best_global_step == trainer.state.best_global_step
-        assert_close(weights(model), expected, 2e-4, 2e-4, "the best adapters")
+        assert_close(parameters_of(model), expected, 2e-4, 2e-4, "the best adapters")
         with _Quiet():
             base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             peft.PeftModel.from_pretrained(base, f"{folder}/{name}/checkpoint-1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
-from megatron_fsdp.automodel import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel import (
+    DDPConfig,
+    DDPManager,
+    DistributedConfig,
+    FSDP2Config,
+    FSDP2Manager,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    build_mesh_context,
+)
 from tests.automodel.small_models import batch_of, label_count, token_loss_sum
 
 
@@ -25,6 +34,29 @@ def strategy(name: str, **fields: Any) -> DistributedConfig:
     return kind(**{"backend": "gloo", **fields})
 
 
+STRATEGIES = ("fsdp2", "megatron_fsdp", "ddp")
+
+
+def managed(config: Any, model: nn.Module, **sizes: int) -> Any:
+    """The model made parallel by the manager of a strategy."""
+    context = build_mesh_context(config, **sizes)
+    if isinstance(config, DDPConfig):
+        return DDPManager(config).parallelize(model)
+    if isinstance(config, MegatronFSDPConfig):
+        return MegatronFSDPManager(config, context.device_mesh).parallelize(model)[0]
+    return FSDP2Manager(config, context.device_mesh).parallelize(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """All gradients that there are, whole, by the names of the unwrapped model."""
+    return {plain_name(name): whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, whole, by the names of the unwrapped model."""
+    return {plain_name(name): whole(param) for name, param in model.named_parameters()}
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a run left behind; index = step. Tensors are whole, names those of the unwrapped model.
@@ -34,12 +66,14 @@ class Trained:
         gradients: By parameter name.
         parameters: By parameter name, after the step.
         norms: Of all gradients, where they were measured.
+        logits: Of this rank's rows.
     """
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
     parameters: list[dict[str, Tensor]]
     norms: list[float] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -49,7 +83,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def plain_name(name: str) -> str:
     """The name in the unwrapped model."""
-    return name.removeprefix("module.")
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
 
 
 def optimizer_of(model: nn.Module, learning_rate: float = 1e-2) -> torch.optim.Optimizer:
@@ -62,39 +96,42 @@ def train(
     model: nn.Module,
     *,
     steps: int = 2,
-    rows: int = 4,
+    rows: int | Sequence[int] = 4,
     data_rank: int | None = None,
     data_ranks: int | None = None,
-    rename: Callable[[str], str] = plain_name,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Trained:
     """Train on this rank's rows of the batches of `reference`.
 
     Args:
-        model: Parallel.
+        model: Parallel, or plain with `data_ranks=1`.
         steps: How many.
-        rows: Of the whole batch.
-        data_rank: Which rows this rank reads; None: by its global rank.
+        rows: Of the whole batch, in equal shares; or of each rank.
+        data_rank: Which share this rank reads; None: by its global rank.
         data_ranks: How many read different rows; None: all.
-        rename: From the model's names to those of the reference.
+        optimizer: None: AdamW.
     """
-    rank = dist.get_rank() if data_rank is None else data_rank
-    ranks = dist.get_world_size() if data_ranks is None else data_ranks
-    optimizer = optimizer_of(model)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = data_rank if data_rank is not None else dist.get_rank() if dist.is_initialized() else 0
+    ranks = world if data_ranks is None else data_ranks
+    shares = [rows // ranks] * ranks if isinstance(rows, int) else list(rows)
+    own_rows = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+    optimizer = optimizer_of(model) if optimizer is None else optimizer
     run = Trained([], [], [])
     for step in range(steps):
-        batch = batch_of(rows, seed=1 + step)
-        own = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
-        logits = model(input_ids=own["input_ids"], use_cache=False).logits
-        loss = token_loss_sum(logits, own["labels"]) * ranks / label_count(batch["labels"])
+        batch = batch_of(sum(shares), seed=1 + step)
+        logits = model(input_ids=batch["input_ids"][own_rows], use_cache=False).logits
+        loss = token_loss_sum(logits, batch["labels"][own_rows]) * ranks / label_count(batch["labels"])
         optimizer.zero_grad()
         loss.backward()
         total = loss.detach().clone()
-        dist.all_reduce(total)
-        run.losses.append(total.item() / dist.get_world_size())
-        named = [(rename(name), param) for name, param in model.named_parameters()]
-        run.gradients.append({name: whole(param.grad) for name, param in named if param.grad is not None})
+        if world > 1:
+            dist.all_reduce(total)
+        run.losses.append(total.item() / world)
+        run.logits.append(logits.detach().clone())
+        run.gradients.append(gradients_of(model))
         optimizer.step()
-        run.parameters.append({rename(name): whole(param) for name, param in model.named_parameters()})
+        run.parameters.append(parameters_of(model))
     return run
 
 

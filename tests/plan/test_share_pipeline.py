@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
-from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
-from megatron_fsdp.automodel.pipeline_parallel.split import split_layers
-from megatron_fsdp.automodel.pipeline_parallel.stage_model import cut_stage
+from megatron_fsdp.automodel.pipeline_parallel.pipeline import build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig, split_layers
+from megatron_fsdp.automodel.pipeline_parallel.stages import cut_stage
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan.decoder_parts import copy_of_modules
 from megatron_fsdp.plan.machine import find_machine

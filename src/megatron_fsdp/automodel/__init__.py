@@ -5,13 +5,19 @@
 The names are those of NeMo AutoModel's `components.distributed`; docs/automodel.md is the guide.
 """
 
-from megatron_fsdp.automodel.accumulation import accumulation_context
 from megatron_fsdp.automodel.auto_model import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
-from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.config import (
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    ParallelSizes,
+    resolve_sizes,
+)
 from megatron_fsdp.automodel.config_yaml import (
     DistributedSection,
     load_distributed_config,
@@ -19,16 +25,16 @@ from megatron_fsdp.automodel.config_yaml import (
 )
 from megatron_fsdp.automodel.context_parallel import shard_batch, unshard_sequence
 from megatron_fsdp.automodel.gradients import (
+    accumulation_context,
     clip_grad_norm_,
+    connect_optimizer,
     count_label_tokens,
     scale_grads_and_clip_grad_norm,
     scale_per_token_loss,
 )
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, create_device_mesh
-from megatron_fsdp.automodel.optimizers import connect_optimizer
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig
-from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
 
 __all__ = [
     "AutoModelForCausalLM",

@@ -61,7 +61,7 @@ def add_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def _with_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
-    """A peft model whose adapters alone have memory and values."""
+    """Make a peft model whose adapters alone have memory and values."""
     import peft
 
     try:
@@ -157,7 +157,7 @@ def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: t
 
 
 def _original_of(live: LiveTensor, by_name: dict[str, LiveTensor]) -> LiveTensor | None:
-    """What a trained copy of a module's weight was copied from."""
+    """Find what a trained copy of a module's weight was copied from."""
     for alias in live.aliases:
         before, found, after = alias.partition(_COPY)
         if found:

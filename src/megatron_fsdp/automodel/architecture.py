@@ -9,6 +9,9 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
 
+IGNORED_LABEL = -100
+"""The label that counts for nothing, as in transformers and torch."""
+
 _KNOWN_PATHS = (
     "model.layers",
     "layers",
@@ -36,16 +39,16 @@ class Layers:
     container: nn.ModuleList | nn.ModuleDict
 
     def named(self) -> list[tuple[str, nn.Module]]:
-        """(dotted name in the model, layer), in order."""
+        """Return (dotted name in the model, layer), in order."""
         return [(f"{self.path}.{name}", layer) for name, layer in self.container.named_children()]
 
     def modules(self) -> list[nn.Module]:
-        """The layers, in order."""
+        """Return the layers, in order."""
         return list(self.container.children())
 
 
 def find_layers(model: nn.Module) -> Layers:
-    """The decoder layers: where transformers' models have them, else the longest list of modules.
+    """Find the decoder layers: where transformers' models have them, else the longest list of modules.
 
     Raises:
         ConfigurationError: The model has no list of modules.
@@ -64,14 +67,14 @@ def find_layers(model: nn.Module) -> Layers:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the language model, also inside of a multimodal one; None where the model has none."""
+    """Return the config of the language model, also inside of a multimodal one; None where the model has none."""
     config: Any = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", None)
     return get_text_config() if callable(get_text_config) else config
 
 
 def head_counts(model: nn.Module) -> tuple[int, int] | None:
-    """(query heads, key and value heads) of the language model; None where its config does not say."""
+    """Return (query heads, key and value heads) of the language model; None where its config does not say."""
     config = text_config(model)
     queries = getattr(config, "num_attention_heads", None)
     if not isinstance(queries, int):
@@ -81,7 +84,7 @@ def head_counts(model: nn.Module) -> tuple[int, int] | None:
 
 
 def model_type(model: nn.Module) -> str:
-    """What transformers calls the family ("llama", "qwen3"); empty where the model has no config."""
+    """Return what transformers calls the family ("llama", "qwen3"); empty where the model has no config."""
     return str(getattr(text_config(model), "model_type", "") or "")
 
 

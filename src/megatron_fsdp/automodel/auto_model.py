@@ -1,27 +1,66 @@
-"""`from_pretrained` and `from_config` that take a strategy and sizes, and return a model that is ready to train."""
+"""`from_pretrained` and `from_config` that take a strategy and sizes, and return a model that is ready to train.
+
+The model is built on the meta device, made parallel, and then given its weights shard by shard; nothing is downloaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.automodel.agreed import agree_on
-from megatron_fsdp.automodel.blueprints import (
-    adopt_generation_config,
-    config_of,
-    find_folder,
-    refuse_foreign,
-    resolve_dtype,
+from megatron_fsdp.automodel.adapters import add_adapters, fill_adapters, without_copies
+from megatron_fsdp.automodel.config import (
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    SizeArguments,
+    check_config,
+    resolve_sizes,
 )
-from megatron_fsdp.automodel.config import DistributedConfig
-from megatron_fsdp.automodel.filling import ready_model
-from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
-from megatron_fsdp.automodel.sizes import SIZE_NAMES
-from megatron_fsdp.plan.models import build_from_config
+from megatron_fsdp.automodel.initial_values import allocate, draw_missing
+from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
+from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, set_up_ranks
+from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig, build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.stages import merge_stages
+from megatron_fsdp.automodel.saving import let_save
+from megatron_fsdp.checkpoint.hf import load_hf
+from megatron_fsdp.checkpoint.hf.files import open_folder
+from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.comm.agreement import decided_by_first, together
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.plan.models import build_from_config, read_config
+
+transformers: Any = require("transformers", "megatron_fsdp.automodel")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `from_pretrained` beside the model, its config, the strategy and the sizes."""
+
+    pipeline_config: PipelineConfig | None
+    peft_config: Any
+    dtype: torch.dtype | str | None
+    attn_implementation: str | None
+    prepare_model: Callable[[nn.Module], object] | None
+    key_mapping: Any = None
+    strict: bool = True
+
+    def facts(self) -> dict[str, Any]:
+        """Return what has to be the same on every rank, but for functions, which cannot be compared."""
+        names = ("pipeline_config", "peft_config", "dtype", "attn_implementation", "strict")
+        return {name: getattr(self, name) for name in names}
 
 
 class _AutoModel:
@@ -95,37 +134,13 @@ class _AutoModel:
         """
 
         def find() -> tuple[Path, Any]:
-            refuse_foreign(device_map, trust_remote_code)
-            found = find_folder(pretrained_model_name_or_path)
-            return found, config_of(found, config, config_overrides)
+            _refuse_foreign(device_map, trust_remote_code)
+            found = _find_folder(pretrained_model_name_or_path)
+            return found, _config_of(found, config, config_overrides)
 
-        strategy, context, folder, model_config = agree_on(
-            distributed_config,
-            _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size),
-            find,
-            {
-                "pipeline_config": pipeline_config,
-                "peft_config": peft_config,
-                "dtype": dtype,
-                "attn_implementation": attn_implementation,
-                "strict": strict,
-            },
-        )
-        assert folder is not None
-        twin = cls._on_meta(model_config, resolve_dtype(dtype, model_config, folder), attn_implementation)
-        adopt_generation_config(twin, folder)
-        return ready_model(
-            twin,
-            strategy,
-            context,
-            pipeline_config=pipeline_config,
-            peft_config=peft_config,
-            folder=folder,
-            key_mapping=key_mapping,
-            strict=strict,
-            new_head=cls._new_head,
-            prepare_model=prepare_model,
-        )
+        options = _Options(pipeline_config, peft_config, dtype, attn_implementation, prepare_model, key_mapping, strict)
+        sizes = _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
+        return cls._make(find, distributed_config, sizes, options)
 
     @classmethod
     def from_config(
@@ -152,25 +167,8 @@ class _AutoModel:
         The weights are those that transformers draws under the same seed, whatever the strategy, the sizes and the
         number of ranks.
 
-        Args:
-            config: A config of transformers, or a local folder with one.
-            distributed_config: As of `from_pretrained`, as all that follow.
-            dp_size: See there.
-            dp_replicate_size: See there.
-            tp_size: See there.
-            pp_size: See there.
-            cp_size: See there.
-            ep_size: See there.
-            pipeline_config: See there.
-            peft_config: See there.
-            dtype: See there; "auto" or None: what the config says, else torch's default.
-            attn_implementation: See there.
-            prepare_model: See there.
-            device_map: See there.
-            trust_remote_code: See there.
-
-        Returns:
-            See there.
+        The config is one of transformers, or a local folder with one; the other arguments and the result are those of
+        `from_pretrained`. Where neither `dtype` nor the config says one, torch's default is taken.
 
         Raises:
             ParallelSizeError: The sizes do not fit the strategy, the ranks or the model.
@@ -178,46 +176,32 @@ class _AutoModel:
         """
 
         def find() -> tuple[None, Any]:
-            refuse_foreign(device_map, trust_remote_code)
+            _refuse_foreign(device_map, trust_remote_code)
             is_folder = isinstance(config, str | Path)
-            return None, config_of(find_folder(config) if is_folder else None, None if is_folder else config, {})
+            return None, _config_of(_find_folder(config) if is_folder else None, None if is_folder else config, {})
 
-        strategy, context, _, model_config = agree_on(
-            distributed_config,
-            _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size),
-            find,
-            {
-                "pipeline_config": pipeline_config,
-                "peft_config": peft_config,
-                "dtype": dtype,
-                "attn_implementation": attn_implementation,
-            },
-        )
-        twin = cls._on_meta(model_config, resolve_dtype(dtype, model_config, None), attn_implementation)
-        return ready_model(
-            twin,
-            strategy,
-            context,
-            pipeline_config=pipeline_config,
-            peft_config=peft_config,
-            prepare_model=prepare_model,
-        )
+        options = _Options(pipeline_config, peft_config, dtype, attn_implementation, prepare_model)
+        sizes = _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
+        return cls._make(find, distributed_config, sizes, options)
 
     @classmethod
-    def _on_meta(cls, config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
-        options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        return build_from_config(config, dtype, cls._transformers_class, **options)
-
-
-def _sizes(
-    dp_size: int | None,
-    dp_replicate_size: int | None,
-    tp_size: int | None,
-    pp_size: int | None,
-    cp_size: int | None,
-    ep_size: int | None,
-) -> dict[str, int | None]:
-    return dict(zip(SIZE_NAMES, (dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size), strict=True))
+    def _make(
+        cls,
+        find: Callable[[], tuple[Path | None, Any]],
+        strategy: DistributedConfig | None,
+        sizes: SizeArguments,
+        options: _Options,
+    ) -> nn.Module | Pipeline:
+        """Agree on the model over the ranks, and build it: on the meta device, parallel, with its weights."""
+        strategy = FSDP2Config() if strategy is None else strategy
+        context, folder, config = _agree(strategy, sizes, find, options.facts())
+        attention = options.attn_implementation
+        more = {} if attention is None else {"attn_implementation": attention}
+        dtype = _resolve_dtype(options.dtype, config, folder)
+        twin = build_from_config(config, dtype, cls._transformers_class, **more)
+        if folder is not None:
+            adopt_generation_config(twin, folder)
+        return _fill(twin, strategy, context, options, folder, cls._new_head)
 
 
 class AutoModelForCausalLM(_AutoModel):
@@ -237,3 +221,271 @@ class AutoModelForImageTextToText(_AutoModel):
     """Models that read images and text and write text."""
 
     _transformers_class = "AutoModelForImageTextToText"
+
+
+def _sizes(dp: int | None, copies: int | None, tp: int | None, pp: int | None, cp: int | None, ep: int | None) -> Any:
+    return SizeArguments(dp_size=dp, dp_replicate_size=copies, tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep)
+
+
+def _fill(
+    twin: nn.Module,
+    strategy: DistributedConfig,
+    context: MeshContext,
+    options: _Options,
+    folder: Path | None,
+    new_head: bool,
+) -> nn.Module | Pipeline:
+    """Make the model parallel that `twin` is on the meta device, and give it its weights; uses the twin up."""
+    peft_config = options.peft_config
+    if options.pipeline_config is not None and context.sizes.pp == 1:
+        raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
+    if peft_config is not None and context.sizes.pp > 1:
+        raise ConfigurationError("peft_config with pp_size > 1: stages take no adapters; use another size than pp_size")
+    refuse_quantised(twin)
+    live: nn.Module = copy.deepcopy(twin)
+    saved_config = copy.deepcopy(getattr(twin, "config", None))
+    if options.prepare_model is not None:
+        options.prepare_model(live)
+    if peft_config is not None:
+        live = add_adapters(live, peft_config)
+    model: Any = _parallel(live, strategy, context, options.pipeline_config)
+    is_pipeline = isinstance(model, Pipeline)
+    stages = model.parts if is_pipeline else [model]
+    whole = merge_stages(stages)
+    copies = set(model.tied_copies) if is_pipeline else set()
+    filled = set(copies)
+    base_twin = copy.deepcopy(twin) if peft_config is not None else None
+    with without_copies(whole, *stages):
+        if folder is not None:
+            report = load_hf(whole, folder, key_mapping=options.key_mapping, strict=False)
+            report = replace(report, missing=tuple(name for name in report.missing if name not in copies))
+            _check(report, folder, twin, options.strict, new_head)
+            filled.update(report.loaded)
+        drawn = draw_missing(twin, whole, stages, filled, context.device)
+    if base_twin is not None:
+        fill_adapters(whole, base_twin, peft_config, context.device)
+    if is_pipeline:
+        model.equalize_tied()
+        settable: Any = whole
+        settable._keys_to_ignore_on_save = {*(getattr(whole, "_keys_to_ignore_on_save", None) or ()), *copies}
+    if folder is not None and drawn:
+        warn_caller(f"{folder} lacks {len(drawn)} weights, which were drawn: {', '.join(drawn[:8])}; train them")
+    if isinstance(strategy, DDPConfig):
+        model = DDPManager(strategy).parallelize(live, sends_weights=False)
+    let_save(model, whole, saved_config, folder)
+    model.mesh_context = context
+    model.distributed_config = strategy
+    made: nn.Module | Pipeline = model
+    return made
+
+
+def _parallel(
+    live: nn.Module, config: DistributedConfig, context: MeshContext, pipeline_config: PipelineConfig | None
+) -> nn.Module | Pipeline:
+    """Make a model parallel, with memory but no values; for DDP, whose constructor sends values, not wrapped yet."""
+    if isinstance(config, DDPConfig):
+        allocate(live, context.device)
+        return live
+    mesh = context.device_mesh
+    assert mesh is not None
+    if isinstance(config, MegatronFSDPConfig):
+        model, _ = MegatronFSDPManager(config, mesh).parallelize(live, leaves_empty=True)
+        allocate(model, context.device)
+        return model
+    manager = FSDP2Manager(config, mesh, context.moe_mesh)
+
+    def shard(stage: nn.Module) -> nn.Module:
+        sharded = manager.parallelize(stage)
+        allocate(sharded, context.device if config.offload_policy is None else torch.device("cpu"))
+        return sharded
+
+    if context.sizes.pp == 1:
+        return shard(live)
+    policy = config.mp_policy
+    assert policy is not None  # __post_init__ sets it
+    return build_pipeline(
+        live,
+        mesh["pp"],
+        pipeline_config or PipelineConfig(),
+        parallelize_stage=shard,
+        device=context.device,
+        activation_dtype=policy.output_dtype or policy.param_dtype,
+    )
+
+
+def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_head: bool) -> None:
+    """Refuse files that do not fit, but for what the caller lets pass; the same on every rank."""
+    prefix = f"{getattr(twin, 'base_model_prefix', '')}."
+    missing: Sequence[str] = report.missing
+    unexpected: Sequence[str] = report.unexpected
+    if new_head:
+        missing = [name for name in missing if name.startswith(prefix)]
+        unexpected = [name for name in unexpected if name.startswith(prefix)]
+    if report.reshaped or (strict and (missing or unexpected)):
+        raise CheckpointError(f"{folder} does not fit {type(twin).__name__}: {report}\nnothing can be trained from it")
+
+
+# ---- what all ranks have to be told alike ----------------------------------------------------------------------------
+
+# Ranks compare the text of values, which is the same in every process that was given the same. `repr` is not: strings
+# are hashed by a seed of each process, so sets show their elements in another order, and objects without a `repr` of
+# their own show where they lie in memory.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def canonical_facts(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each value, of a dataclass of each field ("peft_config.r"), so that what differs is named."""
+    facts = {}
+    for name, value in given.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            facts[name] = type(value).__name__
+            facts |= canonical_facts({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)})
+        else:
+            facts[name] = canonical_text(value)
+    return facts
+
+
+def canonical_text(value: Any) -> str:
+    """Write a `repr` with sorted elements of sets and keys of mappings, of all fields of dataclasses, at any depth.
+
+    Other objects show their own `repr` without addresses; those that have none are told apart by their class alone.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = ", ".join(f"{field.name}={canonical_text(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__name__}({inner})"
+    if isinstance(value, Mapping):
+        items = sorted((canonical_text(key), canonical_text(item)) for key, item in value.items())
+        return "{" + ", ".join(f"{key}: {item}" for key, item in items) + "}"
+    if isinstance(value, AbstractSet):
+        return "{" + ", ".join(sorted(map(canonical_text, value))) + "}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(map(canonical_text, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    return _ADDRESS.sub("", repr(value))
+
+
+def _agree(
+    strategy: DistributedConfig,
+    sizes: SizeArguments,
+    find: Callable[[], tuple[Path | None, Any]],
+    options: Mapping[str, Any],
+) -> tuple[MeshContext, Path | None, Any]:
+    """Check what ranks were given, each by itself and against each other, and then build the meshes; collective.
+
+    Raises:
+        ConfigurationError: Ranks were given different arguments, or one of them is wrong; on every rank.
+        CheckpointError: Only some ranks have the folder; on every rank, and names them.
+    """
+    set_up_ranks(str(getattr(strategy, "backend", "gloo")))
+
+    def check() -> tuple[Path | None, Any]:
+        resolve_sizes(check_config(strategy), dist.get_world_size(), **sizes)
+        return find()
+
+    given = {"distributed_config": strategy, **sizes, **options}
+    folder, config = together("finding the model", check, facts=canonical_facts(given))
+    of_config = {f"config.{name}": value for name, value in config.to_diff_dict().items()}
+    together("comparing configs", lambda: None, facts=canonical_facts(of_config))
+    return build_mesh_context(strategy, **sizes), folder, config
+
+
+# ---- the model on the meta device ------------------------------------------------------------------------------------
+
+
+def _find_folder(name_or_path: str | Path) -> Path:
+    """Find the local folder of a model: the path itself, or where the hub's cache has the name."""
+    if not isinstance(name_or_path, str | Path):
+        raise ConfigurationError(f"the model is given as {name_or_path!r}; give a local folder, or a name in the cache")
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(name_or_path), local_files_only=True))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{str(name_or_path)!r} is neither a local folder nor in the local cache of the hub; download it first, "
+            "since nothing is downloaded here"
+        ) from error
+
+
+def _refuse_foreign(device_map: object, trust_remote_code: object) -> None:
+    """Refuse what transformers' own loaders take, and these cannot honour."""
+    if device_map is not None:
+        raise ConfigurationError(
+            f"device_map={device_map!r} puts whole layers on devices, and here every rank holds a part of each layer; "
+            "leave it out, and divide the model by distributed_config and sizes such as tp_size"
+        )
+    if trust_remote_code:
+        raise ConfigurationError(
+            f"trust_remote_code={trust_remote_code!r}, but code that lies beside weights is never run here; leave it "
+            "out, and register classes of your own with transformers first (AutoConfig.register, "
+            "AutoModelForCausalLM.register)"
+        )
+
+
+def _config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return the config of the model with fields changed, as a copy: the one that is given, or the folder's."""
+    if given is not None:
+        if not isinstance(given, transformers.PretrainedConfig):
+            raise ConfigurationError(f"config is a {type(given).__name__}; give a config of transformers or its folder")
+        config: Any = copy.deepcopy(given)
+    else:
+        if folder is None:
+            raise ConfigurationError("config is None; give a config of transformers, or a folder that has one")
+        config = read_config(folder)
+    for name, value in overrides.items():
+        if not hasattr(config, name) or callable(getattr(type(config), name, None)):
+            raise ConfigurationError(
+                f"{name!r} is neither an argument nor a field of {type(config).__name__}; check its spelling"
+            )
+        setattr(config, name, value)
+    return config
+
+
+def _resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | None) -> torch.dtype:
+    """Return the dtype of the weights; for "auto" or None what the config says, else what most of the files have."""
+    if dtype in (None, "auto"):
+        said = getattr(config, "dtype", None)
+        if said not in (None, "auto"):
+            return _resolve_dtype(said, config, folder)
+        if folder is None:
+            return torch.get_default_dtype()
+        stored = decided_by_first(lambda: open_folder(folder), f"opening {folder}")
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in stored.tensors.values():
+            if tensor.dtype.is_floating_point:
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
+        return max(sizes, key=lambda found: sizes[found]) if sizes else torch.get_default_dtype()
+    resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise ConfigurationError(f"dtype={dtype!r}; give a floating-point torch.dtype, its name, or 'auto'")
+    return resolved
+
+
+def adopt_generation_config(model: Any, folder: Path) -> None:
+    """Let a model generate as the folder says, where it does.
+
+    Raises:
+        ConfigurationError: The file cannot be read.
+    """
+    if not (folder / "generation_config.json").is_file() or not model.can_generate():
+        return
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ConfigurationError(f"{folder}: generation_config.json cannot be read: {error}") from error
+
+
+def refuse_quantised(model: nn.Module) -> None:
+    """Refuse quantised weights, which are not cast into shards.
+
+    Raises:
+        CheckpointError: The config says that the weights are quantised.
+    """
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        raise CheckpointError(
+            "the weights are quantised (quantization_config); convert them to floating point first, or train adapters "
+            "on a model that transformers has loaded"
+        )

@@ -1,28 +1,57 @@
-"""What a user says about a strategy, beside the parallel sizes: one dataclass for each of the three strategies.
+"""What a user says about a run: a dataclass for each of the three strategies, and the parallel sizes.
 
 The sizes (`dp_size`, `dp_replicate_size`, `tp_size`, `pp_size`, `cp_size`, `ep_size`) are arguments of
-`from_pretrained` and `from_config`; sizes.py checks them. Names, order and defaults of the fields are those of NeMo
-AutoModel's `components.distributed.config`.
+`from_pretrained` and `from_config`; `resolve_sizes` checks them. Names, order and defaults of the fields are those of
+NeMo AutoModel's `components.distributed.config`.
 """
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, fields
-from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the published annotations)
+from dataclasses import Field, InitVar, dataclass, fields
+from typing import Any, List, Optional, TypeAlias, TypedDict, Union  # noqa: UP035 (the published annotations)
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.config.strategy import resolve_strategy
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
 
 BACKENDS = ("nccl", "gloo")
 
 
+class _Config:
+    """What the dataclasses of the three strategies share."""
+
+    backend: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name; values are the same objects, not copies."""
+        return {name: getattr(self, name) for name in self._fields()}
+
+    @classmethod
+    def _fields(cls) -> dict[str, Field[Any]]:
+        return {field.name: field for field in fields(cls)}  # type: ignore[arg-type]  # its subclasses are dataclasses
+
+    def _check(self, **kinds: type) -> None:
+        """Check flags (a string such as "false" would count as true), the backend, and fields of other types."""
+        kind = type(self).__name__
+        for name, field in self._fields().items():
+            value = getattr(self, name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ConfigurationError(f"{kind}.{name}={value!r}; give True or False")
+            if name in kinds and value is not None and not isinstance(value, kinds[name]):
+                raise ConfigurationError(
+                    f"{kind}.{name}={value!r} is a {type(value).__name__}; give a {kinds[name].__name__} or None "
+                    "(from YAML, see load_distributed_config)"
+                )
+        if self.backend not in BACKENDS:
+            raise ConfigurationError(f"{kind}.backend={self.backend!r}; give 'nccl' (accelerators) or 'gloo' (CPUs)")
+
+
 @explains_fields
 @dataclass
-class FSDP2Config:
+class FSDP2Config(_Config):
     """PyTorch's own FSDP2, with tensor, sequence, context, pipeline and expert parallelism.
 
     Attributes:
@@ -67,11 +96,7 @@ class FSDP2Config:
         Raises:
             ConfigurationError: A value is of another type or out of range.
         """
-        _check_flags(self)
-        _check_backend(self)
-        _check_type(self, "mp_policy", MixedPrecisionPolicy)
-        _check_type(self, "offload_policy", CPUOffloadPolicy)
-        _check_type(self, "autocast_dtype", torch.dtype)
+        self._check(mp_policy=MixedPrecisionPolicy, offload_policy=CPUOffloadPolicy, autocast_dtype=torch.dtype)
         if self.autocast_dtype not in (None, torch.bfloat16, torch.float16):
             raise ConfigurationError(
                 f"FSDP2Config.autocast_dtype={self.autocast_dtype} has no effect; give torch.bfloat16 or torch.float16"
@@ -95,14 +120,10 @@ class FSDP2Config:
             warn_caller("enable_async_tensor_parallel needs sequence_parallel=True, which is switched on")
             self.sequence_parallel = True
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by name; values are the same objects, not copies."""
-        return _shallow(self)
-
 
 @explains_fields
 @dataclass
-class MegatronFSDPConfig:
+class MegatronFSDPConfig(_Config):
     """This package's own engine, with tensor and context parallelism.
 
     Attributes:
@@ -159,24 +180,21 @@ class MegatronFSDPConfig:
                 "MegatronFSDPConfig takes no tp_plan: the plan is chosen by the model type; use FSDP2Config for a plan "
                 "of your own, or call parallelize_tensors and fully_shard_model yourself"
             )
-        _check_flags(self)
-        _check_backend(self)
+        self._check()
         resolve_strategy(self.zero_dp_strategy)
         units: object = self.megatron_fsdp_unit_modules
-        if units is not None and not (isinstance(units, list | tuple) and all(map(_is_path_or_class, units))):
+        if units is not None and not (
+            isinstance(units, list | tuple) and all(isinstance(unit, type | str) and unit for unit in units)
+        ):
             raise ConfigurationError(
                 f"MegatronFSDPConfig.megatron_fsdp_unit_modules={units!r}; give a list of import paths of module "
                 "classes, or None"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by name; values are the same objects, not copies."""
-        return _shallow(self)
-
 
 @explains_fields
 @dataclass
-class DDPConfig:
+class DDPConfig(_Config):
     """PyTorch's DistributedDataParallel: whole replicas; no parallelism but that of the data.
 
     Attributes:
@@ -193,27 +211,20 @@ class DDPConfig:
         Raises:
             ConfigurationError: A value is of another type.
         """
-        _check_flags(self)
-        _check_backend(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by name; values are the same objects, not copies."""
-        return _shallow(self)
+        self._check()
 
 
 DistributedConfig: TypeAlias = Union[FSDP2Config, MegatronFSDPConfig, DDPConfig]  # noqa: UP007
 """Any of the three."""
 
-CONFIG_TYPES = (FSDP2Config, MegatronFSDPConfig, DDPConfig)
-
 
 def check_config(config: object) -> DistributedConfig:
-    """The argument, if it is one of the three configs.
+    """Return the argument, if it is one of the three configs.
 
     Raises:
         ConfigurationError: It is not.
     """
-    if not isinstance(config, CONFIG_TYPES):
+    if not isinstance(config, FSDP2Config | MegatronFSDPConfig | DDPConfig):
         given = config.__name__ + " (the class)" if isinstance(config, type) else type(config).__name__
         raise ConfigurationError(
             f"distributed_config is {given}; give an FSDP2Config, a MegatronFSDPConfig or a DDPConfig"
@@ -221,33 +232,151 @@ def check_config(config: object) -> DistributedConfig:
     return config
 
 
-def _shallow(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields(config)}
+SIZE_NAMES = ("dp_size", "dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size")
+"""The arguments that carry sizes."""
 
 
-def _check_flags(config: Any) -> None:
-    """A string such as "false" would count as true."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.type == "bool" and not isinstance(value, bool):
-            raise ConfigurationError(f"{type(config).__name__}.{field.name}={value!r}; give True or False")
+class SizeArguments(TypedDict, total=False):
+    """The arguments of `resolve_sizes` by keyword."""
+
+    dp_size: int | None
+    dp_replicate_size: int | None
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    ep_size: int | None
 
 
-def _is_path_or_class(unit: object) -> bool:
-    return isinstance(unit, type) or (isinstance(unit, str) and unit != "")
+_ALLOWED = {
+    FSDP2Config: SIZE_NAMES,
+    MegatronFSDPConfig: ("dp_size", "tp_size", "cp_size"),
+    DDPConfig: ("dp_size",),
+}
+_INSTEAD = {
+    "tp_size": "FSDP2Config or MegatronFSDPConfig",
+    "cp_size": "FSDP2Config or MegatronFSDPConfig",
+}
 
 
-def _check_backend(config: Any) -> None:
-    if config.backend not in BACKENDS:
-        raise ConfigurationError(
-            f"{type(config).__name__}.backend={config.backend!r}; give 'nccl' (accelerators) or 'gloo' (CPUs)"
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How many ranks lie on each axis.
+
+    Attributes:
+        dp_replicate: Copies of the sharded model.
+        dp_shard: Data-parallel ranks that share one copy.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages' ranks.
+        cp: Context-parallel ranks.
+        ep: Expert-parallel ranks; they lie across the data-, context- and tensor-parallel ones, not beside them.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks over which gradients of dense parameters are averaged."""
+        return self.dp * self.cp
+
+    @property
+    def ep_shard(self) -> int:
+        """Ranks that share the shards of one rank's experts."""
+        return self.dp_cp * self.tp // self.ep
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.dp_cp * self.tp * self.pp
+
+
+def _is_size(size: object) -> bool:
+    return size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
+
+
+def resolve_sizes(
+    config: DistributedConfig,
+    world_size: int,
+    *,
+    dp_size: int | None = None,
+    dp_replicate_size: int | None = None,
+    tp_size: int | None = None,
+    pp_size: int | None = None,
+    cp_size: int | None = None,
+    ep_size: int | None = None,
+) -> ParallelSizes:
+    """Check sizes against the strategy and the world, and infer the data-parallel one.
+
+    Args:
+        config: The strategy.
+        world_size: Number of ranks.
+        dp_size: Data-parallel ranks, copies included; None, 0 or -1: all that the other sizes leave.
+        dp_replicate_size: Copies of the sharded model; `FSDP2Config` only. None: 1, as for those that follow.
+        tp_size: See `ParallelSizes`.
+        pp_size: See there; `FSDP2Config` only.
+        cp_size: See there.
+        ep_size: See there; `FSDP2Config` only.
+
+    Raises:
+        ParallelSizeError: A size is no positive number, the strategy cannot do it, or they do not multiply to the
+            world size; a ValueError and an AssertionError.
+        ConfigurationError: The config is none of the three.
+    """
+    check_config(config)
+    allowed = next(names for kind, names in _ALLOWED.items() if isinstance(config, kind))
+    if world_size < 1:
+        raise ParallelSizeError(f"world_size={world_size}; give the number of ranks, 1 or more")
+    given = {
+        "dp_size": None if type(dp_size) is int and dp_size in (0, -1) else dp_size,
+        "dp_replicate_size": dp_replicate_size,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "cp_size": cp_size,
+        "ep_size": ep_size,
+    }
+    for name, size in given.items():
+        if not _is_size(size):
+            raise ParallelSizeError(f"{name}={size!r}; give a whole number of ranks, 1 or more, or leave it out")
+        if size not in (None, 1) and name not in allowed:
+            raise ParallelSizeError(
+                f"{name}={size} is only supported with {_INSTEAD.get(name, 'FSDP2Config')}; {type(config).__name__} "
+                f"takes {', '.join(allowed)}, so leave {name} out or change the config"
+            )
+    tp, pp, cp, ep, copies = (given[name] or 1 for name in ("tp_size", "pp_size", "cp_size", "ep_size", SIZE_NAMES[1]))
+    others = tp * pp * cp
+    if given["dp_size"] is None and world_size % others:
+        raise ParallelSizeError(
+            f"world_size={world_size} cannot be divided by tp_size x pp_size x cp_size = {tp} x {pp} x {cp} = "
+            f"{others}; change a size or start another number of ranks"
         )
-
-
-def _check_type(config: Any, name: str, kind: type) -> None:
-    value = getattr(config, name)
-    if value is not None and not isinstance(value, kind):
-        raise ConfigurationError(
-            f"{type(config).__name__}.{name}={value!r} is a {type(value).__name__}; give a {kind.__name__} or None "
-            "(from YAML, see load_distributed_config)"
+    dp = given["dp_size"] or world_size // others
+    if dp * others != world_size:
+        raise ParallelSizeError(
+            f"dp_size x tp_size x pp_size x cp_size = {dp} x {tp} x {pp} x {cp} = {dp * others}, but world_size is "
+            f"{world_size}; leave dp_size out to have it inferred, or start {dp * others} ranks"
         )
+    if dp % copies:
+        raise ParallelSizeError(
+            f"dp_size={dp} cannot be divided by dp_replicate_size={copies}; dp_size counts the copies too, so it must "
+            "be a multiple of their number"
+        )
+    if copies > 1 and copies == dp:
+        raise ParallelSizeError(
+            f"dp_replicate_size={copies} must be less than dp_size={dp}, or nothing is sharded; use DDPConfig for "
+            "whole replicas"
+        )
+    if (dp * cp * tp) % ep:
+        raise ParallelSizeError(
+            f"dp_size x cp_size x tp_size = {dp} x {cp} x {tp} = {dp * cp * tp} cannot be divided by ep_size={ep}; "
+            "expert-parallel ranks lie across these; choose a divisor"
+        )
+    return ParallelSizes(copies, dp // copies, tp, pp, cp, ep)

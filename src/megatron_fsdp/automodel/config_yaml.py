@@ -23,19 +23,14 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.config import SIZE_NAMES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
-from megatron_fsdp.automodel.sizes import SIZE_NAMES
 from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 SECTION = "distributed"
 
-STRATEGIES: Mapping[str, type[Any]] = {
-    "fsdp2": FSDP2Config,
-    "megatron_fsdp": MegatronFSDPConfig,
-    "ddp": DDPConfig,
-}
+STRATEGIES: Mapping[str, type[Any]] = {"fsdp2": FSDP2Config, "megatron_fsdp": MegatronFSDPConfig, "ddp": DDPConfig}
 _OTHER_NAMES = {"megatron-fsdp": "megatron_fsdp", "mfsdp": "megatron_fsdp"}
 
 _CONFIG_MODULES = (
@@ -90,7 +85,7 @@ class DistributedSection:
     pipeline_config: PipelineConfig | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments for `from_pretrained(path, **section.arguments())` and `from_config`."""
+        """Return the arguments for `from_pretrained(path, **section.arguments())` and `from_config`."""
         found: dict[str, Any] = {"distributed_config": self.config, **self.sizes}
         if self.pipeline_config is not None:
             found["pipeline_config"] = self.pipeline_config
@@ -142,7 +137,7 @@ def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSection:
 
 
 def dtype_from_str(name: str | torch.dtype | None, default: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """A dtype from its name: "bfloat16", "torch.bfloat16", "bf16", in any case.
+    """Return the dtype of a name: "bfloat16", "torch.bfloat16", "bf16", in any case.
 
     Args:
         name: A dtype is returned as it is; None gives the default.
@@ -246,7 +241,7 @@ def _build(kind: type[Any], name: str, value: Any) -> Any:
 
 
 def _policy(name: str, values: Mapping[str, Any], kind: type[Any], targets: tuple[str, ...]) -> Any:
-    """One of torch's policies; values whose field is a dtype may be names."""
+    """Build one of torch's policies; values whose field is a dtype may be names."""
     target = values.get("_target_", targets[0])
     if target is not kind and target not in targets:
         raise ConfigurationError(f"{name} has _target_={target!r}; the only one allowed is {targets[0]}")

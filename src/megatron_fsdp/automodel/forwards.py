@@ -1,8 +1,12 @@
-"""Changes to how a module's forward runs that leave its class, its hooks and the names of its parameters alone."""
+"""Changes to how modules run forward: activation checkpointing, compilation, autocast, no packed sequences.
+
+They leave the class of a module, its hooks and the names of its parameters alone.
+"""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -11,7 +15,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fsdp.automodel.architecture import find_layers, text_config
+from megatron_fsdp.errors import ConfigurationError
+
 Forward = Callable[..., Any]
+_MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
+_MARK = "_models_without_packed_sequences"
 
 
 def recompute_in_backward(module: nn.Module) -> None:
@@ -49,7 +58,7 @@ def run_under_autocast(module: nn.Module, device_type: str, dtype: torch.dtype) 
 
 
 def _unbound(module: nn.Module) -> Forward:
-    """A module's forward that takes the module: bound again, it lets deep copies use their own weights."""
+    """Return a module's forward as a function of the module: bound again, it lets deep copies use their own weights."""
     forward: Any = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
         return forward.__func__
@@ -59,3 +68,68 @@ def _unbound(module: nn.Module) -> Forward:
         return forward(*args, **kwargs)
 
     return called
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Recompute each decoder layer: what stays from forward is one hidden state per layer.
+
+    Raises:
+        ConfigurationError: The model has no layers.
+    """
+    for layer in find_layers(model).modules():
+        recompute_in_backward(layer)
+    _switch_cache_off(model)
+
+
+def checkpoint_mlps(model: nn.Module) -> None:
+    """Recompute the MLP (or mixture of experts) of each decoder layer.
+
+    Raises:
+        ConfigurationError: The model has no layers, or one of them no module of a known name.
+    """
+    for name, layer in find_layers(model).named():
+        found = [part for part_name, part in layer.named_children() if part_name in _MLP_NAMES]
+        if not found:
+            raise ConfigurationError(
+                f"activation_checkpointing=True, but {name} ({type(layer).__name__}) has no module called "
+                f"{', '.join(_MLP_NAMES)} to recompute; set it to False"
+            )
+        for part in found:
+            recompute_in_backward(part)
+    _switch_cache_off(model)
+
+
+def _switch_cache_off(model: nn.Module) -> None:
+    """Switch the key and value cache off, which recomputation would write to a second time."""
+    for config in (getattr(model, "config", None), text_config(model)):
+        if hasattr(config, "use_cache"):
+            settable: Any = config
+            settable.use_cache = False
+
+
+def assume_no_packed_sequences(model: nn.Module) -> None:
+    """Replace transformers' look by the answer no; undone when the last model that asked for it is gone."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    module: Any = flash
+    users: set[int] | None = getattr(module._is_packed_sequence, _MARK, None)
+    if users is None:
+        users, looks = set(), module._is_packed_sequence
+
+        def is_never_packed(*_: Any, **__: Any) -> bool:
+            return False
+
+        setattr(is_never_packed, _MARK, users)
+        is_never_packed.__wrapped__ = looks  # type: ignore[attr-defined]
+        module._is_packed_sequence = is_never_packed
+    if id(model) not in users:
+        users.add(id(model))
+        weakref.finalize(model, _release, module, id(model))
+
+
+def _release(module: Any, key: int) -> None:
+    current = module._is_packed_sequence
+    users: set[int] = getattr(current, _MARK, set())
+    users.discard(key)
+    if not users and hasattr(current, _MARK):
+        module._is_packed_sequence = current.__wrapped__

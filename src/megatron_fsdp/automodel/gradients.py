@@ -1,35 +1,128 @@
-"""Losses per token and gradients over ranks that have different numbers of tokens."""
+"""The training step for every strategy: connected optimizers, accumulation, losses per token, clipping."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_fsdp.automodel.gradient_clipping import Parts, clip_grad_norm_, gather_gradients
+from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
+from megatron_fsdp.fully_shard import fully_shard_optimizer
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.optim.grad_norm import Groups, combine_powers, sum_of_powers
 
-__all__ = [
-    "clip_grad_norm_",
-    "count_label_tokens",
-    "per_token_factor",
-    "scale_grads_and_clip_grad_norm",
-    "scale_per_token_loss",
-]
+Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
+"""What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
 
-IGNORED_LABEL = -100
-"""The label that counts for nothing, as in transformers and torch."""
+_DEFERS = "_defers_grad_sync"
+
+
+def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
+    """Connect an optimizer that was built on `model.parameters()`, where the strategy needs it, and check that it is.
+
+    Args:
+        model: What a manager, `from_pretrained` or `from_config` returned: a module or a `Pipeline`.
+        optimizer: Built on its parameters, after that.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ConfigurationError: It holds other parameters than the model's sharded ones, which are what training updates.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module | Pipeline):
+        raise ConfigurationError(
+            f"connect_optimizer was given a {type(model).__name__} and a {type(optimizer).__name__}; give the model "
+            "first, and then an optimizer of torch"
+        )
+    if isinstance(model, MegatronFSDP):
+        return fully_shard_optimizer(optimizer)
+    parts = model.parts if isinstance(model, Pipeline) else [model]
+    for part in parts:
+        reshard_units(part)
+    own = {id(param) for part in parts for param in part.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    strange = sum(id(param) not in own for param in held)
+    if strange:
+        raise ConfigurationError(
+            f"{strange} of the {len(held)} parameters of the optimizer are not the model's sharded ones, so stepping "
+            "would train nothing; build it on model.parameters() before the first forward, or after one without "
+            "gradients: after a forward with gradients FSDP2 shows gathered weights until backward"
+        )
+    return optimizer
+
+
+def reshard_units(model: nn.Module) -> None:
+    """Reshard what FSDP2 has left unsharded, so that the model shows its sharded parameters."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+# ---- accumulation ----------------------------------------------------------------------------------------------------
+
+
+def remember_deferral(model: nn.Module, defers: bool) -> None:
+    """Note on a model what its configuration says, for `accumulation_context`."""
+    setattr(model, _DEFERS, defers)
+
+
+@contextlib.contextmanager
+def accumulation_context(
+    model: nn.Module | Pipeline, is_last_microbatch: bool, *, defer_grad_sync: bool | None = None
+) -> Iterator[None]:
+    """Run forward and backward of one microbatch; gradients are reduced over ranks after the last one.
+
+    Args:
+        model: What a manager, `from_pretrained` or `from_config` returned (not a pipeline, which has all microbatches
+            of a step inside).
+        is_last_microbatch: Whether the optimizer steps after this one.
+        defer_grad_sync: False: reduce after every microbatch (less memory, more communication). None: what
+            `FSDP2Config.defer_fsdp_grad_sync` said when the model was made parallel; True for the other strategies.
+
+    Raises:
+        ConfigurationError: The model is of none of the strategies.
+    """
+    if isinstance(model, Pipeline):
+        raise ConfigurationError(
+            "a Pipeline has all microbatches of a step inside; call model.step(input_ids, labels) once for each "
+            "optimizer step"
+        )
+    defers = getattr(model, _DEFERS, True) if defer_grad_sync is None else defer_grad_sync
+    reduces = is_last_microbatch or not defers
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(reduces)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, MegatronFSDP | nn.parallel.DistributedDataParallel):
+        with contextlib.nullcontext() if reduces else model.no_sync():
+            yield
+    else:
+        raise ConfigurationError(
+            f"the model is a {type(model).__name__}; give what a manager, from_pretrained or from_config returned"
+        )
+
+
+# ---- losses per token ------------------------------------------------------------------------------------------------
 
 
 def count_label_tokens(
     labels: Tensor | Iterable[Tensor], over: DeviceMesh | dist.ProcessGroup | None = None, *, shifted: bool
 ) -> int:
-    """How many labels count towards the loss, on all ranks together; one all-reduce per mesh dimension.
+    """Count the labels that take part in the loss, on all ranks together; one all-reduce per mesh dimension.
 
     Args:
         labels: (batch, sequence), or those of several microbatches of one optimizer step.
@@ -58,7 +151,7 @@ def count_label_tokens(
 def per_token_factor(
     num_label_tokens: int, dp_group_size: int | None = None, gradients_are_summed: bool = False
 ) -> float:
-    """What a rank's sum of token losses is multiplied by, so that gradients are those of the mean over all tokens.
+    """Return what to multiply a rank's sum of token losses by, for the gradients of the mean over all tokens.
 
     A strategy that averages gradients over R ranks makes `sum_r(g_r) / R` of the gradients `g_r` of the ranks' losses.
     With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks,
@@ -98,7 +191,7 @@ def per_token_factor(
 def scale_per_token_loss(
     loss_sum: Tensor, num_label_tokens: int, *, dp_group_size: int | None = None, gradients_are_summed: bool = False
 ) -> Tensor:
-    """The loss to call backward on, from the sum of this rank's token losses; see `per_token_factor`.
+    """Return the loss to call backward on, from the sum of this rank's token losses; see `per_token_factor`.
 
     Raises:
         ConfigurationError: As `per_token_factor`.
@@ -123,16 +216,8 @@ def scale_grads_and_clip_grad_norm(
     For loops that call backward on the plain sum of token losses, such as pipelines, which know the number of tokens
     of a step only when it is over. Losses that were scaled already want `num_label_tokens=None`.
 
-    Args:
-        parts: As `clip_grad_norm_`.
-        max_norm: The largest norm allowed; None or infinity only measures.
-        num_label_tokens: Tokens of all ranks and microbatches; None: gradients are not scaled.
-        dp_group_size: As `per_token_factor`.
-        gradients_are_summed: As `per_token_factor`.
-        norm_type: As `clip_grad_norm_`.
-        pp_mesh: As `clip_grad_norm_`.
-        error_if_nonfinite: As `clip_grad_norm_`.
-        foreach: As `clip_grad_norm_`.
+    Without `num_label_tokens` gradients are not scaled; it, `dp_group_size` and `gradients_are_summed` are those of
+    `per_token_factor`. The other arguments are those of `clip_grad_norm_`; `max_norm=None` only measures.
 
     Returns:
         The norm after scaling and before clipping, as `clip_grad_norm_`.
@@ -143,7 +228,7 @@ def scale_grads_and_clip_grad_norm(
     """
     if num_label_tokens is not None:
         factor = per_token_factor(num_label_tokens, dp_group_size, gradients_are_summed)
-        parts = parts if isinstance(parts, Tensor | torch.nn.Module | Pipeline) else list(parts)
+        parts = parts if isinstance(parts, Tensor | nn.Module | Pipeline) else list(parts)
         gather_gradients(parts).scale(factor, foreach)
     elif dp_group_size is not None or gradients_are_summed:
         raise ConfigurationError(
@@ -153,3 +238,189 @@ def scale_grads_and_clip_grad_norm(
     return clip_grad_norm_(
         parts, largest, norm_type, pp_mesh=pp_mesh, error_if_nonfinite=error_if_nonfinite, foreach=foreach
     )
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+
+def clip_grad_norm_(
+    parameters: Parts,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    pp_mesh: DeviceMesh | None = None,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most `max_norm`; as torch's function on one process.
+
+    What ranks hold different pieces of is summed over them, what they hold copies of counts once: DTensors on any
+    meshes (FSDP2, tensor parallel, both, experts on a mesh of their own) next to plain tensors, which every rank has to
+    hold the same (DDP, or parameters that a tensor-parallel plan leaves alone). Sums that cross the same mesh dimension
+    travel in one all-reduce of a few numbers. Models of this library's engine measure themselves.
+
+    Args:
+        parameters: Every rank gives the same parameters in the same order; pipeline ranks their own parts. A parameter
+            that is given twice counts once, also one that two parts on this rank share.
+        max_norm: The largest norm allowed; infinity only measures.
+        norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
+        pp_mesh: One dimension, the pipeline ranks, each of which has other parameters; None: that of a `Pipeline`, else
+            no pipeline.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
+        foreach: False: scale gradients one by one; None or True: many at a time, which is faster.
+
+    Returns:
+        The norm before clipping, a scalar of float32 (float64 where a gradient is), plain and the same on every rank.
+
+    Raises:
+        ConfigurationError: An argument means nothing; a gradient is sparse; or only a part of the parameters of a
+            model of the engine is given.
+        NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
+    """
+    pp_mesh = parameters.pp_mesh if pp_mesh is None and isinstance(parameters, Pipeline) else pp_mesh
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
+    if not max_norm >= 0:
+        raise ConfigurationError(f"max_norm={max_norm} is no largest norm; give 0 or more, infinity to measure only")
+    if pp_mesh is not None and pp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
+        )
+    found = gather_gradients(parameters)
+    norm = _total_norm(found, float(norm_type), pp_mesh)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteNormError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
+            "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
+        )
+    if math.isfinite(max_norm):
+        found.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)
+    return norm
+
+
+@dataclass(frozen=True)
+class FoundGradients:
+    """Where the gradients of some parameters are.
+
+    Attributes:
+        models: Models of the engine, all of whose parameters are among them.
+        parameters: The others, each once.
+        copies: Of parameters that another rank has: scaled with the others, and not counted again.
+    """
+
+    models: tuple[MegatronFSDP, ...]
+    parameters: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...] = ()
+
+    def scale(self, factor: Tensor | float, foreach: bool | None = None) -> None:
+        """Multiply all gradients, in place, by a factor that is the same on every rank."""
+        for model in self.models:
+            model.scale_gradients(float(factor))
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in (*self.parameters, *self.copies):
+            if param.grad is not None:
+                local = _local(param.grad)
+                alike.setdefault((local.device, local.dtype), []).append(local)
+        for (device, _), tensors in alike.items():
+            here = factor.to(device) if isinstance(factor, Tensor) else factor
+            if foreach is False:
+                for tensor in tensors:
+                    tensor.mul_(here)
+            else:
+                torch._foreach_mul_(tensors, here)
+
+
+def gather_gradients(parts: Parts) -> FoundGradients:
+    """Find the parameters that may have gradients, and the models of the engine that some belong to.
+
+    Raises:
+        ConfigurationError: Only a part of the parameters of such a model is given, or it has been deleted; a gradient
+            is sparse.
+    """
+    copies: dict[int, Tensor] = {}
+    if isinstance(parts, Pipeline):
+        copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}
+        parts = [param for param in parts.parameters() if id(param) not in copies]
+    params = {id(param): param for param in _parameters(parts) if param.requires_grad or param.grad is not None}
+    models: dict[int, MegatronFSDP] = {}
+    others = []
+    for param in params.values():
+        # A model of the engine would count copies, too; its gradients are DTensors like others.
+        owner = None if copies else getattr(param, "_megatron_fsdp_model", None)
+        if owner is not None:
+            model = _alive(owner)
+            models[id(model)] = model
+        elif param.grad is not None and param.grad.layout != torch.strided:
+            raise ConfigurationError(
+                f"a gradient of shape {tuple(param.shape)} is sparse, whose norm is not computed; use an embedding "
+                "with sparse=False"
+            )
+        else:
+            others.append(param)
+    for model in models.values():
+        if any(param.requires_grad and id(param) not in params for param in model.parameters()):
+            raise ConfigurationError(
+                "only some parameters of a model of fully_shard_model are given, but it measures and scales all of its "
+                "gradients together; give the model or all of model.parameters()"
+            )
+    return FoundGradients(tuple(models.values()), tuple(others), tuple(copies.values()))
+
+
+def _parameters(parts: Parts) -> Iterator[Tensor]:
+    if isinstance(parts, Tensor):
+        yield parts
+    elif isinstance(parts, nn.Module | Pipeline):
+        yield from parts.parameters()
+    else:
+        for part in parts:
+            yield from _parameters(part)
+
+
+def _alive(owner: MegatronFSDP) -> MegatronFSDP:
+    try:
+        return owner.self_reference()
+    except ReferenceError:
+        raise ConfigurationError(
+            "the model that some parameters belong to has been deleted; keep what fully_shard_model returned"
+        ) from None
+
+
+def _total_norm(found: FoundGradients, norm_type: float, pp_mesh: DeviceMesh | None) -> Tensor:
+    # Gradients may be offloaded, so numbers are reduced on the device of a mesh, with the index of the current one.
+    meshes = [pp_mesh, *(param.device_mesh for param in found.parameters if isinstance(param, DTensor))]
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    kind = mesh.device_type if mesh is not None else found.parameters[0].device if found.parameters else "cpu"
+    device = torch.empty(0, device=kind).device
+    pieces: dict[Groups, list[Tensor]] = {}
+    for param in found.parameters:  # the keys are the same on all ranks, gradient or not
+        tensors = pieces.setdefault(_shard_groups(param), [])
+        if param.grad is not None:
+            tensors.append(_reduced(param.grad))
+    powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
+    norms = [combine_powers(powers, norm_type)] if powers else []
+    norms += [model.clip_grad_norm_(math.inf, norm_type).to(device) for model in found.models]
+    # Pipeline ranks have other parameters, and perhaps other meshes, so they meet only once each has its own norm.
+    over = () if pp_mesh is None else (pp_mesh.get_group(),)
+    return combine_powers({over: sum_of_powers(norms, norm_type, device)}, norm_type)
+
+
+def _shard_groups(param: Tensor) -> Groups:
+    """Return the process groups along which ranks hold different shards."""
+    if not isinstance(param, DTensor):
+        return ()
+    mesh = param.device_mesh
+    dims = [dim for dim, where in enumerate(param.placements) if not where.is_replicate() and mesh.size(dim) > 1]
+    return tuple(mesh.get_group(dim) for dim in dims)
+
+
+def _reduced(grad: Tensor) -> Tensor:
+    """Return this rank's shard, after an all-reduce of what ranks hold partial sums of."""
+    if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+        grad = grad.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
+        )
+    return _local(grad)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad

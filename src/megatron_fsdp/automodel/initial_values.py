@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_pieces, unwrap
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.engine.meta_init import (
     blank_tensor,
     draw_blueprint,
@@ -90,9 +90,10 @@ def draw_missing(
         live = next((by_name[alias] for alias in aliases if alias in by_name), None)
         if live is not None and live.is_parameter:
             wanted[name] = live
-    everywhere = _on_any_rank(sorted(wanted))
+    # Ranks of a pipeline hold different parameters, and all draw the same random numbers.
+    everywhere = sorted({name for theirs in gather_objects(sorted(wanted)) for name in theirs})
     store: dict[str, Callable[[torch.Tensor], None]] = {
-        name: partial(keep_pieces, held[wanted[name].name]) if name in wanted else _drop for name in everywhere
+        name: partial(keep_pieces, held[wanted[name].name]) if name in wanted else lambda _: None for name in everywhere
     }
     before = random_state(device)
     groups = [dist.group.WORLD] if everywhere and dist.group.WORLD is not None else []
@@ -116,23 +117,12 @@ def draw_missing(
 
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:
-    """For each parameter's first name all of its names."""
+    """Return all names of each parameter by its first one."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(first.setdefault(id(param), name), []).append(name)
     return names
-
-
-def _on_any_rank(names: list[str]) -> list[str]:
-    """Names that any rank has; ranks of a pipeline hold different ones, and all draw the same random numbers."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, names)
-    return sorted({name for theirs in found for name in theirs})
-
-
-def _drop(_: torch.Tensor) -> None:
-    """Another rank's."""
 
 
 def _fill_buffers(live: nn.Module, twin: nn.Module, filled: Collection[str]) -> None:

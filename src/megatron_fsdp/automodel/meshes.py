@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.automodel.config import DDPConfig, DistributedConfig, FSDP2Config, check_config
-from megatron_fsdp.automodel.sizes import ParallelSizes, resolve_sizes
+from megatron_fsdp.automodel.config import (
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    ParallelSizes,
+    SizeArguments,
+    check_config,
+    resolve_sizes,
+)
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -48,7 +56,7 @@ class MeshContext:
     device: torch.device
 
     def axis(self, name: str) -> DeviceMesh:
-        """One axis, flattened ones included.
+        """Return one axis, flattened ones included.
 
         Raises:
             ConfigurationError: There is none of the name.
@@ -59,16 +67,17 @@ class MeshContext:
 
     @property
     def data_rank(self) -> int:
-        """Which of the `sizes.dp` different parts of the data this rank reads; the others of its group read the same.
+        """Tell which of the `sizes.dp` different parts of the data this rank reads.
 
-        Context-parallel ranks read the same sequences and cut them by `shard_batch`.
+        Tensor-, context- and pipeline-parallel ranks read the same part; context-parallel ones cut its sequences by
+        `shard_batch`.
         """
         if self.device_mesh is None:
             return dist.get_rank()
         return self.axis("dp").get_local_rank()
 
     def gradient_axis(self) -> DeviceMesh:
-        """The ranks over which gradients of dense parameters are averaged: data- and context-parallel ones.
+        """Return the ranks over which gradients of dense parameters are averaged: data- and context-parallel ones.
 
         Raises:
             ConfigurationError: There is no mesh.
@@ -77,66 +86,30 @@ class MeshContext:
         return self.axis("dp" if is_engine and self.sizes.cp == 1 else "dp_cp")
 
 
-def build_mesh_context(
-    config: DistributedConfig,
-    *,
-    dp_size: int | None = None,
-    dp_replicate_size: int | None = None,
-    tp_size: int | None = None,
-    pp_size: int | None = None,
-    cp_size: int | None = None,
-    ep_size: int | None = None,
-) -> MeshContext:
+def build_mesh_context(config: DistributedConfig, **sizes: Unpack[SizeArguments]) -> MeshContext:
     """Check the sizes and build the meshes; collective. Process groups are set up where there are none.
 
     Args:
         config: The strategy.
-        dp_size: See `resolve_sizes`, as those that follow.
-        dp_replicate_size: See there.
-        tp_size: See there.
-        pp_size: See there.
-        cp_size: See there.
-        ep_size: See there.
+        sizes: `dp_size`, `dp_replicate_size`, `tp_size`, `pp_size`, `cp_size` and `ep_size`, as of `resolve_sizes`.
 
     Raises:
         ParallelSizeError: See `resolve_sizes`.
     """
     device = set_up_ranks(check_config(config).backend)
-    sizes = resolve_sizes(
-        config,
-        dist.get_world_size(),
-        dp_size=dp_size,
-        dp_replicate_size=dp_replicate_size,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        cp_size=cp_size,
-        ep_size=ep_size,
-    )
-    return MeshContext(sizes, *_meshes(config, sizes, device.type), device)
+    resolved = resolve_sizes(config, dist.get_world_size(), **sizes)
+    return MeshContext(resolved, *_meshes(config, resolved, device.type), device)
 
 
 def create_device_mesh(
-    config: DistributedConfig,
-    *,
-    dp_size: int | None = None,
-    dp_replicate_size: int | None = None,
-    tp_size: int | None = None,
-    pp_size: int | None = None,
-    cp_size: int | None = None,
-    ep_size: int | None = None,
-    world_size: int | None = None,
+    config: DistributedConfig, *, world_size: int | None = None, **sizes: Unpack[SizeArguments]
 ) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The mesh and the mesh of experts, as `build_mesh_context` makes them; (None, None) for DDP.
+    """Build the mesh and the mesh of experts, as `build_mesh_context` does; (None, None) for DDP.
 
     Args:
         config: The strategy.
-        dp_size: See `resolve_sizes`, as those that follow.
-        dp_replicate_size: See there.
-        tp_size: See there.
-        pp_size: See there.
-        cp_size: See there.
-        ep_size: See there.
         world_size: None: what torch.distributed says; another number is refused.
+        sizes: As of `build_mesh_context`.
 
     Raises:
         ParallelSizeError: See `resolve_sizes`.
@@ -146,15 +119,7 @@ def create_device_mesh(
     ranks = dist.get_world_size()
     if world_size not in (None, ranks):
         raise ConfigurationError(f"world_size={world_size}, but there are {ranks} ranks; leave it out")
-    context = build_mesh_context(
-        config,
-        dp_size=dp_size,
-        dp_replicate_size=dp_replicate_size,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        cp_size=cp_size,
-        ep_size=ep_size,
-    )
+    context = build_mesh_context(config, **sizes)
     return context.device_mesh, context.moe_mesh
 
 
@@ -188,7 +153,7 @@ def set_up_ranks(backend: str) -> torch.device:
 
 
 def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis of a mesh or of its root, flattened ones included.
+    """Return one axis of a mesh or of its root, flattened ones included.
 
     Raises:
         ConfigurationError: There is none of the name.
@@ -204,7 +169,7 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def get_submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Several axes of a mesh in one, flattened ones included.
+    """Return several axes of a mesh in one, flattened ones included.
 
     Raises:
         ConfigurationError: There is none of a name.
@@ -215,7 +180,7 @@ def get_submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 
 def get_fsdp_dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What FSDP2 shards over: 1-D (shards), or 2-D (copies, shards); context-parallel ranks share shards too."""
+    """Return what FSDP2 shards over: 1-D (shards), or 2-D (copies, shards); context-parallel ranks share shards too."""
     shards = "dp_shard_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp_shard"
     if get_flat_mesh(mesh, "dp_replicate").size() > 1:
         return get_submesh(mesh, ("dp_replicate", shards))
@@ -223,7 +188,7 @@ def get_fsdp_dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def get_megatron_dp_axis(mesh: DeviceMesh) -> str:
-    """The name of the axis that the engine shards over; context-parallel ranks are always among its ranks."""
+    """Name the axis that the engine shards over; context-parallel ranks are always among its ranks."""
     return "dp_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp"
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from megatron_fsdp.automodel.gradients import reshard_units
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.checkpoint.hf import save_adapter, save_hf
 from megatron_fsdp.checkpoint.hf.live import unwrap
 from megatron_fsdp.comm.agreement import together
 from megatron_fsdp.errors import ConfigurationError
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([KMG])(I?)B")
 
 
 def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> None:
@@ -53,9 +54,7 @@ def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> 
         target = whole if isinstance(self, Pipeline) else self  # a deep copy saves itself
         given = {"save_directory": repr(save_directory), "max_shard_size": repr(max_shard_size), "dtype": repr(dtype)}
         target_bytes = together("saving the model", lambda: _checked(save_directory, max_shard_size), facts=given)
-        for unit in target.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # after a forward without its backward, weights are views of what FSDP2 frees
+        reshard_units(target)  # after a forward without its backward, weights are views of what FSDP2 frees
         if getattr(unwrap(target), "peft_config", None):
             save_adapter(target, save_directory)
             return
@@ -73,22 +72,13 @@ def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> 
 
 
 def _checked(folder: object, size: int | str) -> int:
+    """Return the size of a file in bytes."""
     if not isinstance(folder, str | Path):
         raise ConfigurationError(f"save_directory is {folder!r}; give the path of a folder")
-    return _in_bytes(size)
-
-
-def _in_bytes(size: int | str) -> int:
-    """A size as transformers writes it.
-
-    Raises:
-        ConfigurationError: It is no size.
-    """
     if isinstance(size, int):
         return size
-    text = str(size).strip().upper()
-    for unit, factor in sorted(_UNITS.items(), key=lambda entry: -len(entry[0])):
-        number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.replace(".", "", 1).isdigit():
-            return int(float(number) * factor)
-    raise ConfigurationError(f"max_shard_size={size!r}; give a number of bytes, or a string such as '5GB'")
+    found = _SIZE.fullmatch(str(size).strip().upper())
+    if found is None:
+        raise ConfigurationError(f"max_shard_size={size!r}; give a number of bytes, or a string such as '5GB'")
+    number, prefix, is_binary = found.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** ("KMG".index(prefix) + 1))

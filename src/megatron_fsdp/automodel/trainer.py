@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from megatron_fsdp.automodel.accumulation import accumulation_context
-from megatron_fsdp.automodel.gradient_clipping import clip_grad_norm_
-from megatron_fsdp.automodel.optimizers import connect_optimizer
-from megatron_fsdp.automodel.trainer_checks import check_arguments, check_model
+from megatron_fsdp.automodel.config import MegatronFSDPConfig
+from megatron_fsdp.automodel.gradients import accumulation_context, clip_grad_norm_, connect_optimizer
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf
 from megatron_fsdp.checkpoint.hf.live import unwrap
@@ -27,6 +27,33 @@ STATE_FOLDER = "training_state"
 
 _UNFINISHED = ".unfinished"
 _WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+"""Of `TrainingArguments.optim`: those of torch, which update each element by itself."""
+
+_WRAPS = "the model is parallel already; leave it out, and choose by distributed_config of from_pretrained"
+_DTYPES = "dtypes are those of the model; give dtype to from_pretrained, or mp_policy or autocast_dtype of FSDP2Config"
+_DDP = "it has no effect on a model that is wrapped already; leave it out"
+_REFUSED: Mapping[str, str] = {
+    "deepspeed": _WRAPS,
+    "fsdp": _WRAPS,
+    "parallelism_config": _WRAPS,
+    "fp16": _DTYPES,
+    "bf16": _DTYPES,
+    "fp16_full_eval": _DTYPES,
+    "bf16_full_eval": _DTYPES,
+    "activation_checkpointing": "give activation_checkpointing to the strategy's config",
+    "gradient_checkpointing": "give activation_checkpointing to the strategy's config",
+    "torch_compile": "give enable_compile to FSDP2Config",
+    "use_liger_kernel": "layers are changed before sharding; patch the classes of transformers before from_pretrained",
+    "auto_find_batch_size": "ranks that run out of memory alone cannot start anew; give a batch size that fits",
+    "enable_jit_checkpoint": "signals reach ranks at different steps; use save_steps",
+    "push_to_hub": "nothing is uploaded; upload the folder that save_model wrote",
+    "label_smoothing_factor": "transformers would not know whether labels are to be shifted; give compute_loss_func",
+    "neftune_noise_alpha": "it is not tested with sharded embeddings; leave it out",
+}
+"""Fields that must be off (None, False, empty), and what to do."""
+
+_MUST_BE_NONE = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 class ShardedTrainer(transformers.Trainer):
@@ -45,7 +72,7 @@ class ShardedTrainer(transformers.Trainer):
 
         Args:
             model: What `from_pretrained` or `from_config` returned, with data parallelism only.
-            args: As of transformers; trainer_checks.py lists what is refused.
+            args: As of transformers; `check_arguments` says what is refused.
             options: The other arguments of `transformers.Trainer`.
 
         Raises:
@@ -60,10 +87,10 @@ class ShardedTrainer(transformers.Trainer):
         self.model_wrapped = model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It is there."""
+        """Leave the model where it is."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """What runs forward, in training and in evaluation."""
+        """Return what runs forward, in training and in evaluation."""
         del model, training, dataloader
         wrapped: nn.Module = self._parallel
         return wrapped
@@ -79,7 +106,7 @@ class ShardedTrainer(transformers.Trainer):
         return made
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        """Without accelerate's wrapper."""
+        """Return the optimizer without accelerate's wrapper."""
         optimizer: Any = self.optimizer
         return getattr(optimizer, "optimizer", optimizer)
 
@@ -90,12 +117,12 @@ class ShardedTrainer(transformers.Trainer):
             return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """One norm over all ranks' shards."""
+        """Clip by one norm over all ranks' shards."""
         del model
         return clip_grad_norm_(self._parallel, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm before clipping; measured where nothing was clipped."""
+        """Return the norm before clipping; measured where nothing was clipped."""
         del model
         return clip_grad_norm_(self._parallel, math.inf) if grad_norm is None else grad_norm
 
@@ -124,7 +151,7 @@ class ShardedTrainer(transformers.Trainer):
         decided_by_first(finish, f"saving {folder}")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Each rank its shards, with the main weights. Random states are saved by transformers, per rank."""
+        """Save each rank's shards, with the main weights. Random states are saved by transformers, per rank."""
         save_checkpoint(
             self._parallel,
             self._own_optimizer(),
@@ -136,11 +163,11 @@ class ShardedTrainer(transformers.Trainer):
         )
 
     def _extra(self) -> dict[str, Any]:
-        """What a checkpoint holds beside model and optimizer."""
+        """Name what a checkpoint holds beside model and optimizer."""
         return {"schedule": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Only look whether one can go on from there; weights are loaded with the optimizer, once that exists."""
+        """Look whether one can go on from there; weights are loaded with the optimizer, once that exists."""
         del model
         state = Path(resume_from_checkpoint) / STATE_FOLDER
         if not decided_by_first(state.is_dir, f"looking for {state}"):
@@ -150,7 +177,7 @@ class ShardedTrainer(transformers.Trainer):
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Weights, optimizer and schedule; any number of ranks and any strategy may have written them."""
+        """Load weights, optimizer and schedule; any number of ranks and any strategy may have written them."""
         if checkpoint is not None:
             load_checkpoint(
                 self._parallel,
@@ -161,14 +188,14 @@ class ShardedTrainer(transformers.Trainer):
             )
 
     def _load_best_model(self) -> None:
-        """Weights of the best checkpoint, from the files for transformers, which have the dtype of the main weights."""
+        """Load the best weights from the files for transformers, which have the dtype of the main weights."""
         folder = str(self.state.best_model_checkpoint)
         load = load_adapter if getattr(self.model, "peft_config", None) else load_hf
         load(self._parallel, folder)
 
 
 def _make_room(folder: Path) -> None:
-    """What a save left behind that was killed is in the way."""
+    """Remove what a save that was killed left behind."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
 
@@ -184,3 +211,62 @@ def _replace_model(new: Path, folder: Path) -> None:
             shutil.rmtree(target)
         file.replace(target)
     new.rmdir()
+
+
+def _refuse(what: str, advice: str) -> None:
+    raise ConfigurationError(f"{what} is not supported: {advice}")
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that is not of `from_pretrained` or `from_config`, or whose ranks do not all read other data."""
+    context = getattr(model, "mesh_context", None)
+    if context is None:
+        raise ConfigurationError(
+            f"model is a {type(model).__name__} without mesh_context; give what from_pretrained or from_config of "
+            "megatron_fsdp.automodel returned"
+        )
+    if context.sizes.dp != dist.get_world_size() or not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"ShardedTrainer shares data out over all {dist.get_world_size()} ranks, and the model has dp_size="
+            f"{context.sizes.dp}; leave tp_size, cp_size and pp_size at 1, or write the loop yourself"
+        )
+    config = model.distributed_config
+    if isinstance(config, MegatronFSDPConfig) and config.calculate_per_token_loss:
+        raise ConfigurationError(
+            "Trainer scales losses for gradients that are averaged, and calculate_per_token_loss=True sums them; set "
+            "it to False: losses are per token all the same (average_tokens_across_devices)"
+        )
+
+
+def check_arguments(args: Any, model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse `TrainingArguments` and other arguments of the trainer that would do something else than they say."""
+    for name, advice in _REFUSED.items():
+        if value := getattr(args, name, None):
+            _refuse(f"TrainingArguments.{name}={value!r}", advice)
+    for name in _MUST_BE_NONE:
+        if (value := getattr(args, name, None)) is not None:
+            _refuse(f"TrainingArguments.{name}={value!r}", _DDP)
+    if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
+        _refuse("accelerator_config.gradient_accumulation_kwargs", "give gradient_accumulation_steps")
+    if options.get("model_init") is not None:
+        _refuse("model_init", "give the model that from_pretrained returned")
+    is_own = (
+        options.get("optimizer_cls_and_kwargs") is not None or (options.get("optimizers") or (None,))[0] is not None
+    )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if not is_own and optimizer not in OPTIMIZERS:
+        raise ConfigurationError(
+            f"TrainingArguments.optim={optimizer!r} is not supported; give one of {', '.join(sorted(OPTIMIZERS))}, or "
+            "optimizers=(an optimizer that is built on model.parameters(), None)"
+        )
+    if args.n_gpu > 1 or args.world_size != dist.get_world_size():
+        raise ConfigurationError(
+            f"TrainingArguments sees {args.world_size} processes with {args.n_gpu} devices each, and there are "
+            f"{dist.get_world_size()} ranks; start with torchrun, one process per device"
+        )
+    device = model.mesh_context.device
+    if args.device.type != device.type:
+        raise ConfigurationError(
+            f"TrainingArguments computes on {args.device.type} and the model is on {device.type}; set use_cpu="
+            f"{device.type == 'cpu'}"
+        )

@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.pipeline_parallel.build import build_pipeline
-from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
-from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline
+from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline, build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from tests.automodel.process_groups import destroy
 from tests.automodel.small_models import batch_of, build, label_count
+from tests.automodel.training import whole
 from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")
@@ -53,10 +52,6 @@ def make(case: Case, mesh: DeviceMesh, prepare: Callable[[nn.Module], nn.Module]
     config = PipelineConfig(case.schedule, case.microbatch_size, layers_per_stage=case.layers_per_stage)
     model = build(case.kind, **case.changes)
     return build_pipeline(model, mesh, config, parallelize_stage=prepare, device=CPU)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def train(pipeline: Pipeline, case: Case, *, dp_rank: int = 0, dp_size: int = 1) -> StageRun:

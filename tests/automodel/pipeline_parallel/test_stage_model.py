@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.pipeline_parallel.stage_model import cut_stage, tied_embeddings
+from megatron_fsdp.automodel.pipeline_parallel.stages import cut_stage, tied_embeddings
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.small_models import FAMILIES, VOCABULARY, batch_of, build
 

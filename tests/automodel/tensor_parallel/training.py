@@ -1,29 +1,18 @@
 """Train a small model for two steps, on one process or on tensor-parallel ranks, and list where two runs differ."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import peft
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from tests.automodel.small_models import batch_of, label_count, token_loss_sum
+from tests.automodel.training import Trained
+from tests.automodel.training import train as train_rows
 from tests.support.parity import fixed_seed
 
 RTOL, ATOL = 1e-4, 1e-6
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What two steps left behind; index = step, whole tensors by name of the parameter."""
-
-    logits: Tensor
-    losses: list[float]
-    gradients: list[dict[str, Tensor]]
-    parameters: list[dict[str, Tensor]]
 
 
 def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
@@ -33,11 +22,6 @@ def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module
         # peft 0.21 asks transformers 5.23 by an old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return peft.get_peft_model(model, config)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor over all ranks, a copy."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -53,44 +37,22 @@ def train(
     ranks: int = 1,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     steps: int = 2,
-) -> Trace:
-    """Train on this data-parallel rank's rows; the loss is scaled so that the average over ranks is the mean."""
-    optimizer = optimizer_of(model)
-    losses, gradients, parameters, first = [], [], [], None
-    for step in range(steps):
-        batch = batch_of(seed=1 + step)
-        rows = len(batch["labels"]) // ranks
-        own = {key: value[rank * rows : (rank + 1) * rows] for key, value in batch.items()}
-        logits = model(input_ids=own["input_ids"], use_cache=False).logits
-        first = logits.detach().clone() if first is None else first
-        loss = token_loss_sum(logits, own["labels"]) * ranks / label_count(batch["labels"])
-        optimizer.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({name: whole(p.grad) for name, p in _named(model) if p.grad is not None})
-        optimizer.step()
-        parameters.append({name: whole(p) for name, p in _named(model)})
-    assert first is not None
-    return Trace(first, losses, gradients, parameters)
+) -> Trained:
+    """Train on this data-parallel rank's rows; tensor-parallel ranks read the same ones."""
+    return train_rows(model, steps=steps, data_rank=rank, data_ranks=ranks, optimizer=optimizer_of(model))
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, param in model.named_parameters():
-        yield name.removeprefix("module."), param
-
-
-def differences(found: Trace, expected: Trace, *, only_sums: bool = False) -> list[str]:
+def differences(found: Trained, expected: Trained, *, with_logits: bool = True) -> list[str]:
     """Where a run differs from one process; empty where nowhere.
 
     Args:
         found: The run.
         expected: What one process computed.
-        only_sums: Leave out logits and losses, which are of a part of the rows under data parallelism.
+        with_logits: False: leave out logits, which are of a part of the rows under data parallelism.
     """
-    pairs: list[tuple[str, Tensor, Tensor]] = []
-    if not only_sums:
-        pairs.append(("logits", found.logits, expected.logits))
-        pairs.append(("losses", torch.tensor(found.losses), torch.tensor(expected.losses)))
+    pairs = [("losses", torch.tensor(found.losses), torch.tensor(expected.losses))]
+    if with_logits:
+        pairs.append(("logits", found.logits[0], expected.logits[0]))
     wrong = []
     for what in ("gradients", "parameters"):
         for step, (mine, right) in enumerate(zip(getattr(found, what), getattr(expected, what), strict=True)):

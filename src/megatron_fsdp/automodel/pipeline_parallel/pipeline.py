@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,36 +12,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
 from megatron_fsdp.automodel.context_parallel import check_call
-from megatron_fsdp.automodel.pipeline_parallel.config import PipelineConfig
-from megatron_fsdp.automodel.pipeline_parallel.inputs import StepInputs, agreed_inputs
-from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatches, schedule_named
-from megatron_fsdp.automodel.pipeline_parallel.stage import Activations, DecoderStage
+from megatron_fsdp.automodel.pipeline_parallel.schedules import (
+    PipelineConfig,
+    count_microbatches,
+    count_stages,
+    schedule_named,
+    split_layers,
+)
+from megatron_fsdp.automodel.pipeline_parallel.stages import (
+    DecoderStage,
+    cut_stage,
+    find_ends,
+    tied_embeddings,
+)
 from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd, check_ends
-from megatron_fsdp.automodel.pipeline_parallel.token_loss import IGNORED, MicrobatchLoss
 from megatron_fsdp.checkpoint.naming import own_name
 from megatron_fsdp.checkpoint.stages import PipelinePlace
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import agree, gather_objects
+from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """What a rank has of a pipeline.
+    """What a rank has of a pipeline."""
 
-    Attributes:
-        modules: Stage index -> part, ascending.
-        num_stages: Of the whole pipeline.
-        activation_dtype: Of the hidden states that stages send.
-        tied: Names of the head's and of the input embeddings' matrix where these are one; None where they are not.
-    """
-
-    modules: Mapping[int, nn.Module]
-    num_stages: int
-    activation_dtype: torch.dtype
-    tied: tuple[str, str] | None = None
+    modules: Mapping[int, nn.Module]  # stage index -> part, ascending
+    num_stages: int  # of the whole pipeline
+    activation_dtype: torch.dtype  # of the hidden states that stages send
+    tied: tuple[str, str] | None = None  # names of the head's and the input embeddings' matrix where these are one
 
 
 class Pipeline:
@@ -74,7 +78,7 @@ class Pipeline:
         self._shape: tuple[int, ...] | None = None
         self._tied_end = self._find_tied_end()
         if parts.tied is not None:
-            check_ends(self._tied_end, self._group, device)
+            check_ends(self._tied_end, self._group)
         self._tell_parts_where_they_lie()
         self.equalize_tied()
 
@@ -97,7 +101,7 @@ class Pipeline:
         dp_size: int = 1,
         **per_token: Any,
     ) -> Tensor:
-        """Forward and backward of a batch; gradients are added to `.grad`, and reduced once where parts are FSDP2's.
+        """Run forward and backward of a batch; gradients are added to `.grad`, and under FSDP2 reduced once.
 
         The gradients are those of the mean over the counted labels of this batch. Under data parallelism, where
         gradients are averaged over ranks, labels may lie unevenly: give `num_label_tokens` of all ranks and `dp_size`,
@@ -151,7 +155,7 @@ class Pipeline:
         dp_size: int = 1,
         **per_token: Any,
     ) -> Tensor:
-        """The loss that `step` would give, without gradients; arguments, result and errors are those of `step`."""
+        """Return the loss of `step` without gradients; arguments, result and errors are those of `step`."""
         inputs = self._take(input_ids, labels, per_token, ("eval_step", num_label_tokens, dp_size))
         if inputs.labels is None:
             raise ConfigurationError(
@@ -163,7 +167,7 @@ class Pipeline:
         return self._total(losses)
 
     def forward(self, input_ids: Tensor, **per_token: Any) -> Tensor | None:
-        """Logits of a batch, (rows, sequence, vocabulary), without gradients.
+        """Return the logits of a batch, (rows, sequence, vocabulary), without gradients.
 
         Args:
             input_ids: (rows, sequence), int64.
@@ -179,12 +183,12 @@ class Pipeline:
         if inputs.labels is not None:
             raise ConfigurationError("forward gives logits and takes no labels; use eval_step for the loss")
         self._loss.factor = None
-        logits = self._evaluate(inputs, torch.full_like(input_ids, IGNORED), [], return_outputs=True)
+        logits = self._evaluate(inputs, torch.full_like(input_ids, IGNORED_LABEL), [], return_outputs=True)
         return logits if self.has_last_stage else None
 
     @property
     def tied_copies(self) -> dict[str, str]:
-        """Name of the head's matrix -> name of the input embeddings', where these are tied; the same on all ranks.
+        """Return name of the head's matrix -> name of the input embeddings', where tied; the same on all ranks.
 
         The last stage has a copy of the first stage's matrix, and both have the gradient of the whole: count it once in
         norms, save it once.
@@ -198,15 +202,15 @@ class Pipeline:
             self._tied_end.equalize()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name in the whole model and parameter, of all parts of this rank."""
+        """Yield name in the whole model and parameter, of all parts of this rank."""
         return itertools.chain.from_iterable(part.named_parameters() for part in self.parts)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of all parts of this rank."""
+        """Yield the parameters of all parts of this rank."""
         return (param for _, param in self.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all parts of this rank, under the names of the whole model."""
+        """Return the state of all parts of this rank, under the names of the whole model."""
         return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,7 +237,14 @@ class Pipeline:
         self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
     ) -> StepInputs:
         vocabulary = getattr(text_config(self.parts[0]), "vocab_size", None)
-        inputs = agreed_inputs(input_ids, labels, per_token, call, self._group, self._device, vocabulary)
+        inputs, error, facts = None, None, []
+        try:
+            inputs = _take_inputs(input_ids, labels, per_token, vocabulary)
+            facts = inputs.facts(call)
+        except ConfigurationError as found:
+            error = found
+        agree(self._group, error, facts)  # a rank with other shapes would wait for tensors that nobody sends
+        assert inputs is not None
         check_call(self.parts[0], inputs.per_token)
         return inputs
 
@@ -250,7 +261,7 @@ class Pipeline:
                 raise ConfigurationError(
                     f"dp_size={dp_size} has an effect only with num_label_tokens of all data-parallel ranks; give both"
                 )
-            return 1.0 / (labels != IGNORED).sum().clamp(min=1)
+            return 1.0 / (labels != IGNORED_LABEL).sum().clamp(min=1)
         if num_label_tokens < 1 or dp_size < 1:
             raise ConfigurationError(f"num_label_tokens={num_label_tokens} and dp_size={dp_size} have to be at least 1")
         return dp_size / num_label_tokens
@@ -263,12 +274,13 @@ class Pipeline:
         size = self.config.pp_microbatch_size
         count = count_microbatches(self._kind, rows, size, self.pp_mesh.size(), self.num_stages)
         config = text_config(self.parts[0])
-        sent = Activations(size, sequence, config.hidden_size, config.vocab_size, self._parts.activation_dtype)
+        shape, dtype = (size, sequence, config.hidden_size), self._parts.activation_dtype
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         self.stages = [
-            DecoderStage(part, index, self.num_stages, sent, self._device, self._group)
+            DecoderStage(part, (index, self.num_stages), hidden, config.vocab_size, self._device, self._group)
             for index, part in self._parts.modules.items()
         ]
-        self.schedule = self._kind.torch_class()(
+        self.schedule = get_schedule_class(self._kind.name)(
             self.stages if self._kind.several_stages else self.stages[0],
             count,
             loss_fn=self._loss,
@@ -290,7 +302,7 @@ class Pipeline:
             vars(part)["pipeline_place"] = place
 
     def _find_tied_end(self) -> TiedEnd | None:
-        """The end of tied embeddings that this rank has; the first stage is on rank 0."""
+        """Return the end of tied embeddings that this rank has; the first stage is on rank 0."""
         for target, source in self.tied_copies.items():
             if self.has_first_stage:
                 return TiedEnd(self._parts.modules[0], source, self._group, self._last_rank, is_source=True)
@@ -313,10 +325,170 @@ class Pipeline:
         )
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """The loss of the step on all ranks: only that of the last stage has it before."""
+        """Send the loss of the step to all ranks: only that of the last stage has it before."""
         total = torch.zeros((), device=self._device)
         if self.has_last_stage:
             total = torch.stack([loss.detach().float() for loss in losses]).sum()
             total = total / len(losses) if self.config.scale_grads_in_schedule else total
         dist.broadcast(total, group=self._group, group_src=self._last_rank)
         return total
+
+
+def build_pipeline(
+    model: nn.Module | Callable[[], nn.Module],
+    pp_mesh: DeviceMesh,
+    config: PipelineConfig,
+    *,
+    parallelize_stage: Callable[[nn.Module], nn.Module],
+    device: torch.device,
+    activation_dtype: torch.dtype | None = None,
+) -> Pipeline:
+    """Cut a causal language model of transformers into stages, and prepare those of this rank.
+
+    Stage i is on rank i modulo the number of ranks. The embeddings are in the first stage, the final norm and the head
+    in the last, rotary embeddings everywhere.
+
+    Args:
+        model: The whole model, on the meta device or with memory, or a function that gives it. It is left as it is;
+            the parts have its tensors, so drop it to free those of other stages.
+        pp_mesh: 1-D mesh of the pipeline's ranks.
+        config: Schedule and sizes.
+        parallelize_stage: Makes a part of a rank ready: memory, weights, sharding. What it gives must be the part
+            itself or stand for it, so wrap the part itself by `fully_shard` besides its layers: gradients are then
+            reduced once in a step. `reshard_after_forward=False` spares gathers between microbatches.
+        device: Of this rank's parts.
+        activation_dtype: Of the hidden states that stages send; None: that of the parameters. Under mixed precision
+            give the dtype of FSDP2's outputs.
+
+    Raises:
+        ConfigurationError: The model cannot be cut, or sizes do not fit; the same on all ranks.
+    """
+    if pp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"pp_mesh has {pp_mesh.ndim} dimensions ({pp_mesh.mesh_dim_names}) but has to have one; give mesh['pp']"
+        )
+    whole = model if isinstance(model, nn.Module) else model()
+    find_ends(whole)
+    kind, ranks = schedule_named(config.pp_schedule), pp_mesh.size()
+    num_layers = len(find_layers(whole).modules())
+    num_stages = count_stages(kind, num_layers, ranks, config.layers_per_stage)
+    pieces = split_layers(num_layers, num_stages, config.layers_per_stage)
+    if config.pp_batch_size > 1:
+        count_microbatches(kind, config.pp_batch_size, config.pp_microbatch_size, ranks, num_stages)
+    tied = tied_embeddings(whole)
+    if tied is not None and ranks == 1 and num_stages > 1:
+        raise ConfigurationError(
+            f"{type(whole).__name__} has tied embeddings, whose ends must be on two ranks, but the pipeline has one; "
+            "use no pipeline"
+        )
+    dtype = activation_dtype or next(param.dtype for param in whole.parameters() if param.is_floating_point())
+    parts = {}
+    for index in range(pp_mesh.get_local_rank(), num_stages, ranks):
+        part = cut_stage(_copy_of_modules(whole), *pieces[index], index == 0, index == num_stages - 1)
+        parts[index] = parallelize_stage(part)
+    return Pipeline(PipelineParts(parts, num_stages, dtype, tied), pp_mesh, config, device)
+
+
+def _copy_of_modules(model: nn.Module) -> nn.Module:
+    """Copy the modules of a model, which share all of its tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of a step, checked and ready to be cut into microbatches."""
+
+    input_ids: Tensor  # (rows, sequence)
+    labels: Tensor | None  # of the same positions (shifted), (rows, sequence); None: none were given
+    per_token: dict[str, Any]  # what the model takes besides; tensors have all rows
+
+    def facts(self, call: tuple[Any, ...]) -> list[str]:
+        """Describe what has to be the same on all ranks of a pipeline, `call` included, one line each."""
+        others = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(self.per_token.items())]
+        seen = [f"input_ids of shape {tuple(self.input_ids.shape)}", f"tokens with the checksum {_sum(self.input_ids)}"]
+        labels = "no labels" if self.labels is None else f"labels with the checksum {_sum(self.labels)}"
+        return [*seen, labels, f"other arguments {others} in {call}"]
+
+
+def _sum(ids: Tensor) -> int:
+    """Compute a checksum of integers that depends on their order."""
+    return int(fingerprint(ids))
+
+
+def _take_inputs(
+    input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], vocabulary: int | None
+) -> StepInputs:
+    """Check the inputs of a step and shift the labels.
+
+    Raises:
+        ConfigurationError: Shapes or tokens do not fit, something is no tensor, or there are two kinds of labels.
+    """
+    others = {name: value for name, value in per_token.items() if value is not None}
+    shifted = others.pop("shift_labels", None)
+    if input_ids.ndim != 2:
+        raise ConfigurationError(f"input_ids has shape {tuple(input_ids.shape)} but has to be (rows, sequence)")
+    if vocabulary is not None and input_ids.numel():
+        low, high = (int(value) for value in input_ids.aminmax())
+        if low < 0 or high >= vocabulary:
+            raise ConfigurationError(
+                f"input_ids has tokens from {low} to {high}, and the model knows 0 to {vocabulary - 1}"
+            )
+    if labels is not None and shifted is not None:
+        raise ConfigurationError("labels and shift_labels were both given; give one of them")
+    for name, value in (("labels", labels), ("shift_labels", shifted)):
+        if value is not None and value.shape != input_ids.shape:
+            raise ConfigurationError(
+                f"{name} has shape {tuple(value.shape)} but has to have that of input_ids, {tuple(input_ids.shape)}"
+            )
+    rows = input_ids.shape[0]
+    for name, value in others.items():
+        if not isinstance(value, Tensor):
+            raise ConfigurationError(
+                f"{name}={value!r} has no effect in a pipeline, whose stages take tensors per token only "
+                "(attention_mask, position_ids); leave it out"
+            )
+        if value.ndim == 0 or value.shape[0] not in (1, rows):
+            raise ConfigurationError(
+                f"{name} has shape {tuple(value.shape)} but its first dimension has to be the {rows} rows of "
+                "input_ids (or 1), since it is cut into microbatches by rows"
+            )
+        others[name] = value.expand(rows, *value.shape[1:])
+    if labels is not None:  # those of the next position belong to the logits of a position
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return StepInputs(input_ids, shifted, others)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum the cross entropies in float32 over the counted labels.
+
+    Args:
+        logits: (rows, sequence, vocabulary).
+        labels: Of the same positions, (rows, sequence).
+    """
+    return nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+class MicrobatchLoss:
+    """What a schedule calls for the loss of a microbatch: a function of logits and labels, times a factor of the step.
+
+    With the factor dp_size / (label tokens of all data-parallel ranks) the gradients of a step, averaged over the
+    data-parallel ranks, are those of the mean over all label tokens, however unevenly these lie over microbatches and
+    ranks. A mean of means would be another number.
+
+    Args:
+        loss_fn: (logits, labels of the same positions) -> scalar; None: `cross_entropy_sum`.
+    """
+
+    def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+        self._loss_fn = loss_fn or cross_entropy_sum
+        self.factor: Tensor | float | None = None
+        """Of the step under way; None: no labels were given, the loss is zero."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the share of a microbatch in the loss of the step, a scalar."""
+        if self.factor is None:
+            return torch.zeros((), device=logits.device)
+        return self._loss_fn(logits, labels) * self.factor

@@ -1,34 +1,84 @@
-"""Which schedules of torch.distributed.pipelining are offered, and what numbers of microbatches they take; pure."""
+"""What a pipeline runs by: its options, the schedules of torch that are offered, and which layers a stage has."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fsdp.errors import ConfigurationError
+from torch import Tensor
+
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+
+
+@dataclass
+class PipelineConfig:
+    """Options of pipeline parallelism; the number of ranks of a pipeline is `pp_size`, given elsewhere.
+
+    Attributes:
+        pp_schedule: "1f1b" or "gpipe" (one stage per rank), "interleaved1f1b" or "loopedbfs" (several); in upper or
+            lower case.
+        pp_microbatch_size: Rows that pass through the stages at a time.
+        pp_batch_size: Rows that a training step of one data-parallel rank takes. 1 (the default; no pipeline can be
+            filled by one row): any number, checked at each step; more: just this number, checked already when the
+            pipeline is built.
+        layers_per_stage: Decoder layers of a stage at most; None: as many as one stage per rank, or two stages per rank
+            under schedules with several, give.
+        scale_grads_in_schedule: `loss_fn` gives the mean over a microbatch, and gradients and loss are divided by the
+            number of microbatches. Needs `loss_fn`.
+        loss_fn: (logits (microbatch, sequence, vocabulary), labels (microbatch, sequence)) -> scalar; labels are
+            those of the same position, with -100 where nothing counts. It gives the sum over the counted labels,
+            unless `scale_grads_in_schedule`. None: the sum of cross entropies in float32.
+
+    Raises:
+        ConfigurationError: A value is not one of these.
+    """
+
+    pp_schedule: str = "1f1b"
+    pp_microbatch_size: int = 1
+    pp_batch_size: int = 1
+    layers_per_stage: int | None = None
+    scale_grads_in_schedule: bool = False
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        schedule_named(self.pp_schedule)
+        for name in ("pp_microbatch_size", "pp_batch_size", "layers_per_stage"):
+            value = getattr(self, name)
+            if value is None and name == "layers_per_stage":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{name} is {value!r} but has to be an integer of at least 1")
+        if self.pp_batch_size > 1 and self.pp_batch_size % self.pp_microbatch_size:
+            raise ConfigurationError(
+                f"pp_batch_size={self.pp_batch_size} is no multiple of pp_microbatch_size={self.pp_microbatch_size}; "
+                "change one of them, since all microbatches have the same number of rows"
+            )
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise ConfigurationError(
+                f"loss_fn is {self.loss_fn!r} but has to be a function of logits and labels, or None for cross entropy"
+            )
+        if self.scale_grads_in_schedule and self.loss_fn is None:
+            raise ConfigurationError(
+                "scale_grads_in_schedule=True needs a loss_fn that gives the mean over a microbatch; the loss without "
+                "loss_fn is already divided by the number of labels of the whole batch, so leave it False"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return field name -> value, in order; `loss_fn` is the function itself."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule.
+    """A schedule of torch."""
 
-    Attributes:
-        name: As torch spells it.
-        several_stages: A rank may have more than one stage.
-        fills_pipeline: It needs at least as many microbatches as stages.
-        rounds: It runs microbatches in equal rounds of at least as many as there are ranks.
-    """
-
-    name: str
-    several_stages: bool = False
-    fills_pipeline: bool = False
-    rounds: bool = False
-
-    def torch_class(self) -> Any:
-        """The class of torch."""
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
-        return get_schedule_class(self.name)
+    name: str  # as torch spells it
+    several_stages: bool = False  # a rank may have more than one stage
+    fills_pipeline: bool = False  # it needs at least as many microbatches as stages
+    rounds: bool = False  # it runs microbatches in equal rounds of at least as many as there are ranks
 
 
 _KINDS = (
@@ -40,7 +90,7 @@ _KINDS = (
 
 
 def schedule_named(name: str) -> ScheduleKind:
-    """A schedule by its name in any case.
+    """Find a schedule by its name in any case.
 
     Torch has more, which are not offered: the V-shaped ones cannot evaluate, and those that split backward (zero
     bubble) leave parameters without gradients, and say nothing, where FSDP2 has released weights after forward.
@@ -56,14 +106,7 @@ def schedule_named(name: str) -> ScheduleKind:
 
 
 def count_microbatches(kind: ScheduleKind, rows: int, microbatch_size: int, num_ranks: int, num_stages: int) -> int:
-    """How many microbatches a batch makes.
-
-    Args:
-        kind: Of schedule.
-        rows: Of the batch.
-        microbatch_size: Rows of a microbatch.
-        num_ranks: Of the pipeline.
-        num_stages: Of the pipeline.
+    """Count the microbatches that the rows of a batch make.
 
     Raises:
         ConfigurationError: The rows do not divide, or the schedule cannot run that number of microbatches.
@@ -87,3 +130,59 @@ def count_microbatches(kind: ScheduleKind, rows: int, microbatch_size: int, num_
             f"{num_ranks} microbatches"
         )
     return count
+
+
+def split_layers(num_layers: int, num_stages: int, layers_per_stage: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Cut layers into stages of lengths that differ by one at most; earlier stages take the remainder.
+
+    Args:
+        num_layers: Of the model.
+        num_stages: Of the whole pipeline.
+        layers_per_stage: The most that a stage may have; None: any number.
+
+    Returns:
+        (first layer, one past the last layer) of each stage.
+
+    Raises:
+        ParallelSizeError: A stage would be empty, or longer than allowed.
+    """
+    if num_stages < 1 or num_layers < num_stages:
+        raise ParallelSizeError(
+            f"{num_layers} layers cannot be cut into {num_stages} stages, since each needs a layer; use fewer pipeline "
+            "ranks, or fewer stages per rank"
+        )
+    length, remainder = divmod(num_layers, num_stages)
+    longest = length + bool(remainder)
+    if layers_per_stage is not None and longest > layers_per_stage:
+        raise ParallelSizeError(
+            f"{num_layers} layers in {num_stages} stages make stages of {longest}, more than "
+            f"layers_per_stage={layers_per_stage}; use more stages"
+        )
+    starts = [stage * length + min(stage, remainder) for stage in range(num_stages + 1)]
+    return tuple(itertools.pairwise(starts))
+
+
+def count_stages(kind: ScheduleKind, num_layers: int, num_ranks: int, layers_per_stage: int | None = None) -> int:
+    """Count the stages of a pipeline.
+
+    Without `layers_per_stage` each rank has one, or two under a schedule of several; with it there are
+    ceil(num_layers / layers_per_stage).
+
+    Raises:
+        ParallelSizeError: The stages do not divide over the ranks as the schedule needs it.
+    """
+    if layers_per_stage is None:
+        return num_ranks * (2 if kind.several_stages else 1)
+    stages = -(-num_layers // layers_per_stage)
+    made = f"{num_layers} layers with layers_per_stage={layers_per_stage} make {stages} stages"
+    if stages % num_ranks:
+        raise ParallelSizeError(
+            f"{made}, no multiple of {num_ranks} pipeline ranks; change layers_per_stage or leave it None"
+        )
+    if kind.several_stages != (stages > num_ranks):
+        wanted = "at least two stages" if kind.several_stages else "one stage"
+        raise ParallelSizeError(
+            f"{made}, {stages // num_ranks} on each of {num_ranks} ranks, but {kind.name} runs {wanted} per rank; "
+            "change layers_per_stage or the schedule"
+        )
+    return stages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -77,32 +77,28 @@ class TiedEnd:
             self._kept = None
 
     def _param(self) -> nn.Parameter:
-        """The parameter that the optimizer has; FSDP2 shows full ones after a forward that gathered them."""
+        """Return the parameter that the optimizer has; FSDP2 shows full ones after a forward that gathered them."""
         if isinstance(self.part, FSDPModule):
             self.part.reshard()
         return self.part.get_parameter(self.name)
 
 
-def check_ends(end: TiedEnd | None, group: dist.ProcessGroup, device: torch.device) -> None:
+def check_ends(end: TiedEnd | None, group: dist.ProcessGroup) -> None:
     """Make sure that both copies are cut alike over other mesh dimensions; all ranks of the pipeline call it.
 
     Args:
         end: Of this rank; None: it has none.
         group: Of the pipeline.
-        device: Of the group's collectives.
 
     Raises:
         ConfigurationError: They are not; on all ranks.
     """
-    both = torch.full((2,), -(2**62), dtype=torch.int64, device=device)  # what ranks in the middle say does not count
+    own = None
     if end is not None:
         param = end.part.get_parameter(end.name)
         placements = repr(param.placements) if isinstance(param, DTensor) else ""
-        mark = zlib.crc32(f"{tuple(param.shape)} {tuple(_local(param).shape)} {param.dtype} {placements}".encode())
-        both = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    most, least = both.tolist()
-    if most != -least:
+        own = (tuple(param.shape), tuple(_local(param).shape), str(param.dtype), placements)
+    if len({found for found in gather_objects(own, group) if found is not None}) > 1:
         raise ConfigurationError(
             "the input embeddings and the head are tied, but their stages cut or cast them differently; give both "
             "the same tensor-parallel style, sharding and dtype, or set tie_word_embeddings=False"

@@ -3,51 +3,50 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megatron_fsdp.automodel.architecture import text_config
-from megatron_fsdp.automodel.tensor_parallel.layouts import not_a_view
-from megatron_fsdp.automodel.tensor_parallel.local_parameters import place, undivided_units, use_plain_tensors
-from megatron_fsdp.automodel.tensor_parallel.lora import is_adapted, styles_of_adapted
-from megatron_fsdp.automodel.tensor_parallel.plans import MatchedPlan, Plan, choose_plan, match_plan
-from megatron_fsdp.automodel.tensor_parallel.same_inputs import compare_first_forward
-from megatron_fsdp.automodel.tensor_parallel.sequence import SequenceRegion, sequence_region, split_tokens
-from megatron_fsdp.automodel.tensor_parallel.sizes import check_heads, check_module, check_parameter, in_attention
-from megatron_fsdp.automodel.tensor_parallel.styles import LocalParts
-from megatron_fsdp.automodel.tensor_parallel.ties import Ties
-from megatron_fsdp.automodel.tensor_parallel.translation import (
+from megatron_fsdp.automodel.tensor_parallel.plans import (
     LINEAR,
     NOT_DIVIDED,
+    MatchedPlan,
+    Plan,
+    Ties,
+    check_heads,
+    check_module,
+    check_parameter,
+    choose_plan,
     embedding_style,
+    in_attention,
+    is_adapted,
     linear_style,
+    match_plan,
     other_style,
     parameter_placement,
+    styles_of_adapted,
 )
+from megatron_fsdp.automodel.tensor_parallel.sequence import SequenceRegion, sequence_region, split_tokens
+from megatron_fsdp.automodel.tensor_parallel.styles import (
+    LocalParts,
+    not_a_view,
+    place,
+    undivided_units,
+    use_plain_tensors,
+)
+from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.fingerprint import fingerprint
+from megatron_fsdp.engine.meta_init import random_state
 from megatron_fsdp.errors import ConfigurationError
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
-
-
-@dataclass(frozen=True)
-class AppliedPlan:
-    """How a model was divided.
-
-    Attributes:
-        source: Where the plan is from, for people.
-        styles: Style by name of the module or parameter; styles of torch by their text.
-        sequence_parallel: Whether the tokens between blocks are divided, too.
-    """
-
-    source: str
-    styles: Mapping[str, str]
-    sequence_parallel: bool
 
 
 def parallelize_tensors(
@@ -56,7 +55,7 @@ def parallelize_tensors(
     *,
     plan: Plan | str | None = None,
     sequence_parallel: bool = False,
-) -> AppliedPlan:
+) -> None:
     """Divide the layers of a model over tensor-parallel ranks, in place; call it before anything else wraps layers.
 
     Afterwards every parameter is a DTensor over `tp_mesh`, placed as `Shard(dim)` or `Replicate()`, and every rank
@@ -70,9 +69,6 @@ def parallelize_tensors(
             plans of transformers use; or the import path of such a dict or of a function without arguments that
             returns one. None: the plan that transformers has for the model.
         sequence_parallel: Divide the tokens of the residual stream, too. Rows must then divide by the ranks.
-
-    Returns:
-        What was done.
 
     Raises:
         ConfigurationError: There is no plan, an entry names nothing, or a style does not fit its module.
@@ -97,7 +93,7 @@ def parallelize_tensors(
     _make_rest_whole(model, {base.get_submodule(name) for name in steps}, tp_mesh)
     ties.restore(base)
     _restore_attributes(model, attributes)
-    compare_first_forward(model, tp_mesh)
+    _compare_first_forward(model, tp_mesh)
     if chosen.is_given:
         _count_own_heads(base, styles, tp_mesh.size())
     if region is not None:
@@ -106,8 +102,6 @@ def parallelize_tensors(
     head = output_embeddings() if callable(output_embeddings) else None
     if isinstance(head, nn.Module):
         head.register_forward_hook(_leave_no_view)
-    done = {name: str(style) for name, (style, _) in steps.items()} | matched.parameters
-    return AppliedPlan(chosen.source, done, sequence_parallel)
 
 
 def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -116,7 +110,7 @@ def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 def _inside_of_peft(model: nn.Module) -> nn.Module:
-    """The model of transformers inside of one of peft, whose names plans use."""
+    """Find the model of transformers inside of one of peft, whose names plans use."""
     inside = getattr(model, "get_base_model", None)
     found = inside() if callable(inside) else model
     return found if isinstance(found, nn.Module) else model
@@ -127,7 +121,7 @@ Steps = dict[str, tuple[ParallelStyle | str, bool]]
 
 
 def _steps(model: nn.Module, styles: Mapping[str, ParallelStyle | str], region: SequenceRegion | None) -> Steps:
-    """What is to be done, adapters taken apart, in order of the model."""
+    """List what is to be done, adapters taken apart, in order of the model."""
     steps: Steps = {}
     for name, style in styles.items():
         scatters = region is not None and region.scatters(name)
@@ -208,7 +202,7 @@ def _count_own_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str]
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, object]]:
-    """What others have noted on parameters, such as that they are initialized."""
+    """Keep what others have noted on parameters, such as that they are initialized."""
     return {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False) if vars(param)}
 
 
@@ -216,3 +210,86 @@ def _restore_attributes(model: nn.Module, attributes: Mapping[str, dict[str, obj
     for name, param in model.named_parameters(remove_duplicate=False):
         if isinstance(param, DTensor):
             vars(param).update(attributes.get(name, {}))
+
+
+def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
+    """Let inductor overlap the gathers and reduce-scatters of sequence parallelism with the products beside them.
+
+    It needs compiled layers, and devices that reach each other's memory. Where those are missing, one warning says so
+    and nothing is changed. The switch is inductor's own and counts for the whole process.
+
+    Args:
+        tp_mesh: The tensor-parallel ranks.
+
+    Returns:
+        Whether it is on.
+    """
+    if tp_mesh.device_type == "cpu":
+        warnings.warn(
+            "asynchronous tensor parallelism needs devices that reach each other's memory, which CPUs are not; "
+            "training goes on without it",
+            stacklevel=2,
+        )
+        return False
+    from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch may have made the call needless; it does no harm
+            enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        warnings.warn(
+            f"asynchronous tensor parallelism is off, since the ranks cannot share memory: {error}", stacklevel=2
+        )
+        return False
+    inductor._micro_pipeline_tp = True
+    return True
+
+
+def _compare_first_forward(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Let the first forward with gradients compare inputs, and where there is dropout random states, over the ranks.
+
+    Activations of ranks with different batches would be put together from different rows, and after different random
+    numbers replicated weights would drift apart, with a loss that looks the same on all ranks. The usual cause is a
+    sampler or a seed by the global rank.
+    """
+    model.register_forward_pre_hook(_FirstForward(tp_mesh), with_kwargs=True)
+
+
+class _FirstForward:
+    """The hook; later forwards pass it by."""
+
+    def __init__(self, tp_mesh: DeviceMesh) -> None:
+        self._mesh = tp_mesh
+        self._is_done = False
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _FirstForward:
+        """Share the hook between copies of a model: process groups cannot be copied."""
+        return self
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_done or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._is_done = True
+        device = torch.empty(0, device=self._mesh.device_type).device  # with the index of the current device
+        drops_out = any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in module.modules())
+        random = int(fingerprint(random_state(device)[-1])) if drops_out else 0
+        inputs, states = zip(*gather_objects((_describe(args, kwargs), random), self._mesh.get_group()), strict=True)
+        if len(set(inputs)) > 1:
+            raise ConfigurationError(
+                "tensor-parallel ranks were given different batches; let ranks that share a model read the same rows "
+                "(mesh_context.data_rank, not the global rank)"
+            )
+        if len(set(states)) > 1:
+            raise ConfigurationError(
+                "tensor-parallel ranks have different random states, so dropout would let their weights drift apart; "
+                "seed ranks that share a model alike (by mesh_context.data_rank, not by the global rank)"
+            )
+
+
+def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Describe the tensors of integers among the arguments, by name, shape and fingerprint."""
+    named = [*((str(index), value) for index, value in enumerate(args)), *sorted(kwargs.items())]
+    tensors = [(name, value) for name, value in named if isinstance(value, Tensor) and not value.is_floating_point()]
+    return repr([(name, tuple(value.shape), int(fingerprint(value))) for name, value in tensors])

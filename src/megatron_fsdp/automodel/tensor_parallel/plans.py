@@ -1,4 +1,8 @@
-"""Which plan a model is divided by, and which modules and parameters its entries name."""
+"""Tensor-parallel plans: which one a model is divided by, what its entries name, and whether the sizes divide.
+
+transformers 5.23 says what the names of styles mean in `transformers/distributed/tensor_parallel.py`. Where it stores
+packed weights interleaved, each rank with its part of each packed piece, we cut in one piece, and gather for use.
+"""
 
 from __future__ import annotations
 
@@ -7,44 +11,57 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 
-from megatron_fsdp.automodel.architecture import model_type
-from megatron_fsdp.automodel.tensor_parallel.translation import check_style_name
+from megatron_fsdp.automodel.architecture import head_counts, model_type, text_config
+from megatron_fsdp.automodel.tensor_parallel.styles import (
+    SEQUENCE_DIM,
+    DividedExperts,
+    DividedRows,
+    LocalParts,
+    MixedProjection,
+    PackedColwise,
+    PackedRowwise,
+    PartialGradientColwise,
+    SummedGradient,
+    can_divide_experts,
+    check_experts,
+)
 from megatron_fsdp.config.import_path import import_by_path
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 Plan = Mapping[str, ParallelStyle | str]
+COLWISE = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"})
+ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
+EMBEDDING = frozenset({"embedding_rowwise", "embedding_colwise"})
+LINEAR = COLWISE | ROWWISE
+NOT_DIVIDED = frozenset({"replicate", "moe_identity_expert"})
+"""Nothing to do: whole on every rank. We compute a token's expert output either on one rank or whole on all of them, so
+that identity experts, whose output transformers would sum over the ranks, need no scaling."""
+
+_OTHER = ("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce", "local_params")
+STYLE_NAMES = LINEAR | EMBEDDING | NOT_DIVIDED | {*_OTHER, "moe_tp_experts"}
+"""Every name that a plan may have."""
+
+_PLAIN = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep"})
 
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan and where it is from.
+    """A plan and where it is from."""
 
-    Attributes:
-        entries: Style by name of a module or parameter; `*` and other signs of fnmatch stand for a part of the
-            name, or within one.
-        source: For people.
-        is_given: Whether the user gave it, so that every entry must match.
-    """
-
-    entries: Plan
-    source: str
-    is_given: bool
+    entries: Plan  # style by name of a module or parameter; signs of fnmatch stand for a part of it, or within one
+    source: str  # for people
+    is_given: bool  # the user gave it, so every entry must match
 
 
 def choose_plan(model: nn.Module, plan: Plan | str | None) -> ChosenPlan:
-    """The plan that was given, else that of transformers for the model.
-
-    Args:
-        model: Of transformers.
-        plan: As of `parallelize_tensors`.
-
-    Raises:
-        ConfigurationError: There is none, or it is no plan.
-    """
+    """Return the plan that was given, else that of transformers for the model."""
     if isinstance(plan, str):
         found = import_by_path(plan, "tp_plan")
         found = found() if callable(found) else found
@@ -72,24 +89,14 @@ def _checked(plan: object, where: str) -> Plan:
 
 @dataclass(frozen=True)
 class MatchedPlan:
-    """A plan by the names of this model.
+    """A plan by the names of this model."""
 
-    Attributes:
-        modules: Style by name of the module, in order of the model.
-        parameters: Style by name of the parameter, where a plan names parameters.
-    """
-
-    modules: dict[str, ParallelStyle | str]
-    parameters: dict[str, str]
+    modules: dict[str, ParallelStyle | str]  # style by name of the module, in order of the model
+    parameters: dict[str, str]  # style by name of the parameter, where a plan names parameters
 
 
 def match_plan(model: nn.Module, plan: ChosenPlan) -> MatchedPlan:
-    """Find what the entries of a plan name; an entry without `*` goes before one with it.
-
-    Raises:
-        ConfigurationError: A given entry names nothing, no entry names anything, two entries contradict each other, or
-            a style of torch is given to a parameter.
-    """
+    """Find what the entries of a plan name; an entry without `*` goes before one with it."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     chosen: dict[str, str] = {}
@@ -117,7 +124,7 @@ def match_plan(model: nn.Module, plan: ChosenPlan) -> MatchedPlan:
 
 
 def _names(key: str, name: str) -> bool:
-    """Whether an entry names this, part by part as in `parallelize_module`."""
+    """Tell whether an entry names this, part by part as in `parallelize_module`."""
     patterns, parts = key.split("."), name.split(".")
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
@@ -133,7 +140,7 @@ def _more_special(name: str, key: str, other: str | None, plan: ChosenPlan) -> s
 
 
 def _was_taken_out(model: nn.Module, key: str) -> bool:
-    """Whether the entry names a module whose place is kept but empty, as in a pipeline stage."""
+    """Tell whether the entry names a module whose place is kept but empty, as in a pipeline stage."""
     return any(_names(key, name) for name in _empty_places(model))
 
 
@@ -149,3 +156,249 @@ def _names_nothing(key: str, modules: list[str]) -> str:
     nearest = difflib.get_close_matches(key, sorted(generic), n=3)
     hint = f"the nearest names are {', '.join(nearest)}" if nearest else f"names are like {sorted(generic)[-1]}"
     return f"the tensor-parallel plan has {key!r}, which names no module of this model; {hint}"
+
+
+def check_style_name(key: str, style: object) -> None:
+    """Refuse what is neither a style of torch nor a known name."""
+    if isinstance(style, ParallelStyle) or (isinstance(style, str) and style in STYLE_NAMES):
+        return
+    nearest = difflib.get_close_matches(str(style), sorted(STYLE_NAMES), n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise ConfigurationError(
+        f"the tensor-parallel plan gives {key!r} the style {style!r}; {hint}allowed are a ParallelStyle of torch and "
+        f"the names {', '.join(sorted(STYLE_NAMES))}"
+    )
+
+
+def linear_style(name: str, splits_tokens: bool) -> ParallelStyle:
+    """Return the style of a linear layer.
+
+    Under sequence parallelism (`splits_tokens`) the layer stands at the edge of a block whose input is gathered from
+    the ranks' tokens, and whose output is scattered to them.
+    """
+    output: Placement = Shard(SEQUENCE_DIM) if splits_tokens else Replicate()
+    match name:
+        case "packed_colwise":
+            return PackedColwise()
+        case "packed_rowwise":
+            return PackedRowwise()
+        case "rowwise":
+            return RowwiseParallel(output_layouts=output)
+        case "rowwise_split_input" | "rowwise_rep":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=output)
+    colwise = PartialGradientColwise if splits_tokens else ColwiseParallel
+    return colwise(output_layouts=Shard(-1) if name == "colwise" else Replicate())
+
+
+def embedding_style(name: str) -> ParallelStyle:
+    """Return the style of an embedding whose input and output are whole on every rank."""
+    if name in ("embedding_colwise", "colwise_gather_output", "colwise_rep"):
+        return ColwiseParallel(output_layouts=Replicate())
+    if name == "colwise":
+        return ColwiseParallel()
+    return DividedRows()
+
+
+def other_style(name: str, module: nn.Module, own: Mapping[str, Placement], config: Any) -> ParallelStyle:
+    """Return the style of a module that is neither a linear layer nor an embedding."""
+    match name:
+        case "moe_tp_experts":
+            if can_divide_experts(module):
+                return DividedExperts()
+            stored: dict[str, Placement] = {
+                key: Shard(0) for key, param in module._parameters.items() if param is not None
+            }
+            return LocalParts(stored, whole=True)
+        case "replicated_with_grad_allreduce":
+            return SummedGradient()
+        case "sequence_parallel":
+            return TorchSequenceParallel(use_local_output=True)
+        case "all_reduce":
+            return LocalParts(dict(own), sums=True)
+        case "local_params":
+            return LocalParts(dict(own))
+    rotary_numel = getattr(config, "qk_rope_head_dim", None)
+    if not isinstance(rotary_numel, int):
+        raise ConfigurationError(
+            f"the style {name!r} needs to know the width of the rotary part, but the config has no qk_rope_head_dim; "
+            "leave that module out of the plan, and those whose input it makes"
+        )
+    return MixedProjection(rotary_numel)
+
+
+def parameter_placement(style: str, ndim: int) -> Placement:
+    """Place a parameter that a plan names itself: column-wise cuts outputs, row-wise cuts inputs."""
+    if style in COLWISE:
+        return Shard(max(ndim - 2, 0))
+    return Shard(ndim - 1) if style in ROWWISE else Replicate()
+
+
+def check_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ranks: int) -> None:
+    """Refuse ranks that do not divide the heads, where attention is divided by heads."""
+    if not any(style in ("colwise", "packed_colwise") and in_attention(name) for name, style in styles.items()):
+        return
+    counts = head_counts(model)
+    config = text_config(model)
+    found: dict[str, Any] = {}
+    if counts is not None:
+        found = {"num_attention_heads": counts[0], "num_key_value_heads": counts[1]}
+    found |= {key: value for key, value in getattr(config, "__dict__", {}).items() if key.endswith("key_value_heads")}
+    for key, value in found.items():
+        for count in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(count, int) and count % ranks:
+                raise ParallelSizeError(
+                    f"the model has {key}={count}, which {ranks} tensor-parallel ranks cannot share evenly; choose a "
+                    f"tensor-parallel size that divides {count}"
+                )
+
+
+def in_attention(name: str) -> bool:
+    """Tell whether a module's name says that it belongs to attention."""
+    return "attn" in name or "attention" in name
+
+
+def check_module(name: str, module: nn.Module, style: str, ranks: int) -> None:
+    """Refuse a style of another kind of module, and ranks that do not divide what they must share evenly.
+
+    Uneven parts are right only where no other module computes with them: gathered outputs, split inputs, embeddings.
+    """
+    if style == "moe_tp_experts" and hasattr(module, "num_experts"):
+        check_experts(name, module, ranks)
+    if style in EMBEDDING or isinstance(module, nn.Embedding):
+        if not isinstance(module, nn.Embedding) or style not in EMBEDDING | LINEAR:
+            raise _wrong_kind(name, module, style, "an nn.Embedding" if style in EMBEDDING else "other modules")
+        _check_even(f"{name} (embedding_dim)", module.embedding_dim if style == "colwise" else ranks, ranks)
+    elif style in LINEAR:
+        if not isinstance(module, nn.Linear):
+            raise _wrong_kind(name, module, style, "an nn.Linear or nn.Embedding")
+        if style.startswith("packed"):
+            width, what = (
+                (module.out_features, "out_features") if style in COLWISE else (module.in_features, "in_features")
+            )
+            _check_even(f"half of {name} ({what})", width // 2, ranks)
+        elif style == "colwise":
+            _check_even(f"{name} (out_features)", module.out_features, ranks)
+        elif style == "rowwise":
+            _check_even(f"{name} (in_features)", module.in_features, ranks)
+
+
+def check_parameter(name: str, param: nn.Parameter, style: str, ranks: int) -> None:
+    """Refuse ranks that do not divide a parameter that a plan names itself."""
+    placement = parameter_placement(style, param.ndim)
+    if placement.is_shard():
+        dim: int = placement.dim  # type: ignore[attr-defined] # it is a Shard
+        _check_even(f"{name} (dimension {dim})", param.shape[dim], ranks)
+
+
+def _check_even(what: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise ParallelSizeError(
+            f"{what} is {size}, which {ranks} tensor-parallel ranks cannot share evenly; choose a tensor-parallel size "
+            f"that divides {size}, or a style that gathers or splits (colwise_gather_output, rowwise_split_input)"
+        )
+
+
+def _wrong_kind(name: str, module: nn.Module, style: str, right: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the tensor-parallel plan gives {name}, a {type(module).__name__}, the style {style!r}, which is for {right}; "
+        "give it another style, or leave it out of the plan"
+    )
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Tell whether this is a layer of peft around another one."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def styles_of_adapted(name: str, module: nn.Module, style: str, splits_tokens: bool) -> Iterator[tuple[str, str]]:
+    """Yield (name of a part, its style) of an adapted linear layer.
+
+    Column-wise, y = W x + B (A x): W and B give this rank's columns, A is whole. Row-wise: W and A take this rank's
+    part of the input, and the sum over ranks of A x is what B, whole, is applied to. With tokens split over ranks, the
+    whole factor sees part of the gradient (A, since x's gradient is summed later) or part of the tokens (B).
+    """
+    if style not in _PLAIN or not _is_plain_lora(module):
+        raise ConfigurationError(
+            f"{name} is a {type(module).__name__} of peft, which tensor parallelism cannot divide by the style "
+            f"{style!r}; use plain LoRA on linear layers (no DoRA, no variants), or leave the layer out of the plan"
+        )
+    yield f"{name}.base_layer", style
+    divided, whole = ("lora_B", "lora_A") if style in COLWISE else ("lora_A", "lora_B")
+    for adapter in getattr(module, divided):
+        yield f"{name}.{divided}.{adapter}", style
+        if splits_tokens:
+            yield f"{name}.{whole}.{adapter}", "replicated_with_grad_allreduce"
+
+
+def _is_plain_lora(module: nn.Module) -> bool:
+    parts = [getattr(module, name, None) for name in ("lora_A", "lora_B")]
+    is_linear = isinstance(module.base_layer, nn.Linear)
+    is_plain = not getattr(module, "lora_variant", None) and not any(
+        dict(getattr(module, "use_dora", {}) or {}).values()
+    )
+    return is_linear and is_plain and all(isinstance(part, nn.ModuleDict) and len(part) for part in parts)
+
+
+@dataclass(frozen=True)
+class Ties:
+    """The parameters that several modules own; tied weights stay tied."""
+
+    groups: tuple[tuple[str, ...], ...]  # names of each, the first being that of `named_parameters`
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ties:
+        """Find those of a model that is not divided yet."""
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        return cls(tuple(tuple(group) for group in names.values() if len(group) > 1))
+
+    def adapt(self, model: nn.Module, styles: Mapping[str, ParallelStyle | str]) -> dict[str, ParallelStyle | str]:
+        """Give a tied embedding the cut of the output projection, or that the one of the embedding if it has none."""
+        adapted = dict(styles)
+        every = dict(model.named_parameters(remove_duplicate=False))
+        tied = {id(every[name]) for group in self.groups for name in group if name in every}
+        embeddings: dict[int, list[str]] = {}
+        linears: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            key = id(getattr(module, "weight", None))
+            if key in tied and isinstance(module, nn.Embedding):
+                embeddings.setdefault(key, []).append(name)
+            elif key in tied and isinstance(module, nn.Linear):
+                linears.setdefault(key, []).append(name)
+        for key, names in linears.items():
+            _fit(adapted, names, embeddings.get(key, []))
+        return adapted
+
+    def restore(self, model: nn.Module) -> None:
+        """Make one parameter of each group again.
+
+        Raises:
+            ConfigurationError: A plan of torch's styles cut the weights differently.
+        """
+        for first, *others in self.groups:
+            param = model.get_parameter(first)
+            for name in others:
+                other = model.get_parameter(name)
+                if isinstance(param, DTensor) and isinstance(other, DTensor) and param.placements != other.placements:
+                    raise ConfigurationError(
+                        f"{first} and {name} are one weight, but the tensor-parallel plan places them as "
+                        f"{param.placements} and {other.placements}; give both modules the same cut"
+                    )
+                owner, _, key = name.rpartition(".")
+                model.get_submodule(owner).register_parameter(key, param)
+
+
+def _fit(styles: dict[str, ParallelStyle | str], linears: list[str], embeddings: list[str]) -> None:
+    """Make the styles of modules with one weight agree; styles of torch are left to the user."""
+    by_linear = next(
+        (style for name in linears if isinstance(style := styles.get(name), str) and style in LINEAR), None
+    )
+    by_embedding = next((style for name in embeddings if (style := styles.get(name)) in EMBEDDING | LINEAR), None)
+    if by_linear is not None:
+        cut = "embedding_rowwise" if by_linear in COLWISE else "embedding_colwise"
+        styles.update((name, cut) for name in embeddings if not isinstance(styles.get(name), ParallelStyle))
+    elif by_embedding is not None and not any(name in styles for name in linears):
+        by_rows = by_embedding in ROWWISE | {"embedding_rowwise"}
+        cut = "colwise_gather_output" if by_rows else "rowwise_split_input"
+        styles.update((name, cut) for name in linears)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type
-from megatron_fsdp.automodel.tensor_parallel.layouts import SEQUENCE_DIM, gather_tokens, not_a_view, own_tokens
-from megatron_fsdp.automodel.tensor_parallel.translation import COLWISE, ROWWISE
+from megatron_fsdp.automodel.tensor_parallel.plans import COLWISE, ROWWISE
+from megatron_fsdp.automodel.tensor_parallel.styles import SEQUENCE_DIM, gather_tokens, not_a_view, own_tokens
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 SEQUENCE_PARALLEL_TYPES = (
@@ -48,35 +48,20 @@ _AT_EDGES = (COLWISE | ROWWISE | {"replicated_with_grad_allreduce"}) - {"packed_
 
 @dataclass(frozen=True)
 class SequenceRegion:
-    """The parts of the decoder layers, by their names in the model.
-
-    Attributes:
-        layers: The decoder layers.
-        scattering: Blocks that take partial gradients and scatter their output themselves.
-        whole: Blocks that run on whole tokens.
-        on_parts: Modules with parameters that run on this rank's tokens.
-    """
+    """The parts of the decoder layers, by their names in the model."""
 
     layers: Layers
-    scattering: tuple[str, ...]
-    whole: tuple[str, ...]
-    on_parts: tuple[str, ...]
+    scattering: tuple[str, ...]  # blocks that take partial gradients and scatter their output themselves
+    whole: tuple[str, ...]  # blocks that run on whole tokens
+    on_parts: tuple[str, ...]  # modules with parameters that run on this rank's tokens
 
     def scatters(self, name: str) -> bool:
-        """Whether a module belongs to a block that scatters its output."""
+        """Tell whether a module belongs to a block that scatters its output."""
         return any(name.startswith(f"{block}.") for block in self.scattering)
 
 
 def sequence_region(model: nn.Module, styles: Mapping[str, ParallelStyle | str]) -> SequenceRegion:
-    """Sort the parts of the decoder layers.
-
-    Args:
-        model: Of transformers.
-        styles: Style by name of the module.
-
-    Raises:
-        ConfigurationError: The type is not one of `SEQUENCE_PARALLEL_TYPES`, or the plan has styles of torch.
-    """
+    """Sort the parts of the decoder layers; refuse model types not proven, and plans with styles of torch."""
     if model_type(model) not in SEQUENCE_PARALLEL_TYPES:
         raise ConfigurationError(
             f"sequence_parallel=True is not offered for {type(model).__name__} ({model_type(model) or 'no type'}), but "
@@ -115,13 +100,13 @@ def split_tokens(model: nn.Module, region: SequenceRegion, mesh: DeviceMesh) -> 
     """Install the cuts and gathers of a region."""
     layers = region.layers.modules()
     layers[0].register_forward_pre_hook(_cut_input(mesh), with_kwargs=True)
-    layers[-1].register_forward_hook(_gather_output(mesh))
+    layers[-1].register_forward_hook(_on_output(lambda tensor: not_a_view(gather_tokens(tensor, mesh, Replicate()))))
     for name in region.scattering:
         model.get_submodule(name).register_forward_pre_hook(_gather_input(mesh, Partial()), with_kwargs=True)
     for name in region.whole:
         block = model.get_submodule(name)
         block.register_forward_pre_hook(_gather_input(mesh, Replicate()), with_kwargs=True)
-        block.register_forward_hook(_cut_output(mesh))
+        block.register_forward_hook(_on_output(lambda tensor: own_tokens(tensor, mesh)))
 
 
 def _cut_input(mesh: DeviceMesh) -> Any:
@@ -140,16 +125,8 @@ def _gather_input(mesh: DeviceMesh, gradient: Placement) -> Any:
     return _on_input(lambda tensor: gather_tokens(tensor, mesh, gradient))
 
 
-def _gather_output(mesh: DeviceMesh) -> Any:
-    return _on_output(lambda tensor: not_a_view(gather_tokens(tensor, mesh, Replicate())))
-
-
-def _cut_output(mesh: DeviceMesh) -> Any:
-    return _on_output(lambda tensor: own_tokens(tensor, mesh))
-
-
 def _on_input(change: Any) -> Any:
-    """A hook that changes the hidden states that go in, the first argument or the one of that name."""
+    """Make a hook that changes the hidden states that go in, the first argument or the one of that name."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -160,7 +137,7 @@ def _on_input(change: Any) -> Any:
 
 
 def _on_output(change: Any) -> Any:
-    """A hook that changes the hidden states that come out, alone or first of a tuple."""
+    """Make a hook that changes the hidden states that come out, alone or first of a tuple."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -1,18 +1,181 @@
-"""Parallel styles that torch does not have. Parameters are always placed as plain `Shard` or `Replicate`."""
+"""Parallel styles that torch does not have, and the plain tensors that modules of transformers compute with.
+
+Every parameter of a divided model is a DTensor over the tensor-parallel mesh, also one that is equal on all ranks:
+torch's optimizers (foreach, fused) and `clip_grad_norm_` refuse lists that mix DTensors and plain tensors. A module
+whose forward knows nothing of DTensors sees its parameters as plain tensors while it runs. What a plain activation is
+("every rank has the same", "every rank has a part") is stated where it enters or leaves a divided module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from megatron_fsdp.automodel.tensor_parallel.layouts import summed, with_summed_gradient
-from megatron_fsdp.automodel.tensor_parallel.local_parameters import LocalUse, place, use_plain_tensors
+from megatron_fsdp.errors import ParallelSizeError
+
+SEQUENCE_DIM = 1
+"""The dimension of the tokens in activations of transformers, (batch, sequence, hidden)."""
+
+
+@dataclass(frozen=True)
+class LocalUse:
+    """How a module sees one of its parameters while it runs.
+
+    What each rank computes of the gradient of what it sees is all of it under `Replicate()`, a part of a sum over the
+    ranks under `Partial()`, that of its own part under `Shard(dim)`.
+    """
+
+    path: str  # of the submodule that owns the parameter, from the module that runs; "" for itself
+    name: str  # of the parameter in its owner
+    gradient: Placement
+    whole: bool = False  # the module sees all ranks' parts, gathered, else this rank's own part
+
+    def of(self, param: DTensor) -> Tensor:
+        """Return the plain tensor to compute with; the parameter's gradient gets the parameter's placement."""
+        if self.whole or isinstance(self.gradient, Replicate) or not param.placements[0].is_shard():
+            # From Replicate to Replicate nothing is sent, but a partial gradient is summed on the way back.
+            param = param.redistribute(placements=[Replicate()])
+        return param.to_local(grad_placements=[self.gradient])
+
+
+class _Swap:
+    """The pair of hooks that shows a module plain tensors in place of its parameters."""
+
+    def __init__(self, uses: tuple[LocalUse, ...]) -> None:
+        self._uses = uses
+        self._hidden: list[list[tuple[nn.Module, str, DTensor]]] = []
+
+    def before(self, module: nn.Module, _args: Any) -> None:
+        hidden = []
+        for use in self._uses:
+            owner = module.get_submodule(use.path)
+            param: Any = owner._parameters[use.name]
+            if isinstance(param, DTensor):
+                hidden.append((owner, use.name, param))
+                values: dict[str, Any] = owner._parameters  # a plain tensor for a while
+                values[use.name] = use.of(param)
+        self._hidden.append(hidden)
+
+    def after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        for owner, name, param in self._hidden.pop() if self._hidden else ():
+            values: dict[str, Any] = owner._parameters
+            values[name] = param
+
+
+def use_plain_tensors(module: nn.Module, uses: tuple[LocalUse, ...]) -> None:
+    """Let a module compute with plain tensors in place of these parameters, which are DTensors."""
+    swap = _Swap(uses)
+    module.register_forward_pre_hook(swap.before)
+    module.register_forward_hook(swap.after, always_call=True)
+
+
+def place(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make a parameter a DTensor with this placement; each rank keeps its part of what it holds, nothing is sent."""
+    param = owner._parameters[name]
+    if param is None or isinstance(param, DTensor):
+        return
+    placed = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
+    owner.register_parameter(name, nn.Parameter(placed, requires_grad=param.requires_grad))
+
+
+def undivided_units(model: nn.Module, planned: set[nn.Module]) -> Iterator[tuple[nn.Module, tuple[LocalUse, ...]]]:
+    """Yield the outermost modules in which nothing is divided, with the parameters that they own; whole layers at most.
+
+    A module is taken with all that is in it, since some modules of transformers compute with the weights of their
+    parts without calling them. Parts of a list of modules are each for themselves, since each of them may be a
+    data-parallel unit of its own. Parameters that a partly divided module owns directly, or through convolutions,
+    which modules like to call by function, are shown by it.
+    """
+    touched = {
+        name
+        for name, part in model.named_modules()
+        if part in planned or any(isinstance(param, DTensor) for param in part._parameters.values())
+    }
+    yield from _units(model, "", touched, planned)
+
+
+def _units(
+    module: nn.Module, name: str, touched: set[str], planned: set[nn.Module]
+) -> Iterator[tuple[nn.Module, tuple[LocalUse, ...]]]:
+    below = f"{name}." if name else ""
+    is_clear = not any(other == name or other.startswith(below) for other in touched)
+    lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
+    if is_clear and not lists:
+        uses = tuple(_plain_uses(module, ""))
+        if uses:
+            yield module, uses
+        return
+    uses = tuple(_plain_uses(module, "", recurse=False))
+    for child, part in module.named_children():
+        if type(part).__name__.startswith("Conv") and part not in planned:
+            uses += tuple(_plain_uses(part, child))
+        else:
+            yield from _units(part, f"{below}{child}", touched, planned)
+    if uses:
+        yield module, uses
+
+
+def _plain_uses(module: nn.Module, path: str, recurse: bool = True) -> Iterator[LocalUse]:
+    parts = module.named_modules() if recurse else [("", module)]
+    for name, part in parts:
+        for key, param in part._parameters.items():
+            if param is not None and not isinstance(param, DTensor):
+                yield LocalUse(".".join(filter(None, (path, name))), key, Replicate())
+
+
+def with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a tensor, equal on all ranks, whose gradient is summed over the ranks: each computes a part of it."""
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def summed(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum each rank's part over the ranks; the gradient, equal on all ranks, is passed on as it is."""
+    parts = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local()
+
+
+def gather_tokens(tensor: Tensor, mesh: DeviceMesh, gradient: Placement) -> Tensor:
+    """Gather all tokens on each rank: (batch, sequence / ranks, hidden) -> (batch, sequence, hidden).
+
+    What each rank's gradient of the whole is: `Partial()`, a part of a sum, or `Replicate()`, the sum.
+    """
+    parts = DTensor.from_local(tensor, mesh, [Shard(SEQUENCE_DIM)], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
+
+
+def own_tokens(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Cut this rank's tokens out of a tensor that is equal on all ranks; backward gathers the gradient of all tokens.
+
+    (batch, sequence, hidden) -> (batch, sequence / ranks, hidden).
+    """
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local()
+
+
+def not_a_view(tensor: Tensor) -> Tensor:
+    """Return the same values and memory, but no view for autograd.
+
+    The local tensor of a DTensor counts as a view, of which FSDP2 warns where it leaves a sharded module.
+    """
+    own: Tensor = _NotAView.apply(tensor)  # type: ignore[no-untyped-call] # torch gives it no hints
+    return own
+
+
+class _NotAView(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
 
 
 class PartialGradientColwise(ColwiseParallel):
@@ -138,3 +301,115 @@ def _sum_output(mesh: DeviceMesh) -> Callable[..., Any]:
         return summed(output, mesh)
 
     return hook
+
+
+class DividedRows(ParallelStyle):
+    """Each rank looks up the ids of its rows and adds zeros for the others; the sum over ranks is the output.
+
+    torch's own `RowwiseParallel` computes the same, but makes a gradient of all rows on every rank.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place(module, "weight", device_mesh, Shard(0))
+        lookup = _Lookup(module, device_mesh)
+        module.register_forward_pre_hook(lookup.before)
+        module.register_forward_hook(lookup.after, always_call=True)
+        use_plain_tensors(module, (LocalUse("", "weight", Shard(0)),))
+        return module
+
+
+class _Lookup:
+    """The hooks around the lookup; `padding_idx` is this rank's own only meanwhile, since others read it, too."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        weight: Any = module.weight
+        assert isinstance(weight, DTensor)
+        self._mesh = mesh
+        self._stop_row = weight.shape[0]
+        self._rows = -(-weight.shape[0] // mesh.size())  # of all ranks but the last ones, as torch cuts
+        self._first = min(self._rows * mesh.get_local_rank(), self._stop_row)
+        self._count = weight.to_local().shape[0]
+        self._padding: int | None = None
+        self._elsewhere: list[Tensor] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids = args[0] - self._first
+        elsewhere = (ids < 0) | (ids >= self._count)
+        self._elsewhere.append(elsewhere)
+        self._padding = module.padding_idx  # type: ignore[assignment] # a plain attribute of nn.Embedding
+        if self._padding is not None:
+            own = self._padding - self._first
+            module.padding_idx = own if 0 <= own < self._count else None  # type: ignore[assignment] # likewise
+        return (ids.masked_fill(elsewhere, 0), *args[1:])
+
+    def after(self, module: nn.Module, _args: Any, output: Tensor | None) -> Tensor | None:
+        if not self._elsewhere:
+            return output
+        elsewhere = self._elsewhere.pop()
+        module.padding_idx = self._padding  # type: ignore[assignment] # likewise
+        return None if output is None else summed(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._mesh)
+
+
+def can_divide_experts(module: nn.Module) -> bool:
+    """Tell whether experts skip tokens that belong to no expert of theirs, as those of transformers' interface do."""
+    count = getattr(module, "num_experts", None)
+    own = [param for param in module._parameters.values() if param is not None]
+    return hasattr(module, "_is_expert_parallel") and bool(own) and all(param.shape[0] == count for param in own)
+
+
+def check_experts(name: str, module: nn.Module, ranks: int) -> None:
+    """Refuse ranks that do not divide the experts."""
+    count = int(module.num_experts)  # type: ignore[arg-type] # can_divide_experts has seen that it is a number
+    if can_divide_experts(module) and count % ranks:
+        raise ParallelSizeError(
+            f"{name} has {count} experts, which {ranks} tensor-parallel ranks cannot share evenly; choose a "
+            f"tensor-parallel size that divides {count}"
+        )
+
+
+class DividedExperts(ParallelStyle):
+    """Each rank computes its own experts on all tokens, and the outputs are summed.
+
+    Experts keep their order: rank r has experts r * n ... (r + 1) * n - 1. Routes to other ranks' experts get the
+    index n and the weight 0, which the experts of transformers skip (`_is_expert_parallel`).
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = [name for name, param in module._parameters.items() if param is not None]
+        for name in names:
+            place(module, name, device_mesh, Shard(0))
+        local_count = int(module.num_experts) // device_mesh.size()  # type: ignore[arg-type] # a number, see above
+        module.num_experts = local_count  # type: ignore[assignment] # plain attributes
+        module._is_expert_parallel = True  # type: ignore[assignment]
+        first = local_count * device_mesh.get_local_rank()
+
+        def own_routes(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden, experts, weights, *rest = args
+            experts = experts - first
+            elsewhere = (experts < 0) | (experts >= local_count)
+            weights = with_summed_gradient(weights, device_mesh).masked_fill(elsewhere, 0.0)
+            return (
+                with_summed_gradient(hidden, device_mesh),
+                torch.where(elsewhere, local_count, experts),
+                weights,
+                *rest,
+            )
+
+        def sum_outputs(owner: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            if torch.is_grad_enabled() and _runs_eagerly(owner):
+                # Without tokens the loop leaves weights and inputs out of the graph: the optimizer of this rank would
+                # skip the weights, and the sums of the inputs' gradients would wait for it for ever.
+                used = (args[0], args[2], *(param for param in owner._parameters.values() if param is not None))
+                for tensor in used:
+                    output = output + tensor.flatten()[0] * 0.0
+            return summed(output, device_mesh)
+
+        module.register_forward_pre_hook(own_routes)
+        module.register_forward_hook(sum_outputs)
+        use_plain_tensors(module, tuple(LocalUse("", name, Shard(0)) for name in names))
+        return module
+
+
+def _runs_eagerly(module: nn.Module) -> bool:
+    """Tell whether the forward is the loop over the experts that have tokens."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")

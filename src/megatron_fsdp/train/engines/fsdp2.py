@@ -18,9 +18,9 @@ from megatron_fsdp.automodel import (
     clip_grad_norm_,
     connect_optimizer,
 )
-from megatron_fsdp.automodel.fsdp2_units import shard_by_layers
-from megatron_fsdp.automodel.gradient_clipping import gather_gradients
+from megatron_fsdp.automodel.gradients import gather_gradients
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
+from megatron_fsdp.automodel.managers import shard_by_layers
 from megatron_fsdp.train.engines.pipeline import LossInOrder, PipelineModel, pipeline_config
 from megatron_fsdp.train.engines.trained import ContextCut, MicrobatchModel, Place, build_optimizer, call_transformers
 from megatron_fsdp.train.engines.transformers_sharded import backend_of, recompute_layers

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fsdp.automodel import Pipeline, PipelineConfig, clip_grad_norm_, connect_optimizer
-from megatron_fsdp.automodel.gradient_clipping import gather_gradients
+from megatron_fsdp.automodel.gradients import gather_gradients
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.train.data.batches import Batch

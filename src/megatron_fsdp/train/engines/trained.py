@@ -110,7 +110,7 @@ class ContextCut:
         """Return this rank's part of [samples, length]; ranks were given the same."""
         if self.mesh is None:
             return whole
-        from megatron_fsdp.automodel.context_parallel.layout import SequenceLayout  # imports transformers
+        from megatron_fsdp.automodel.context_parallel import SequenceLayout
 
         return SequenceLayout(self.size).cut(whole, self.index, 1)
 

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel import FSDP2Config, build_mesh_context
 from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.blueprints import adopt_generation_config, refuse_quantised
+from megatron_fsdp.automodel.auto_model import adopt_generation_config, refuse_quantised
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts
 from megatron_fsdp.automodel.forwards import recompute_in_backward
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
-from megatron_fsdp.automodel.pipeline_parallel.stage_model import tied_embeddings
+from megatron_fsdp.automodel.pipeline_parallel.stages import tied_embeddings
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
 from megatron_fsdp.checkpoint.hf import load_hf
 from megatron_fsdp.ddp import DistributedDataParallel

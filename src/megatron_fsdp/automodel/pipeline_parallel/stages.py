@@ -1,15 +1,19 @@
-"""A stage as a model: the Hugging Face model with only some of its layers, under the names of the whole model."""
+"""A stage of a pipeline: the transformers model with only some of its layers, under the names of the whole model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from megatron_fsdp.automodel.architecture import find_layers, text_config
-from megatron_fsdp.automodel.pipeline_parallel.stage_layers import StageLayers
+from megatron_fsdp.checkpoint.hf.live import own_class
 from megatron_fsdp.errors import ConfigurationError
 
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f")
@@ -17,26 +21,19 @@ _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln
 
 @dataclass(frozen=True)
 class Ends:
-    """What a decoder has around its layers, as attribute names.
+    """What a decoder has around its layers, as attribute names."""
 
-    Attributes:
-        layers: Of the list of layers in the base model.
-        embeddings: Of the base model; the first stage has them.
-        norms: Of the base model; the last stage has them.
-        head: Of the model; the last stage has it. None: a model without one.
-    """
-
-    layers: str
-    embeddings: tuple[str, ...]
-    norms: tuple[str, ...]
-    head: str | None
+    layers: str  # the list of layers in the base model
+    embeddings: tuple[str, ...]  # of the base model; the first stage has them
+    norms: tuple[str, ...]  # of the base model; the last stage has them
+    head: str | None  # of the model; the last stage has it. None: a model without one
 
 
 class AbsentEmbedding(nn.Module):
     """An embedding of another stage; what is made of it is dropped, so zero will do."""
 
     def forward(self, indices: Tensor) -> Tensor:
-        """A zero that can be added to anything."""
+        """Return a zero that can be added to anything."""
         return torch.zeros((), device=indices.device)
 
 
@@ -48,7 +45,7 @@ class StageForward:
     _stage_layers: str
 
     def forward(self, inputs: Tensor, **per_token: Any) -> Tensor:
-        """One microbatch through this stage.
+        """Run one microbatch through this stage.
 
         Args:
             inputs: Token ids (microbatch, sequence) in the first stage, else hidden states (microbatch, sequence,
@@ -71,7 +68,7 @@ class StageForward:
 
 
 def find_ends(model: nn.Module) -> Ends:
-    """What a decoder has around its layers.
+    """Find what a decoder has around its layers.
 
     Raises:
         ConfigurationError: The model is not a decoder whose parts are all known, so cutting it might change it.
@@ -169,7 +166,7 @@ def _replace(owner: nn.Module, key: str, stand_in: nn.Module) -> None:
 
 
 def tied_embeddings(model: nn.Module) -> tuple[str, str] | None:
-    """(name of the head's matrix, name of the input embeddings' matrix) where both are one; None where they are not."""
+    """Name (the head's matrix, the input embeddings' matrix) where both are one; None where they are not."""
     source: Any = model.get_input_embeddings()  # type: ignore[operator]  # methods of transformers' models
     target: Any = model.get_output_embeddings()  # type: ignore[operator]
     if target is None or getattr(source, "weight", None) is not target.weight:
@@ -200,3 +197,176 @@ def _refuse_shared(
             f"the config of {type(model).__name__} has tie_word_embeddings=True, but the model has two matrices; call "
             "its tie_weights() first, or set it False"
         )
+
+
+class StandIn(Tensor):
+    """Hidden states that nobody will read. Its first element is itself: some models take what layers give as tuples."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self if isinstance(index, int) else super().__getitem__(index)
+
+
+class AbsentLayer:
+    """A layer of another stage: it has the plain attributes that a model's forward may read, and computes nothing."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        plain = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | None)}
+        vars(self).update({name: value for name, value in plain.items() if not name.startswith("_")})
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return something of the shape of the hidden states, without memory of its own."""
+        zero = torch.zeros((), dtype=hidden_states.dtype, device=hidden_states.device)
+        return zero.expand(hidden_states.shape).as_subclass(StandIn)
+
+
+@dataclass
+class StageRun:
+    """One forward of a stage."""
+
+    received: Tensor | None  # what the stage before has sent, (microbatch, sequence, hidden); None in the first stage
+    result: Tensor | None = None  # what the last layer of this stage gave
+
+
+class StageLayers(nn.ModuleDict):
+    """The layers of one stage under their indices in the whole model: a ModuleDict.
+
+    In `standing_in`, and only there, it iterates as the whole list does: forwards of transformers count layers and look
+    up their kinds (full or sliding attention) by the index. The first layer here is then given what the stage before
+    has sent, whatever the model has made of its inputs until then (scaled embeddings, dropout), and what the last one
+    gives is kept.
+
+    Args:
+        layers: Of the whole model.
+        start: First layer of the stage.
+        stop: One past the last.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], start: int, stop: int) -> None:
+        super().__init__({str(index): layers[index] for index in range(start, stop)})
+        self._start, self._stop = start, stop
+        self._absent = {index: AbsentLayer(layer) for index, layer in enumerate(layers) if not start <= index < stop}
+        self._run: StageRun | None = None
+
+    @contextmanager
+    def standing_in(self, received: Tensor | None) -> Iterator[StageRun]:
+        """Stand in for the whole list in the block, which runs on what the stage before has sent."""
+        self._run = StageRun(received)
+        try:
+            yield self._run
+        finally:
+            self._run = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if self._run is None else iter(self._whole(self._run))
+
+    def __len__(self) -> int:
+        return super().__len__() if self._run is None else super().__len__() + len(self._absent)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str) or self._run is None:
+            return super().__getitem__(key)
+        return self._whole(self._run)[key]
+
+    def _whole(self, run: StageRun) -> list[Any]:
+        slots: dict[int, Any] = {**self._absent}
+        for index in range(self._start, self._stop):
+            layer = super().__getitem__(str(index))
+            at_end = index == self._start or index == self._stop - 1
+            slots[index] = _EndLayer(layer, run, index == self._start, index == self._stop - 1) if at_end else layer
+        return [slots[index] for index in sorted(slots)]
+
+
+class _EndLayer:
+    """The first or last layer of a stage, called as the layer itself."""
+
+    def __init__(self, layer: Callable[..., Any], run: StageRun, is_first: bool, is_last: bool) -> None:
+        self._layer, self._run, self._is_first, self._is_last = layer, run, is_first, is_last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first and self._run.received is not None:
+            hidden_states = self._run.received
+        output = self._layer(hidden_states, *args, **kwargs)
+        if self._is_last:
+            self._run.result = output[0] if isinstance(output, tuple) else output
+        return output
+
+
+class DecoderStage(PipelineStage):
+    """A stage of a decoder for torch's schedules, whose tensors are known before the first step.
+
+    Torch would otherwise find out shapes by running a microbatch forward and backward, for each new sequence length,
+    and forget the gradients accumulated so far.
+
+    Args:
+        part: What `cut_stage` gave.
+        place: (index of the stage, number of stages).
+        hidden: What stages send, (microbatch, sequence, hidden), on the meta device.
+        vocabulary: Size of the logits.
+        device: Of the stage.
+        group: Of the pipeline.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        place: tuple[int, int],
+        hidden: Tensor,
+        vocabulary: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        index, num_stages = place
+        tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
+        logits = hidden.new_empty(*hidden.shape[:2], vocabulary).requires_grad_()
+        super().__init__(
+            part,
+            index,
+            num_stages,
+            device,
+            input_args=tokens if index == 0 else hidden,
+            output_args=logits if index == num_stages - 1 else hidden,
+            group=group,
+        )
+        self._sent = hidden
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the part; the hidden states that it gives get the dtype that the next stage waits for."""
+        output: Any = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.is_last:
+            return output
+        if output.shape != self._sent.shape:
+            raise ConfigurationError(
+                f"stage {self.stage_index} gave hidden states of shape {tuple(output.shape)} but the next stage waits "
+                f"for {tuple(self._sent.shape)}; layers must not change the shape of what they get"
+            )
+        return output.to(self._sent.dtype)
+
+
+def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """Make a model that holds what the stages hold, under the same names, for loading, saving and drawing values.
+
+    Args:
+        stages: Cut from one model: what lies in another stage is None there, or absent in a `ModuleDict`. Their
+            tensors are shared, not copied.
+    """
+    merged = stages[0]
+    for stage in stages[1:]:
+        merged = _merged(merged, stage)
+    return merged
+
+
+def _merged(one: nn.Module, other: nn.Module) -> nn.Module:
+    kind = own_class(one)
+    result = kind.__new__(kind)
+    result.__dict__.update(one.__dict__)
+    result._modules = dict(one._modules)
+    for name, child in other._modules.items():
+        own = result._modules.get(name)
+        if own is None:
+            result._modules[name] = child
+        elif child is not None and own is not child:
+            result._modules[name] = _merged(own, child)
+    return result

@@ -1,18 +1,32 @@
 """Training with divided experts is training on one process: losses, every gradient and two updates."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
+from megatron_fsdp.checkpoint.hf import load_hf, save_hf
+from tests.automodel.expert_parallel_training import (
+    KINDS,
+    Case,
+    Trained,
+    check_same,
+    divide,
+    expert_mesh,
+    train_divided,
+    train_whole,
+)
+from tests.automodel.small_models import Reference, batch_of, build, label_count, reference, token_loss_sum
+from tests.automodel.training import whole
+from tests.checkpoint.hf.hf_models import same_tensors, stored
 from tests.conftest import RunRanks
-
-pytest.importorskip("transformers")
-
-from tests.automodel.expert_parallel.training import KINDS, Case, Trained, check_same, train_divided, train_whole
-from tests.automodel.small_models import Reference, reference
+from tests.support.parity import assert_equal_tensors
 
 _TWO_LAYERS = {"num_hidden_layers": 2}
 
@@ -117,12 +131,6 @@ def test_a_wrong_divisor_shows_in_expert_gradients_only(run_ranks: RunRanks) -> 
 
 def gradients_of_same_tokens() -> dict[str, torch.Tensor]:
     """Ranks that have the same tokens, as tensor-parallel ones have: only experts are divided."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-
-    from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
-    from tests.automodel.expert_parallel.training import expert_mesh, whole
-    from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
-
     model, mesh, batch = build("qwen2_moe", **_TWO_LAYERS), expert_mesh(2), batch_of()
     names = parallelize_experts(model, mesh["ep"])
     policies = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy(), "reshard_after_forward": True}
@@ -134,7 +142,43 @@ def gradients_of_same_tokens() -> dict[str, torch.Tensor]:
 
 
 def test_tokens_that_ranks_have_in_common_count_once(run_ranks: RunRanks) -> None:
-    from tests.support.parity import assert_equal_tensors
-
     for found in run_ranks(2, gradients_of_same_tokens):
         assert_equal_tensors(found, _reference("qwen2_moe").gradients[0], rtol=1e-4, atol=1e-6)
+
+
+_CHANGES = {
+    "whole experts": {"num_hidden_layers": 2},
+    "slices of experts": {"num_hidden_layers": 2, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6},
+}
+"""With 3 experts on each of 2 ranks, FSDP2 cannot give 2 ranks whole ones."""
+
+
+def save_and_load(kind: str, ep: int, folder: str, changes: dict[str, int]) -> tuple[bool, bool]:
+    """Save the divided model; load transformers' files into one that was made on the meta device."""
+    model = build(kind, **changes)
+    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    divide(model, ep)
+    save_hf(model, f"{folder}/ours")
+    with torch.device("meta"):
+        blank = build(kind, **changes)
+    divide(blank, ep)
+    blank.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in blank.parameters():
+            param.fill_(7.0)
+    report = load_hf(blank, f"{folder}/theirs")
+    return report.is_complete, same_tensors(whole_parameters(blank), wanted)
+
+
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.full(short=["mixtral-slices of experts"])
+@pytest.mark.parametrize("cut", _CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_those_of_transformers(run_ranks: RunRanks, tmp_path: Path, kind: str, cut: str) -> None:
+    build(kind, **_CHANGES[cut]).save_pretrained(tmp_path / "theirs")
+    found = run_ranks(4, save_and_load, kind, 2, str(tmp_path), _CHANGES[cut])
+    assert found == [(True, True)] * 4
+    assert same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))

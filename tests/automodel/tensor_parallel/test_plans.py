@@ -1,16 +1,22 @@
-"""Plans that users give, by styles of torch, names or import path; adapters of peft; styles no small family uses."""
+"""Plans that users give, adapters of peft, styles no small family uses, and what is refused."""
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch._inductor import config as inductor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from megatron_fsdp.automodel.tensor_parallel import AppliedPlan, parallelize_tensors
+from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
+from megatron_fsdp.automodel.tensor_parallel.plans import STYLE_NAMES
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.small_models import VOCABULARY, build
 from tests.automodel.tensor_parallel.training import differences, train, with_lora
 from tests.conftest import RunRanks
@@ -224,15 +230,182 @@ def test_a_packed_input_is_put_together(run_ranks: RunRanks) -> None:
     assert run_ranks(2, packed_input) == [True, True]
 
 
-def what_was_done() -> AppliedPlan:
+EXPERT_PARALLEL = {"grouped_gemm", "ep_dispatch_experts"}
+"""Names of plans for expert parallelism, which are other plans."""
+
+_PLAN = re.compile(r"^\s+(?:base_model)?_tp_plan(?::[^=\n]*)?\s*=\s*\{(.*?)\}\s*$", re.DOTALL | re.MULTILINE)
+_STYLE = re.compile(r'": "(\w+)"')
+
+
+def styles_in_use() -> dict[str, str]:
+    """Name of a style -> a file with a plan that uses it, from the text of all plans."""
+    found = {}
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/*.py")):
+        for text in _PLAN.findall(path.read_text(encoding="utf-8")):
+            found.update(dict.fromkeys(_STYLE.findall(text), path.name))
+    return found
+
+
+def test_every_style_in_plans_of_transformers_is_known() -> None:
+    used = styles_in_use()
+    assert {"colwise", "moe_tp_experts", "mla_kv_a_proj", "local_params", "embedding_rowwise"} <= used.keys()
+    assert {name: path for name, path in used.items() if name not in STYLE_NAMES} == {}
+
+
+def test_every_style_that_transformers_registers_is_known() -> None:
+    assert set(ALL_PARALLEL_STYLES.keys()) - STYLE_NAMES - EXPERT_PARALLEL == set()
+
+
+NOT_A_PLAN = 3
+Q = "model.layers.*.self_attn.q_proj"
+
+
+def dora() -> nn.Module:
+    return with_lora(build("llama", num_hidden_layers=1), ["q_proj"], use_dora=True)
+
+
+def without_plan() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4))
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no plan": ("gpt2", {}, ConfigurationError, r"no tensor-parallel plan for GPT2LMHeadModel \(gpt2\); give tp_plan"),
+    "no model of transformers": (
+        without_plan,
+        {},
+        ConfigurationError,
+        r"no plan|no tensor-parallel plan",
+    ),
+    "empty plan": ("llama", {"plan": {}}, ConfigurationError, r"not empty"),
+    "path to a number": ("llama", {"plan": f"{__name__}.NOT_A_PLAN"}, ConfigurationError, r"leads to 3"),
+    "wrong path": ("llama", {"plan": f"{__name__}.PLAM"}, ConfigurationError, r"has no 'PLAM'"),
+    "unknown style": ("llama", {"plan": {Q: "colwize"}}, ConfigurationError, r"did you mean 'colwise'\?"),
+    "style of no kind": ("llama", {"plan": {Q: 3}}, ConfigurationError, r"allowed are a ParallelStyle of torch and"),
+    "names nothing": (
+        "llama",
+        {"plan": {Q: "colwise", "model.layers.*.self_attn.qproj": "colwise"}},
+        ConfigurationError,
+        r"names no module of this model; the nearest names are model\.layers\.\*\.self_attn\.\w_proj",
+    ),
+    "two styles": (
+        "llama",
+        {"plan": {"model.layers.*.*.q_proj": "rowwise", "model.*.*.self_attn.q_proj": "colwise"}},
+        ConfigurationError,
+        r"two styles",
+    ),
+    "style of torch on a parameter": (
+        "llama",
+        {"plan": {"lm_head.weight": ColwiseParallel()}},
+        ConfigurationError,
+        r"the parameter lm_head\.weight a style of torch",
+    ),
+    "not a linear layer": (
+        "gpt2",
+        {"plan": {"transformer.h.*.attn.c_attn": "colwise"}},
+        ConfigurationError,
+        r"a Conv1D",
+    ),
+    "not an embedding": ("llama", {"plan": {Q: "embedding_rowwise"}}, ConfigurationError, r"is for an nn\.Embedding"),
+    "no rotary width": ("llama", {"plan": {Q: "mla_kv_a_proj"}}, ConfigurationError, r"no qk_rope_head_dim"),
+    "heads": ("llama", {"changes": {"num_key_value_heads": 1}}, ParallelSizeError, r"num_key_value_heads=1, which 2"),
+    "width": ("llama", {"changes": {"intermediate_size": 47}}, ParallelSizeError, r"\(out_features\) is 47, which 2"),
+    "experts": ("mixtral", {"changes": {"num_local_experts": 3}}, ParallelSizeError, r"has 3 experts, which 2"),
+    "dora": (dora, {}, ConfigurationError, r"use plain LoRA on linear layers"),
+    "tokens of an unknown family": (
+        "gpt2",
+        {"plan": {"lm_head": "colwise_rep"}, "sequence_parallel": True},
+        ConfigurationError,
+        r"not offered for GPT2LMHeadModel \(gpt2\), but for",
+    ),
+    "tokens by styles of torch": (
+        "llama",
+        {"plan": {Q: ColwiseParallel()}, "sequence_parallel": True},
+        ConfigurationError,
+        r"cannot change the styles of torch",
+    ),
+}
+
+
+def small(kind: Any, changes: dict[str, Any]) -> nn.Module:
+    if not isinstance(kind, str):
+        return kind()
+    return build(kind, **changes) if kind == "gpt2" else build(kind, num_hidden_layers=1, **changes)
+
+
+def refusals() -> dict[str, tuple[str, str, bool]]:
+    """Case -> (type of the error, its text, whether the model is as it was)."""
     mesh = mesh_of((2,), ("tp",))
-    return parallelize_tensors(build("qwen3", num_hidden_layers=1), mesh, sequence_parallel=True)
+    found = {}
+    for case, (kind, arguments, _, _) in CASES.items():
+        model = small(kind, arguments.get("changes", {}))
+        options = {key: value for key, value in arguments.items() if key != "changes"}
+        try:
+            parallelize_tensors(model, mesh, **options)
+            found[case] = ("nothing", "", True)
+        except Exception as error:  # noqa: BLE001 # what it is, is asserted
+            is_whole = not any(isinstance(param, DTensor) for param in model.parameters())
+            found[case] = (type(error).__name__, str(error), is_whole)
+    return found
 
 
-def test_the_report_names_each_divided_module(run_ranks: RunRanks) -> None:
-    done = run_ranks(2, what_was_done)[0]
-    assert done.source == "transformers, qwen3"
-    assert done.sequence_parallel
-    assert done.styles["model.layers.0.self_attn.q_proj"] == "colwise"
-    assert done.styles["model.layers.0.input_layernorm"] == "replicated_with_grad_allreduce"
-    assert done.styles["lm_head"] == "colwise_gather_output"
+def test_bad_plans_and_sizes_are_refused_alike_on_every_rank(run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(2, refusals)
+    assert outcomes[0] == outcomes[1]
+    for case, (_, _, error, pattern) in CASES.items():
+        name, text, is_whole = outcomes[0][case]
+        assert name == error.__name__, (case, name, text)
+        with pytest.raises(AssertionError, match=pattern):
+            raise AssertionError(text)
+        assert is_whole, case
+
+
+def uneven_rows() -> str:
+    model = build("llama", num_hidden_layers=1)
+    parallelize_tensors(model, mesh_of((2,), ("tp",)), sequence_parallel=True)
+    try:
+        model(input_ids=torch.arange(15)[None])
+    except ParallelSizeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_rows_that_the_ranks_do_not_divide_are_refused_in_forward(run_ranks: RunRanks) -> None:
+    for text in run_ranks(2, uneven_rows):
+        assert text.startswith("the batch has 15 tokens in a row, which 2 tensor-parallel ranks cannot share")
+
+
+def two_dimensions() -> str:
+    with pytest.raises(ConfigurationError, match="one-dimensional") as caught:
+        parallelize_tensors(build("llama", num_hidden_layers=1), mesh_of((1, 2), ("dp", "tp")))
+    return str(caught.value)
+
+
+def test_a_mesh_of_two_dimensions_is_refused(run_ranks: RunRanks) -> None:
+    assert all("('dp', 'tp')" in text for text in run_ranks(2, two_dimensions))
+
+
+def asynchronous_on_cpus() -> tuple[bool, str, bool]:
+    before = inductor._micro_pipeline_tp
+    with pytest.warns(UserWarning, match="asynchronous") as caught:
+        is_on = enable_async_tensor_parallel(mesh_of((2,), ("tp",)))
+    assert len(caught) == 1
+    return is_on, str(caught[0].message), inductor._micro_pipeline_tp == before
+
+
+def test_asynchronous_tensor_parallelism_says_that_cpus_cannot(run_ranks: RunRanks) -> None:
+    for is_on, text, is_unchanged in run_ranks(2, asynchronous_on_cpus):
+        assert not is_on
+        assert is_unchanged
+        assert text.endswith("training goes on without it")
+
+
+def test_a_plan_may_name_what_a_pipeline_stage_gave_away(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, stage_without_head) == [["model.layers.0.self_attn.q_proj.weight"]] * 2
+
+
+def stage_without_head() -> list[str]:
+    model: transformers.PreTrainedModel = build("llama", num_hidden_layers=1)
+    model.lm_head = None
+    plan = {Q: "colwise", "lm_head": "colwise_gather_output"}
+    parallelize_tensors(model, mesh_of((2,), ("tp",)), plan=plan)
+    return [name for name, param in model.named_parameters() if param.placements == (Shard(0),)]  # type: ignore[attr-defined]

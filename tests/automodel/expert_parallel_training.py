@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
-from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
+from tests.automodel.small_models import build
+from tests.automodel.training import Trained, train
 from tests.support.arrangements import mesh_of
 from tests.support.parity import assert_equal_tensors
 
@@ -42,15 +42,6 @@ class Case:
     edit: Callable[[Any], None] | None = None
     recompute: str = "not"
     divisor: int | None = None
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Index = step; tensors are whole."""
-
-    losses: list[float]
-    gradients: list[dict[str, Tensor]]
-    parameters: list[dict[str, Tensor]]
 
 
 def expert_mesh(ep: int) -> DeviceMesh:
@@ -95,41 +86,6 @@ def divide(model: nn.Module, ep: int, divisor: int | None = None, recompute: str
     return names
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor; collective."""
-    found = tensor.detach()
-    return found.full_tensor().clone() if isinstance(found, DTensor) else found.clone()
-
-
-def train(model: nn.Module, rows: Sequence[int], *, steps: int = 2) -> Trained:
-    """AdamW as in `small_models.reference`; this rank has its rows of each batch, one process all of them.
-
-    Args:
-        model: Sharded or plain.
-        rows: Of each rank.
-        steps: How many.
-    """
-    rank, world = (0, 1) if len(rows) == 1 else (dist.get_rank(), dist.get_world_size())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = Trained([], [], [])
-    for step in range(steps):
-        batch = batch_of(sum(rows), seed=1 + step)
-        count = label_count(batch["labels"])
-        own = {name: value[sum(rows[:rank]) :][: rows[rank]] for name, value in batch.items()}
-        loss = token_loss_sum(model(input_ids=own["input_ids"], use_cache=False).logits, own["labels"]) / count
-        optimizer.zero_grad()
-        (loss * world).backward()
-        total = loss.detach().clone()
-        if world > 1:
-            dist.all_reduce(total)
-        found.losses.append(total.item())
-        parameters = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
-        found.gradients.append({name: whole(p.grad) for name, p in parameters.items() if p.grad is not None})
-        optimizer.step()
-        found.parameters.append({name: whole(p) for name, p in parameters.items()})
-    return found
-
-
 def train_divided(case: Case) -> Trained:
     """A case on the ranks of this world."""
     world = dist.get_world_size()
@@ -137,7 +93,7 @@ def train_divided(case: Case) -> Trained:
     if case.edit is not None:
         case.edit(model)
     divide(model, case.ep, case.divisor, case.recompute)
-    return train(model, case.rows or [4 // world] * world)
+    return train(model, rows=case.rows or [4 // world] * world)
 
 
 def train_whole(case: Case) -> Trained:
@@ -145,7 +101,7 @@ def train_whole(case: Case) -> Trained:
     model = build(case.kind, **case.changes)
     if case.edit is not None:
         case.edit(model)
-    return train(model, [sum(case.rows or [4])])
+    return train(model, rows=sum(case.rows or [4]), data_rank=0, data_ranks=1)
 
 
 def check_same(found: Trained, wanted: Any) -> None:

@@ -1,4 +1,4 @@
-"""Models are switched in place and each for itself; what would be silently wrong is refused."""
+"""Context parallelism: layouts, batches that are cut, models switched in place, what is refused, and parity."""
 
 import copy
 import json
@@ -10,14 +10,148 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp.automodel.context_parallel import enable_context_parallel, shard_batch, unshard_sequence
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.automodel.context_parallel import (
+    SequenceLayout,
+    enable_context_parallel,
+    shard_batch,
+    unshard_sequence,
+)
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from tests.automodel.context_parallel_runs import ENGINE, Case, check
 from tests.automodel.small_models import batch_of, build, label_count, reference
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.parity import assert_equal_tensors
+
+SIZES = [(ranks, length) for ranks in (1, 2, 3, 4) for length in (24, 48)]
+
+
+@pytest.mark.parametrize(("ranks", "length"), SIZES)
+def test_balanced_tokens_have_the_order_of_torchs_load_balancer(ranks: int, length: int) -> None:
+    layout = SequenceLayout(ranks)
+    positions = torch.cat([layout.positions_of(rank, length // ranks) for rank in range(ranks)])
+    assert positions.tolist() == _HeadTailLoadBalancer(length, ranks, "cpu")._generate_indices()[0].tolist()
+
+
+@pytest.mark.parametrize("load_balance", [True, False])
+@pytest.mark.parametrize(("ranks", "length"), SIZES)
+def test_joining_undoes_cutting(ranks: int, length: int, load_balance: bool) -> None:
+    layout = SequenceLayout(ranks, load_balance)
+    whole = torch.arange(2 * length * 3).view(2, length, 3)
+    parts = [layout.cut(whole, rank, 1) for rank in range(ranks)]
+    assert torch.equal(layout.join(parts, 1), whole)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, whole[:, layout.positions_of(rank, length // ranks)])
+
+
+def test_balanced_ranks_have_the_same_number_of_pairs_of_tokens() -> None:
+    layout = SequenceLayout(4)
+    assert len({int((layout.positions_of(rank, 8) + 1).sum()) for rank in range(4)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("load_balance", "length", "arithmetic"),
+    [(True, 20, "2 * 4 = 8 equal pieces"), (False, 18, "into 4 equal pieces"), (True, 0, "pad them to 8 tokens")],
+)
+def test_lengths_that_do_not_divide_are_refused_with_the_arithmetic(
+    load_balance: bool, length: int, arithmetic: str
+) -> None:
+    with pytest.raises(ParallelSizeError) as raised:
+        SequenceLayout(4, load_balance).check_length(length)
+    assert f"sequences of {length} tokens" in str(raised.value)
+    assert arithmetic in str(raised.value)
+
+
+LENGTH = 8
+
+
+def tokens() -> Tensor:
+    return torch.arange(2 * LENGTH).view(2, LENGTH)
+
+
+def cut(load_balance: bool) -> dict[str, list[Any]]:
+    mesh = mesh_of((2,), ("cp",))
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, 6:] = 0
+    labels = tokens().masked_fill(mask == 0, -100)
+    batch = {"input_ids": tokens(), "labels": labels, "attention_mask": mask, "weights": tokens() * 0.5}
+    mine = shard_batch(batch, mesh, load_balance=load_balance)
+    assert all(values.is_contiguous() for values in mine.values())
+    for name, whole in batch.items():
+        if name in mine:
+            assert torch.equal(unshard_sequence(mine[name], mesh, load_balance=load_balance), whole)
+    hidden = mine["input_ids"][..., None] + torch.zeros(3)
+    whole_hidden = unshard_sequence(hidden.transpose(0, 1), mesh, 0, load_balance)
+    assert torch.equal(whole_hidden, tokens().T[..., None] + torch.zeros(3))
+    return {name: values.tolist() for name, values in mine.items()}
+
+
+def test_labels_are_shifted_before_they_are_cut(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, cut, True)
+    assert first["position_ids"] == [[0, 1, 6, 7]] * 2
+    assert second["position_ids"] == [[2, 3, 4, 5]] * 2
+    assert first["input_ids"] == [[0, 1, 6, 7], [8, 9, 14, 15]]
+    assert first["shift_labels"] == [[1, 2, 7, -100], [9, 10, -100, -100]]
+    assert second["shift_labels"] == [[3, 4, 5, 6], [11, 12, 13, -100]]
+    assert sorted(first) == ["input_ids", "position_ids", "shift_labels", "weights"]
+
+
+def test_without_balancing_ranks_have_neighbouring_tokens(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, cut, False)
+    assert first["position_ids"] == [[0, 1, 2, 3]] * 2
+    assert second["shift_labels"] == [[5, 6, 7, -100], [13, -100, -100, -100]]
+
+
+def refused() -> dict[str, str]:
+    """What each bad batch is told; rank 1 alone has the last two."""
+    mesh, here = mesh_of((2,), ("cp",)), dist.get_rank()
+    ids, ones = {"input_ids": tokens()}, torch.ones(2, LENGTH)
+    hole, left, padded = ones.clone(), ones.clone(), ones.clone()
+    hole[0, 3], left[0, 0], padded[0, 7] = 0, 0, 0
+    batches: dict[str, dict[str, Tensor]] = {
+        "length": {"input_ids": tokens()[:, :6]},
+        "nothing": {"labels": tokens()},
+        "square": {**ids, "attention_mask": ones[:, None, None]},
+        "one dimension": {**ids, "cu_seq_lens_q": torch.tensor([0, 4, 8])},
+        "image": {**ids, "pixel_values": torch.ones(2, 3, 4, 4)},
+        "hole": {**ids, "attention_mask": hole},
+        "left": {**ids, "attention_mask": left},
+        "counted": {**ids, "attention_mask": padded, "labels": tokens()},
+        "packed": {**ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)},
+        "twice": {**ids, "labels": tokens(), "shift_labels": tokens()},
+        "other rows": {"input_ids": tokens() + here},
+        "hole on one rank": {**ids, "attention_mask": hole if here == 1 else ones},
+    }
+    told = {}
+    for name, batch in batches.items():
+        with pytest.raises(ConfigurationError) as raised:
+            shard_batch(batch, mesh)
+        told[name] = str(raised.value)
+    return told
+
+
+def test_batches_that_cannot_be_cut_are_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, refused)
+    assert first == second
+    parts = {
+        "length": "sequences of 6 tokens cannot be cut into 2 * 2 = 4 equal pieces",
+        "nothing": "needs input_ids or inputs_embeds",
+        "square": "attention_mask of shape (2, 1, 1, 8)",
+        "one dimension": "cu_seq_lens_q of shape (3,)",
+        "image": "pixel_values of shape (2, 3, 4, 4)",
+        "hole": "has holes or pads on the left",
+        "left": "has holes or pads on the left",
+        "counted": "labels count tokens that attention_mask pads",
+        "packed": "sequences are packed",
+        "twice": "labels and shift_labels",
+        "other rows": "ranks of the group disagree",
+        "hole on one rank": "rank 1: attention_mask has holes",
+    }
+    assert {name: part for name, part in parts.items() if part not in first[name]} == {}
+
 
 transformers = pytest.importorskip("transformers")
 
@@ -277,3 +411,36 @@ def check_meta() -> None:
     model.load_state_dict(source.state_dict())
     model.model.rotary_emb = source.model.rotary_emb
     torch.testing.assert_close(logits_of(model, mesh), reference("llama", steps=1).logits, rtol=1e-4, atol=1e-5)
+
+
+SOFTCAP = (("attn_logit_softcapping", 1.0),)
+"""So low that scores bend."""
+
+KINDS = ("llama", "llama_gqa", "qwen3", "mistral", "phi", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.mark.full
+def test_two_ranks_that_share_sequences_equal_one_process(run_ranks: RunRanks) -> None:
+    cases = [Case(kind) for kind in KINDS]
+    cases += [Case("gemma2", changes=SOFTCAP), Case("gemma2", load_balance=False, changes=SOFTCAP)]
+    cases += [Case(kind, load_balance=False) for kind in ("llama_gqa", "mistral", "deepseek_v3")]
+    check(run_ranks, 2, cases)
+
+
+def test_four_ranks_that_share_sequences_equal_one_process(run_ranks: RunRanks) -> None:
+    check(run_ranks, 4, [Case("gemma2", cp_size=4, changes=SOFTCAP)])
+
+
+@pytest.mark.full
+def test_data_and_context_parallel_ranks_together_equal_one_process(run_ranks: RunRanks) -> None:
+    check(run_ranks, 4, [Case("llama_gqa"), Case("llama_gqa", strategy=ENGINE)])
+
+
+@pytest.mark.full
+def test_activations_computed_again_are_those_of_the_whole_sequence(run_ranks: RunRanks) -> None:
+    settings: list[dict[str, Any]] = [{"strategy": ENGINE}, {"load_balance": False}]
+    check(run_ranks, 2, [Case("mistral", checkpointing=True, **setting) for setting in settings])
+
+
+def test_the_models_own_loss_takes_labels_shifted_before_cutting(run_ranks: RunRanks) -> None:
+    check(run_ranks, 2, [Case("qwen3", loss_inside=True), Case("llama_gqa", loss_inside=True, strategy=ENGINE)])

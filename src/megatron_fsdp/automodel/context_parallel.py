@@ -1,0 +1,520 @@
+"""Context parallelism: the ranks of one mesh dimension share the tokens of every sequence.
+
+`shard_batch` gives each rank its tokens, and causal attention gathers the keys and values of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
+from megatron_fsdp.checkpoint.hf.live import own_class
+from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.fingerprint import fingerprint
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+
+_EMBEDDINGS = "inputs_embeds"
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+NAME = "megatron_fsdp_context_parallel"
+"""The name of this attention in transformers' registry."""
+
+ATTRIBUTE = "context_parallel"
+"""The attribute of attention modules that holds their `ContextParallel`."""
+
+_CHANGES_THE_MATH = (
+    "s_aux",
+    "position_bias",
+    "cache",
+    "block_table",
+    "cu_seq_lens_q",
+    "head_mask",
+    "output_attentions",
+)
+"""What some models hand to their attention function and this one does not compute."""
+
+_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+"""Gather forward, reduce-scatter of the sum backward; torch has renamed it."""
+
+_BY_LENGTH = {"dynamic", "longrope"}
+"""Kinds of rope that choose their frequencies by the largest position they are shown."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How sequences are cut.
+
+    With causal attention a token costs as much as there are tokens before it. So by default the sequence is cut into
+    2 * ranks pieces, and rank r has the pieces r and 2 * ranks - 1 - r, one cheap and one dear: all ranks have the
+    same work. This is the order of torch's `_HeadTailLoadBalancer`. Without balancing rank r has piece r of as many
+    pieces as there are ranks.
+
+    Attributes:
+        ranks: Number of context-parallel ranks.
+        load_balance: Two pieces per rank in place of one.
+    """
+
+    ranks: int
+    load_balance: bool = True
+
+    @property
+    def num_pieces(self) -> int:
+        """Return into how many pieces of equal length a sequence is cut."""
+        return self.ranks * (2 if self.load_balance else 1)
+
+    def check_length(self, length: int) -> None:
+        """Refuse sequences that cannot be cut into equal pieces.
+
+        Raises:
+            ParallelSizeError: `length`, in tokens of the whole sequence, does not divide.
+        """
+        if length > 0 and length % self.num_pieces == 0:
+            return
+        pieces = f"2 * {self.ranks} = {self.num_pieces}" if self.load_balance else str(self.num_pieces)
+        padded = max(-(-length // self.num_pieces), 1) * self.num_pieces
+        raise ParallelSizeError(
+            f"sequences of {length} tokens cannot be cut into {pieces} equal pieces for cp_size={self.ranks} with "
+            f"load_balance={self.load_balance}; pad them to {padded} tokens with labels of -100"
+        )
+
+    def pieces_of(self, rank: int) -> tuple[int, ...]:
+        """Return the numbers of the pieces of a rank, in the order in which it has them."""
+        return (rank, self.num_pieces - 1 - rank) if self.load_balance else (rank,)
+
+    def ranges_of(self, rank: int, local_length: int) -> list[tuple[int, int]]:
+        """Return (first, last + 1) in the whole sequence of each piece of a rank that has `local_length` tokens."""
+        pieces = self.pieces_of(rank)
+        size = local_length // len(pieces)
+        return [(piece * size, (piece + 1) * size) for piece in pieces]
+
+    def positions_of(self, rank: int, local_length: int, device: torch.device | None = None) -> Tensor:
+        """Return the position in the whole sequence of each token of a rank, int64, (local_length,)."""
+        ranges = self.ranges_of(rank, local_length)
+        return torch.cat([torch.arange(start, end, device=device) for start, end in ranges])
+
+    def cut(self, whole: Tensor, rank: int, dim: int) -> Tensor:
+        """Cut out, as a copy, what a rank has of a tensor whose dimension `dim` is the whole sequence."""
+        ranges = self.ranges_of(rank, whole.shape[dim] // self.ranks)
+        return torch.cat([whole.narrow(dim, start, end - start) for start, end in ranges], dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Put the whole sequence together, in order, from what each rank has; the reverse of `cut`."""
+        found: dict[int, Tensor] = {}
+        for rank, part in enumerate(parts):
+            pieces = self.pieces_of(rank)
+            found.update(zip(pieces, part.chunk(len(pieces), dim), strict=True))
+        return torch.cat([found[piece] for piece in range(self.num_pieces)], dim)
+
+
+def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balance: bool = True) -> dict[str, Tensor]:
+    """Cut out what this context-parallel rank computes of a batch that all of them hold whole.
+
+    The ranks compare their batches first (one small collective), since a data loader that gives them different ones is
+    an easy mistake that no later step would notice.
+
+    Args:
+        batch: `input_ids` (or `inputs_embeds`, of three dimensions) and other tensors of (batch, sequence). `labels` as
+            transformers takes them, not shifted; or `shift_labels`. An `attention_mask` may pad on the right where
+            labels are -100, which causal attention needs no mask for.
+        cp_mesh: One dimension, the ranks that share sequences.
+        load_balance: Give every rank the same work (see `SequenceLayout`); sequences must then divide by twice the
+            number of ranks.
+
+    Returns:
+        The same keys, (batch, sequence / ranks, ...), contiguous, but: `labels` became `shift_labels`, shifted before
+        cutting, since the next token may lie on another rank; `position_ids`, int64, count in the whole sequence;
+        `attention_mask` is left out.
+
+    Raises:
+        ParallelSizeError: The sequence length does not divide.
+        ConfigurationError: A tensor cannot be cut, sequences are packed, padding is not on the right or is counted, or
+            the ranks hold different batches. All errors are raised on every rank.
+    """
+    layout = SequenceLayout(cp_mesh.size(), load_balance)
+    error: Exception | None = None
+    try:
+        _check(batch, layout)
+    except ConfigurationError as found:
+        error = found
+    agree(cp_mesh.get_group(), error, [_fact(name, batch[name]) for name in sorted(batch)])
+    reference = _reference(batch)
+    rows, length = reference.shape[:2]
+    whole = {name: values for name, values in batch.items() if name not in ("labels", "attention_mask")}
+    if "labels" in batch:
+        whole["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+    whole["position_ids"] = torch.arange(length, device=reference.device).expand(rows, length)
+    return {name: layout.cut(values, cp_mesh.get_local_rank(), 1).contiguous() for name, values in whole.items()}
+
+
+def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1, load_balance: bool = True) -> Tensor:
+    """Gather the whole of what every rank has a part of, such as logits, on every rank; detached.
+
+    Args:
+        tensor: This rank's part; the same shape on every rank.
+        cp_mesh: As for `shard_batch`.
+        dim: Of the sequence.
+        load_balance: As for `shard_batch`.
+    """
+    layout = SequenceLayout(cp_mesh.size(), load_balance)
+    mine = tensor.detach().contiguous()
+    parts = [torch.empty_like(mine) for _ in range(cp_mesh.size())]
+    dist.all_gather(parts, mine, group=cp_mesh.get_group())
+    return layout.join(parts, dim)
+
+
+def _reference(batch: Mapping[str, Tensor]) -> Tensor:
+    return batch[_EMBEDDINGS] if "input_ids" not in batch else batch["input_ids"]
+
+
+def _check(batch: Mapping[str, Tensor], layout: SequenceLayout) -> None:
+    if "input_ids" not in batch and _EMBEDDINGS not in batch:
+        raise ConfigurationError(f"the batch has {sorted(batch)}; it needs input_ids or {_EMBEDDINGS}")
+    shape = tuple(_reference(batch).shape[:2])
+    for name, values in batch.items():
+        given = tuple(values.shape)
+        if len(given) != (3 if name == _EMBEDDINGS else 2) or given[:2] != shape:
+            raise ConfigurationError(
+                f"{name} of shape {given} cannot be cut along the sequence; give tensors of (batch, sequence) = "
+                f"{shape} only, without packed sequences and images"
+            )
+    layout.check_length(shape[1])
+    if "labels" in batch and "shift_labels" in batch:
+        raise ConfigurationError("the batch has labels and shift_labels; give one of them")
+    if "position_ids" in batch and not bool(
+        (batch["position_ids"] == torch.arange(shape[1], device=batch["position_ids"].device)).all()
+    ):
+        raise ConfigurationError(
+            "position_ids are not 0, 1, 2, ... in every row, so sequences are packed or padded on the left; give "
+            "one sequence per row, padded on the right, and leave position_ids out"
+        )
+    if "attention_mask" in batch:
+        _check_padding(batch)
+
+
+def _check_padding(batch: Mapping[str, Tensor]) -> None:
+    """Refuse padding but behind all tokens, which see none behind them, and without labels that count."""
+    real = batch["attention_mask"].bool()
+    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise ConfigurationError(
+            "attention_mask has holes or pads on the left, which context parallelism does not compute; pad on the right"
+        )
+    for name in ("labels", "shift_labels"):
+        if name in batch and bool((batch[name][~real] != IGNORED_LABEL).any()):
+            raise ConfigurationError(f"{name} count tokens that attention_mask pads; set them to {IGNORED_LABEL} there")
+
+
+def _fact(name: str, values: Tensor) -> str:
+    """Return one line that tells batches apart."""
+    return f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
+
+
+def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balance: bool = True) -> None:
+    """Let the ranks of a mesh dimension share the tokens of every sequence; in place, before or after sharding.
+
+    The model is then called with what `shard_batch` returns: `model(input_ids=..., position_ids=...)`. It returns
+    logits of this rank's tokens; `unshard_sequence` puts them together. Gradients are those of the rank's tokens, so
+    the context-parallel ranks have to be averaged together with the data-parallel ones.
+
+    Nothing is kept outside of the model: its attention modules know their process group, and models on different
+    meshes work side by side. What transformers keeps for good is the name of the attention function.
+
+    Args:
+        model: A causal language model of transformers, or an adapter model of peft around one. May be on the meta
+            device.
+        cp_mesh: One dimension, the ranks that share sequences.
+        load_balance: As given to `shard_batch`.
+
+    Raises:
+        ConfigurationError: The model's attention cannot be switched, or tokens meet elsewhere than in causal
+            attention (state space layers, convolutions, encoders); or the mesh has several dimensions.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+
+    if cp_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"cp_mesh has the dimensions {cp_mesh.mesh_dim_names}; give the one of the ranks that share sequences, "
+            'such as mesh["cp"]'
+        )
+    layout = SequenceLayout(cp_mesh.size(), load_balance)
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if inner is None:
+        raise ConfigurationError(
+            f"a {type(model).__name__} holds no model of transformers, whose attention could be switched to context "
+            "parallelism; use cp_size=1"
+        )
+    _refuse_unfit(inner)
+    windows = getattr(text_config(inner), "sliding_window", None) is not None
+    shared = ContextParallel(cp_mesh.get_group(), cp_mesh.get_local_rank(), layout, windows)
+    AttentionInterface.register(NAME, context_parallel_attention)
+    inner.set_attn_implementation(NAME)
+    for layer in find_layers(inner).modules():
+        for part in layer.modules():
+            if hasattr(part, "config"):  # where transformers looks up the attention function
+                setattr(part, ATTRIBUTE, shared)
+    _show_whole_length(inner, layout.ranks)
+    model.register_forward_pre_hook(partial(_before_forward, shared), with_kwargs=True)
+    model.__dict__[ATTRIBUTE] = shared
+
+
+def check_call(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Refuse ahead of a forward what the forward of a context-parallel model would refuse; collective.
+
+    For pipelines: there a forward that raises leaves the other stages waiting.
+
+    Raises:
+        ConfigurationError: The arguments are not those of `shard_batch`; on all ranks that share the sequences.
+    """
+    shared = model.__dict__.get(ATTRIBUTE)
+    if shared is not None:
+        _before_forward(shared, model, (), arguments)
+
+
+def _refuse_unfit(model: Any) -> None:
+    """Raise for models in which tokens would meet without this library's attention."""
+    config = text_config(model)
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    convolutions = {type(part).__name__ for part in model.modules() if isinstance(part, nn.Conv1d)}
+    findings = {
+        "its attention is not looked up in transformers' AttentionInterface": not model._supports_attention_backend
+        or not model._can_set_attn_implementation(),
+        "it has parts beside the language model": config is not model.config,
+        "it is an encoder and decoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "its attention is not causal": not getattr(config, "is_causal", True)
+        or bool(getattr(config, "use_bidirectional_attention", False)),
+        "it attends inside chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
+        "its head looks at one token of the sequence, which one rank has": "Classification"
+        in own_class(model).__name__,
+        f"it has layers of the kinds {sorted(kinds)}": bool(kinds),
+        f"its layers mix tokens by {sorted(convolutions)}": bool(convolutions),
+    }
+    reason = next((text for text, found in findings.items() if found), None)
+    if reason is not None:
+        raise ConfigurationError(
+            f"{type(model).__name__} cannot be trained with context parallelism, since {reason}; use cp_size=1"
+        )
+
+
+def _before_forward(
+    shared: ContextParallel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Refuse calls that would be silently wrong on a part of the sequence."""
+    call = f"{type(module).__name__} is context parallel: call it with what shard_batch returns, by keyword"
+    positions = kwargs.get("position_ids")
+    if len(args) > 1 or not isinstance(positions, Tensor):
+        raise ConfigurationError(f"{call}; position_ids is missing, without which tokens would be taken for the first")
+    for name in ("attention_mask", "past_key_values"):
+        if kwargs.get(name) is not None:
+            raise ConfigurationError(f"{call}; {name} is for whole sequences, leave it out")
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ConfigurationError(
+            f"{call}; labels alone would be shifted inside of this rank's tokens, give "
+            'labels=batch["shift_labels"] and shift_labels=batch["shift_labels"], or compute the loss outside'
+        )
+    if kwargs.get("use_cache"):
+        raise ConfigurationError(f"{call}; use_cache=True is for generation, leave it out")
+    _check_positions(shared, positions)
+    return args, {**kwargs, "use_cache": False}
+
+
+def _check_positions(shared: ContextParallel, positions: Tensor) -> None:
+    """All ranks together compare their positions with the layout; one all-reduce of one number."""
+    expected = shared.layout.positions_of(shared.rank, positions.shape[-1], positions.device)
+    wrong = (positions != expected).any().to(torch.int32)
+    dist.all_reduce(wrong, dist.ReduceOp.MAX, group=shared.group)
+    problem = (
+        f"position_ids are not those of shard_batch with load_balance={shared.layout.load_balance}, as "
+        "enable_context_parallel was told; cut every batch by shard_batch with the same load_balance"
+    )
+    if wrong.device.type == "cpu":
+        if bool(wrong):
+            raise ConfigurationError(problem)
+    else:  # without making the host wait for the device
+        torch._assert_async(wrong == 0, problem)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallel:
+    """What the attention modules of one model know of the ranks that share their sequences."""
+
+    group: dist.ProcessGroup
+    rank: int
+    layout: SequenceLayout
+    has_windows: bool  # some layers attend to a sliding window
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Share this between copies of a model: process groups cannot be copied."""
+        return self
+
+
+@dataclass(frozen=True)
+class _Math:
+    """How scores become outputs, for all pieces alike."""
+
+    scale: float
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+
+def context_parallel_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend from this rank's tokens to all tokens before them, on whichever rank they are.
+
+    Keys and values travel together: one gather in the forward, one reduce-scatter in the backward. No mask of the
+    whole sequence is made: each of the rank's pieces attends to the keys up to its own end, so that fused kernels do
+    what is needed and no more.
+
+    Args:
+        module: The attention module; has the attribute that `enable_context_parallel` sets.
+        query: (batch, heads, tokens of this rank, head size), rotated by positions in the whole sequence.
+        key: (batch, key heads, tokens of this rank, head size); key heads divide heads.
+        value: (batch, key heads, tokens of this rank, value size).
+        attention_mask: Must be None.
+        scaling: Of the scores; None: 1 / sqrt(head size).
+        dropout: Probability, of attention weights.
+        sliding_window: How many tokens a token sees, itself included; None: all.
+        softcap: Scores become `softcap * tanh(scores / softcap)`; None: they stay.
+        kwargs: What else transformers hands over; what would change the result is refused.
+
+    Returns:
+        (batch, tokens of this rank, heads, value size), and None in place of attention weights.
+
+    Raises:
+        ConfigurationError: The model asks for what this function does not compute; the same on every rank.
+    """
+    shared = getattr(module, ATTRIBUTE, None)
+    if not isinstance(shared, ContextParallel):
+        raise ConfigurationError(
+            f"a {type(module).__name__} uses the attention of context parallelism but was not prepared for it; call "
+            "enable_context_parallel on its model, and give models that share a config a copy each"
+        )
+    _refuse(module, shared, attention_mask, {**kwargs, "sliding_window": sliding_window})
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    math = _Math(scale, dropout, sliding_window, softcap)
+    keys, values = _gathered(shared, key, value)
+    ranges = shared.layout.ranges_of(shared.rank, query.shape[2])
+    pieces = query.chunk(len(ranges), 2)
+    out = [_attend(piece, keys, values, start, math) for piece, (start, _) in zip(pieces, ranges, strict=True)]
+    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+
+
+def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor | None, given: dict[str, Any]) -> None:
+    name = type(module).__name__
+    found = [key for key in _CHANGES_THE_MATH if given.get(key) is not None and given[key] is not False]
+    if attention_mask is not None:
+        found.append("attention_mask")
+    if found:
+        raise ConfigurationError(
+            f"{name} hands {', '.join(found)} to its attention, which context parallelism does not compute; use "
+            "cp_size=1 for this model or call it without"
+        )
+    if given.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise ConfigurationError(f"{name} is not causal, and context parallelism is for decoders only; use cp_size=1")
+    if shared.has_windows and given["sliding_window"] is None and not _tells_windows(module):
+        raise ConfigurationError(
+            f"the config of {name} has sliding windows but its attention is not told which; use cp_size=1"
+        )
+
+
+def _tells_windows(module: nn.Module) -> bool:
+    """Tell whether a call without a window means that this layer has none."""
+    types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    return types is not None and index is not None and types[index] == "full_attention"
+
+
+def _gathered(shared: ContextParallel, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather keys and values of the whole sequence, in order."""
+    sizes = [key.shape[-1], value.shape[-1]]
+    together = torch.cat([key, value], -1)
+    gathered = _gather(together, 0, shared.group)
+    keys, values = shared.layout.join(gathered.chunk(shared.layout.ranks, 0), 2).split(sizes, -1)
+    return keys, values
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) -> Tensor:
+    """Attend from neighbouring tokens, of which the first has the position `start`, to those up to themselves."""
+    end = start + query.shape[2]
+    windowed = math.window is not None and math.window < end
+    first = max(start - math.window + 1, 0) if windowed and math.window is not None else 0
+    key, value = key[:, :, first:end], value[:, :, first:end]
+    groups = query.shape[1] // key.shape[1]
+    if not windowed and math.softcap is None:
+        bias: Any = _lower_right(query.shape[2], end)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, dropout_p=math.dropout, scale=math.scale, enable_gqa=groups > 1
+        )
+    if groups > 1:  # fused kernels take a mask or groups of heads, not both
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    mask = _band(start, end, first, math.window if windowed else None, query.device)
+    if math.softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=math.dropout, scale=math.scale
+        )
+    scores = torch.tanh(query @ key.transpose(2, 3) * (math.scale / math.softcap)) * math.softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(weights, math.dropout) @ value
+
+
+def _lower_right(queries: int, keys: int) -> Tensor:
+    """Tell fused kernels that the last query sees the last key, by torch's tensor subclass without data."""
+    if torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    with _disable_current_modes():  # it cannot be made under a dispatch mode, such as selective recomputation's
+        return causal_lower_right(queries, keys)
+
+
+def _band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
+    """Return who sees whom: bool, (tokens start to end, tokens first to end)."""
+    distance = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _show_whole_length(model: nn.Module, ranks: int) -> None:
+    """Show rotary modules that look at the largest position the last one of the sequence, which one rank alone has.
+
+    Otherwise ranks would rotate the tokens of one sequence by different frequencies.
+    """
+    for part in model.modules():
+        kinds = getattr(part, "rope_type", None)
+        found = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        if found & _BY_LENGTH:
+            part.register_forward_pre_hook(partial(_append_last, ranks), with_kwargs=True)
+            part.register_forward_hook(_drop_last)
+
+
+def _append_last(
+    ranks: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    in_kwargs = "position_ids" in kwargs
+    positions: Tensor = kwargs["position_ids"] if in_kwargs else args[1]
+    last = torch.full_like(positions[..., :1], positions.shape[-1] * ranks - 1)
+    longer = torch.cat([positions, last], -1)
+    if in_kwargs:
+        return args, {**kwargs, "position_ids": longer}
+    return (args[0], longer, *args[2:]), kwargs
+
+
+def _drop_last(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Drop the appended position from cosines and sines, (batch, tokens, size)."""
+    return tuple(part[:, :-1] for part in output)

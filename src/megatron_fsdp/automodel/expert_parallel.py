@@ -1,0 +1,324 @@
+"""Expert parallelism: each rank holds some of the experts of every layer, and tokens travel to them.
+
+transformers 5 keeps the experts of a layer as one module called `experts`. Its weights are stacked over the experts,
+and it is called as `experts(hidden_states, top_k_index, top_k_weights)`: for each token the sum over its chosen experts
+of weight times what the expert makes of the token. With T tokens, k experts each, P ranks with E experts each:
+
+1. Each token is repeated k times, and the T*k rows are sorted by expert; so they are sorted by rank as well.
+2. The ranks tell each other how many rows come for which expert: P*E integers (all-to-all 1).
+3. Rows go to the ranks of their experts (all-to-all 2; splits are uneven and may be zero).
+4. transformers' own forward computes them: E experts, one expert for each row, weight 1.
+5. Rows return (all-to-all 3), are put back in order, weighted and summed over k.
+
+Backward runs 3 and 5 the other way: two all-to-alls. Weights of the router never leave their rank, so their gradients
+are complete there. No sum has an order that depends on timing. Every rank of the group must call the module equally
+often; a rank may have no tokens, and none may come to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+
+EP_DIM = "ep"
+_CONFIG_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_WANTED = (
+    "expert parallelism needs transformers' interface of fused experts: forward(hidden_states, top_k_index, "
+    "top_k_weights), num_experts, and every weight a parameter of the module itself with num_experts rows, one of them "
+    "of three dimensions; use ep_size=1 for this model"
+)
+
+
+def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
+    """Leave each rank an equal share of the experts of every layer, and let tokens travel to them.
+
+    Weights of experts become DTensors, `Shard(0)` on `ep_mesh`, under their former names. Routers and all else stay as
+    they are: whole on every rank, for its own tokens. Auxiliary losses of routers (`output_router_logits=True`) are
+    computed from a rank's own tokens, as under data parallelism.
+
+    Args:
+        model: A model of transformers with fused experts, on the meta device or with the same weights on all ranks.
+        ep_mesh: One-dimensional, called "ep"; the "ep" dimension of a mesh (ep_shard, ep) where experts are to be
+            sharded over data-parallel ranks as well.
+
+    Returns:
+        Names of the experts modules, for `shard_experts`.
+
+    Raises:
+        ConfigurationError: The model has no experts, or they have another interface; or the mesh is no "ep" mesh.
+        ParallelSizeError: The number of experts does not divide by the ranks.
+    """
+    if ep_mesh.mesh_dim_names != (EP_DIM,):
+        raise ConfigurationError(
+            f"a mesh with the dimensions {ep_mesh.mesh_dim_names} was given for experts; give a one-dimensional mesh "
+            'named "ep"'
+        )
+    experts = _find_experts(model)
+    for name, part in experts.items():
+        num_experts = len(next(part.parameters()))
+        if num_experts % ep_mesh.size():
+            raise ParallelSizeError(
+                f"{name} has {num_experts} experts ({_config_field(model, num_experts)}), which ep_size="
+                f"{ep_mesh.size()} does not divide; give an ep_size that divides the number of experts"
+            )
+    for part in experts.values():
+        _divide(part, ep_mesh)
+    return list(experts)
+
+
+def _divide(part: nn.Module, mesh: DeviceMesh) -> None:
+    num_local = len(next(part.parameters())) // mesh.size()
+    for name, param in list(part.named_parameters()):
+        part.register_parameter(name, _share_of(param, mesh, num_local))
+    former: Any = type(part)
+    part.__class__ = _divided_class(former)
+    assert isinstance(part, DividedExperts)
+    part.expert_share = ExpertShare(mesh, num_local)
+
+
+@functools.cache
+def _divided_class(former: type[nn.Module]) -> type[DividedExperts]:
+    return type(f"Divided{former.__name__}", (DividedExperts, former), {})
+
+
+def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int) -> nn.Parameter:
+    """Copy this rank's rows into memory of their own, so that those of the others can be freed."""
+    local = (
+        param.detach()
+        .narrow(0, mesh.get_local_rank() * num_local, num_local)
+        .clone(memory_format=torch.contiguous_format)
+    )
+    contiguous = torch.empty(param.shape, device="meta").stride()
+    share = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=contiguous)
+    divided = nn.Parameter(share, requires_grad=param.requires_grad)
+    divided.__dict__.update(param.__dict__)  # marks of transformers, such as that a weight is initialised
+    return divided
+
+
+def _find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Find all experts modules by name, and refuse those that cannot be divided over ranks."""
+    found = {name: part for name, part in model.named_modules() if name.rpartition(".")[2] == "experts"}
+    if not found:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no module called experts, so there is nothing for ep_size > 1 to divide; give "
+            "a mixture-of-experts model with fused experts (transformers 5), or ep_size=1"
+        )
+    for name, part in found.items():
+        problem = _problem(part)
+        if problem is not None:
+            raise ConfigurationError(f"{name} ({type(part).__name__}) {problem}; {_WANTED}")
+    return found
+
+
+def _problem(part: nn.Module) -> str | None:
+    """Say what keeps a module from being divided, as a predicate; None where nothing does."""
+    own = dict(part.named_parameters(recurse=False))
+    inner = [name for name, _ in part.named_parameters() if name not in own]
+    num_experts = getattr(part, "num_experts", None)
+    if inner:
+        return f"has weights in modules of its own ({inner[0]})"
+    if not own:
+        return "has no weights"
+    if any(True for _ in part.buffers()):
+        return f"has a buffer ({next(name for name, _ in part.named_buffers())})"
+    if not isinstance(num_experts, int):
+        return "does not say num_experts"
+    for name, param in own.items():
+        if isinstance(param, DTensor):
+            return f"has {name} divided over ranks already ({param.placements})"
+        if param.ndim == 0 or param.shape[0] != num_experts:
+            return f"has {name} of shape {tuple(param.shape)}, which is not a row for each of its {num_experts} experts"
+    if all(param.ndim < 3 for param in own.values()):
+        return "has no weight of three dimensions"
+    return None if _takes_routing(part) else f"is called as forward{inspect.signature(part.forward)}"
+
+
+def _takes_routing(part: nn.Module) -> bool:
+    """Tell whether forward takes tokens, indices and weights, in this order; the names differ between families."""
+    names = [
+        name
+        for name, parameter in inspect.signature(part.forward).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(names) != 3 or names[0] != "hidden_states":
+        return False
+    return names[1] in ("top_k_index", "router_indices") and names[2] in ("top_k_weights", "routing_weights")
+
+
+def _config_field(model: nn.Module, num_experts: int) -> str:
+    stored = getattr(text_config(model), "__dict__", {})  # configs offer the number under names of other families too
+    fields = [field for field in _CONFIG_FIELDS if stored.get(field) == num_experts]
+    return f"config.{fields[0]}={num_experts}" if fields else f"num_experts={num_experts}"
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """What a rank has of the experts of a layer."""
+
+    mesh: DeviceMesh  # one-dimensional, of the expert-parallel ranks
+    num_local: int  # experts of each rank; rank r of the mesh has those from r * num_local on
+
+
+class DividedExperts(nn.Module):
+    """What the class of an experts module is put under when its experts are divided over ranks.
+
+    As torch's `fully_shard` does, the module keeps its identity and gets a class of its own, made of this one and its
+    former one; so names of parameters, and `isinstance`, stay as they were.
+    """
+
+    expert_share: ExpertShare
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute what the undivided module does; collective over the expert-parallel ranks.
+
+        Args:
+            hidden_states: (T, hidden), this rank's tokens.
+            top_k_index: (T, k), chosen experts, numbered over all ranks.
+            top_k_weights: (T, k), what the experts' outputs are multiplied by.
+
+        Returns:
+            (T, hidden), dtype of `hidden_states`.
+        """
+        num_chosen = top_k_index.shape[-1]
+        order = torch.argsort(top_k_index.flatten(), stable=True)
+        plan = _plan_exchange(top_k_index, self.expert_share)
+        rows = hidden_states.repeat_interleave(num_chosen, dim=0)[order]
+        computed = self._compute(plan.forth(rows), plan.local_index)
+        returned = plan.back(computed)[torch.argsort(order)]
+        weighted = returned.view(*top_k_index.shape, hidden_states.shape[-1]) * top_k_weights.unsqueeze(-1)
+        return weighted.sum(dim=-2).to(hidden_states.dtype)
+
+    def _compute(self, rows: Tensor, local_index: Tensor) -> Tensor:
+        """Compute each row by the expert of its index; (rows, hidden) in the same order and dtype."""
+        share = self.expert_share
+        stand_in = object.__new__(type(self))  # all of this module but with this rank's weights: not one attribute of
+        stand_in.__dict__.update(self.__dict__)  # it changes, so recomputation may run while something else reads it
+        weights = {name: _local(param) for name, param in self._parameters.items() if param is not None}
+        stand_in.__dict__.update(weights, num_experts=share.num_local)
+        if rows.shape[0] == 0:  # FSDP2 reduces what has a gradient, and must find the same on all ranks: zeros here
+            return rows + torch.stack([weight.flatten()[:0].sum() for weight in weights.values()]).sum().to(rows.dtype)
+        ones = rows.new_ones(rows.shape[0], 1)
+        computed: Tensor = super(DividedExperts, stand_in).forward(rows, local_index.unsqueeze(-1), ones)
+        return computed.to(rows.dtype)
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """How many rows go where over the expert-parallel ranks."""
+
+    group: dist.ProcessGroup
+    sent: list[int]  # rows of this rank for each rank
+    received: list[int]  # rows of each rank for this one
+    local_index: Tensor  # (rows received,), expert of each, numbered on this rank
+
+    def forth(self, rows: Tensor) -> Tensor:
+        """Send rows to the ranks of their experts."""
+        return wait_tensor(all_to_all_single_autograd(rows, self.received, self.sent, self.group))
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Send rows back to where they came from."""
+        return wait_tensor(all_to_all_single_autograd(rows, self.sent, self.received, self.group))
+
+
+@torch.no_grad()
+def _plan_exchange(top_k_index: Tensor, share: ExpertShare) -> _Exchange:
+    """Count rows and tell the other ranks; one all-to-all, and one wait of the host for the device."""
+    group, num_ranks = share.mesh.get_group(), share.mesh.size()
+    counts = torch.zeros(num_ranks * share.num_local, dtype=torch.int64, device=top_k_index.device)
+    chosen = top_k_index.flatten().long()
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    per_rank = torch.stack([counts, arriving]).view(2, num_ranks, share.num_local)
+    sent, received = per_rank.sum(dim=-1).tolist()
+    experts = torch.arange(share.num_local, device=counts.device).repeat(num_ranks)
+    return _Exchange(group, sent, received, experts.repeat_interleave(arriving, output_size=sum(received)))
+
+
+def shard_experts(
+    model: nn.Module,
+    expert_names: Sequence[str],
+    ep_shard_mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    reshard_after_forward: bool | int | None,
+    gradient_divisor: int,
+) -> None:
+    """Apply FSDP2 to each experts module; call it before layers and model are sharded, which then leave experts out.
+
+    The gradient of an expert on a rank is a sum over the tokens of all expert-parallel ranks, so its factor is not one
+    over the ranks that it is reduced over, but one over the ranks with tokens of their own:
+
+        gradient = sum over ep_shard ranks / gradient_divisor
+
+    With `gradient_divisor = ep_shard * ep = dp * cp * tp` it is, as that of all other weights, the mean over
+    data-parallel ranks of the gradients of their losses; tokens that tensor-parallel ranks have in common arrive from
+    each of them, and so count once.
+
+    Args:
+        model: As `parallelize_experts` left it.
+        expert_names: What `parallelize_experts` returned.
+        ep_shard_mesh: One-dimensional, of the ranks that hold the same experts; "ep_shard" of the mesh that also has
+            "ep". One rank is allowed: then nothing is sharded, but precision and the factor are applied.
+        mp_policy: Of FSDP2. Inputs and outputs of experts are not cast: inside of a layer they have the layer's dtypes,
+            and the router's weights may be more precise.
+        offload_policy: Of FSDP2.
+        reshard_after_forward: Of FSDP2.
+        gradient_divisor: Ranks that send tokens to experts: all of the mesh (ep_shard, ep).
+
+    Raises:
+        ConfigurationError: A name is not one of divided experts, or the divisor is not positive.
+    """
+    if gradient_divisor < 1:
+        raise ConfigurationError(f"gradient_divisor={gradient_divisor} is no number of ranks; give ep_shard * ep")
+    policy = replace(mp_policy, cast_forward_inputs=False, output_dtype=None)
+    num_shards = ep_shard_mesh.size()
+    for name in expert_names:
+        part = model.get_submodule(name)
+        if not isinstance(part, DividedExperts):
+            raise ConfigurationError(
+                f"{name} ({type(part).__name__}) is not divided over ranks; give the names that parallelize_experts "
+                "returned"
+            )
+        sharded = fully_shard(
+            part,
+            mesh=ep_shard_mesh,
+            mp_policy=policy,
+            offload_policy=offload_policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=partial(placement_of, num_shards=num_shards),
+        )
+        # FSDP2 averages over ep_shard; the rest of the factor comes after. Its own gradient_divide_factor is of no use:
+        # gloo lacks the operation for it, and sums instead of it divide twice where ep_shard is one rank (torch 2.13).
+        sharded.set_all_reduce_hook(partial(_scale, factor=gradient_divisor / num_shards))
+
+
+def placement_of(param: Tensor, *, num_shards: int) -> Shard:
+    """Say where FSDP2 cuts a rank's share of a weight: whole experts where they divide, else another dimension."""
+    shape = (param.to_local() if isinstance(param, DTensor) else param).shape
+    return Shard(next((dim for dim, length in enumerate(shape) if length % num_shards == 0), 0))
+
+
+def _scale(gradients: Tensor, factor: float) -> None:
+    if factor != 1:
+        gradients.div_(factor)

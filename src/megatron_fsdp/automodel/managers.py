@@ -1,0 +1,426 @@
+"""Managers: a configuration and a device mesh in, models made parallel out."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
+from torch.distributed.fsdp import fully_shard as fsdp2_shard
+
+from megatron_fsdp.automodel.architecture import find_layers
+from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.context_parallel import enable_context_parallel
+from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
+from megatron_fsdp.automodel.forwards import (
+    assume_no_packed_sequences,
+    checkpoint_layers,
+    checkpoint_mlps,
+    compile_forward,
+    run_under_autocast,
+)
+from megatron_fsdp.automodel.gradients import remember_deferral, reshard_units
+from megatron_fsdp.automodel.meshes import (
+    FSDP2_AXES,
+    MEGATRON_AXES,
+    get_fsdp_dp_mesh,
+    get_megatron_dp_axis,
+    set_up_ranks,
+)
+from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.engine.wrap import EMPTY
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
+from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
+from megatron_fsdp.megatron_fsdp import MegatronFSDP
+
+_PARALLEL = (FSDPModule, MegatronFSDP, nn.parallel.DistributedDataParallel)
+
+
+def _check_arguments(manager: str, config: object, kind: type, mesh: object = None, axes: object = None) -> None:
+    """Refuse the config or the mesh of another strategy."""
+    if not isinstance(config, kind):
+        article = "an" if kind is FSDP2Config else "a"
+        raise ConfigurationError(f"{manager} takes {article} {kind.__name__}, and config is a {type(config).__name__}")
+    names = getattr(mesh, "mesh_dim_names", None)
+    if names != axes:
+        raise ConfigurationError(
+            f"{manager} takes a mesh of the axes {axes}, and this one has {names}; make it by "
+            "create_device_mesh(config, ...)"
+        )
+
+
+def _refuse_parallel_model(model: nn.Module) -> None:
+    found = next((part for part in model.modules() if isinstance(part, _PARALLEL)), None)
+    if found is not None:
+        raise ConfigurationError(
+            f"the model is parallel already (it has a {type(found).__name__}); give one that no manager has had"
+        )
+
+
+def shard_by_layers(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: FSDP2Policy,
+    offload_policy: CPUOffloadPolicy | None,
+    layer_policy: FSDP2Policy | None = None,
+    stays_gathered: bool = False,
+) -> list[list[FSDPModule]]:
+    """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
+
+    Args:
+        model: Tensor-parallel already, where it is to be.
+        mesh: 1-D, or 2-D with the copies first.
+        mp_policy: Dtypes.
+        layer_policy: Those of the layers, where they differ from the root's.
+        offload_policy: None: parameters stay on the device.
+        stays_gathered: Keep layers gathered from forward to backward, as pipelines want it, whose microbatches would
+            gather them again and again.
+
+    Returns:
+        The units of each list, in order.
+    """
+    options: dict[str, Any] = {"mesh": mesh}
+    if offload_policy is not None:
+        options["offload_policy"] = offload_policy
+    lists = [list(found.children()) for found in lists_of_layers(model)]
+    for layers in lists:
+        for layer in layers:
+            is_next_in_backward = layer is layers[-1]
+            reshards = not (stays_gathered or is_next_in_backward)
+            fsdp2_shard(layer, mp_policy=layer_policy or mp_policy, reshard_after_forward=reshards, **options)
+    fsdp2_shard(model, mp_policy=mp_policy, reshard_after_forward=False, **options)
+    model.register_forward_pre_hook(_make_room_outside_of_inference_mode, prepend=True)
+    model.register_forward_hook(_shard_again_without_backward)
+    return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
+
+
+def _policy_between_layers(mp_policy: FSDP2Policy, has_autocast: bool) -> FSDP2Policy:
+    """Return the dtypes of layers, where `mp_policy` is that of the whole model."""
+    # Under FSDP2 each unit casts its own outputs. With float32 outputs of the last layer and a head that computes in
+    # bfloat16, the head would fail, so the layers hand on what they compute in; the next one would cast it back anyway.
+    # Under autocast, which makes products fit, they hand on output_dtype: so the residual stream is kept in float32.
+    if has_autocast or mp_policy.output_dtype is None:
+        return mp_policy
+    return dataclasses.replace(mp_policy, output_dtype=mp_policy.param_dtype)
+
+
+def _make_room_outside_of_inference_mode(model: nn.Module, _: Any) -> None:
+    """Let the first forward under `torch.inference_mode` not make memory that training cannot write to afterwards."""
+    if not torch.is_inference_mode_enabled() or getattr(model, "_has_room", False):
+        return
+    with torch.inference_mode(mode=False):
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                unit.reshard()
+    settable: Any = model
+    settable._has_room = True
+
+
+def _shard_again_without_backward(model: nn.Module, *_: Any) -> None:
+    """After evaluation, give back what stays gathered for a backward.
+
+    FSDP2 leaves the root and the last layer gathered: `model.parameters()` then shows whole tensors, and an optimizer
+    that is built on them would train nothing.
+    """
+    if not torch.is_grad_enabled():
+        reshard_units(model)
+
+
+def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict]:
+    """Yield the outermost lists of modules with a forward of their own: no lists of lists, and none inside layers."""
+    for child in module.children():
+        holds_lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.children())
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not holds_lists:
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from lists_of_layers(child)
+
+
+def _chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_depth: int) -> None:
+    """Let each unit gather the next ones of its list: in forward those behind it, in backward those before it."""
+    for index, unit in enumerate(units):
+        if forward_depth and (ahead := list(units[index + 1 : index + 1 + forward_depth])):
+            unit.set_modules_to_forward_prefetch(ahead)
+        if backward_depth and (behind := list(reversed(units[max(index - backward_depth, 0) : index]))):
+            unit.set_modules_to_backward_prefetch(behind)
+
+
+_OF_TENSORS = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
+
+
+class FSDP2Manager:
+    """Makes models parallel as a `FSDP2Config` says.
+
+    Attributes:
+        config: The configuration.
+        device_mesh: (pp, dp_replicate, dp_shard, cp, tp) of `create_device_mesh`.
+        moe_mesh: (ep_shard, ep), or None without expert parallelism.
+    """
+
+    def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
+        """Keep what is needed.
+
+        Raises:
+            ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
+        """
+        _check_arguments("FSDP2Manager", config, FSDP2Config, device_mesh, FSDP2_AXES)
+        self.config = config
+        self.device_mesh = device_mesh
+        self.moe_mesh = moe_mesh
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Make a model parallel in place; the model may be on the meta device, and is then to be filled afterwards.
+
+        Order: experts, tensors, sequences, recomputation, compilation, shards, prefetching. With one rank on an axis
+        nothing of that axis happens; shards and dtypes are the same for one rank as for many.
+
+        Args:
+            model: A decoder of transformers, or a stage of one.
+
+        Returns:
+            The same model.
+
+        Raises:
+            ConfigurationError: The model is parallel already, has no layers or does not fit a size.
+        """
+        config, mesh = self.config, self.device_mesh
+        if self.moe_mesh is not None and mesh["tp"].size() > 1:
+            raise ParallelSizeError(
+                f"ep_size={self.moe_mesh['ep'].size()} with tp_size={mesh['tp'].size()}: tensor-parallel ranks share "
+                "the experts out by themselves, so give one of the two"
+            )
+        _refuse_parallel_model(model)
+        if config.offload_policy is not None and config.offload_policy.pin_memory and mesh.device_type == "cpu":
+            raise ConfigurationError(
+                "offload_policy pins memory, for which there is no accelerator here; give "
+                "CPUOffloadPolicy(pin_memory=False)"
+            )
+        find_layers(model)
+        if config.patch_is_packed_sequence:
+            assume_no_packed_sequences(model)
+        experts = parallelize_experts(model, self.moe_mesh["ep"]) if self.moe_mesh is not None else []
+        self._divide_tensors(model)
+        if mesh["cp"].size() > 1:
+            enable_context_parallel(model, mesh["cp"])
+        if config.activation_checkpointing:
+            checkpoint_layers(model)
+        self.maybe_compile(model)
+        if config.autocast_dtype is not None:
+            run_under_autocast(model, mesh.device_type, config.autocast_dtype)
+        self._shard(model, experts)
+        remember_deferral(model, config.defer_fsdp_grad_sync)
+        return model
+
+    def maybe_compile(self, model: nn.Module) -> None:
+        """Compile the forward of each decoder layer where the configuration asks for it."""
+        asynchronous = self.config.enable_async_tensor_parallel and self.device_mesh["tp"].size() > 1
+        if self.config.enable_compile or asynchronous:
+            for layer in find_layers(model).modules():
+                compile_forward(layer)
+
+    def _divide_tensors(self, model: nn.Module) -> None:
+        config, mesh = self.config, self.device_mesh["tp"]
+        if mesh.size() == 1:
+            idle = [name for name in _OF_TENSORS if getattr(config, name)]
+            if idle:
+                warn_caller(
+                    f"{' and '.join(idle)} of FSDP2Config: no effect with tp_size=1; give tp_size, or leave it out"
+                )
+            return
+        parallelize_tensors(model, mesh, plan=config.tp_plan, sequence_parallel=config.sequence_parallel)
+        if config.enable_async_tensor_parallel:
+            enable_async_tensor_parallel(mesh)
+
+    def _shard(self, model: nn.Module, experts: list[str]) -> None:
+        config = self.config
+        assert config.mp_policy is not None  # __post_init__ sets it
+        layer_policy = _policy_between_layers(config.mp_policy, config.autocast_dtype is not None)
+        has_stages = self.device_mesh["pp"].size() > 1
+        if self.moe_mesh is not None:
+            shard_experts(
+                model,
+                experts,
+                self.moe_mesh["ep_shard"],
+                mp_policy=layer_policy,
+                offload_policy=config.offload_policy or OffloadPolicy(),
+                reshard_after_forward=not has_stages,
+                gradient_divisor=self.moe_mesh.size(),
+            )
+        lists = shard_by_layers(
+            model,
+            get_fsdp_dp_mesh(self.device_mesh),
+            mp_policy=config.mp_policy,
+            layer_policy=layer_policy,
+            offload_policy=config.offload_policy,
+            stays_gathered=has_stages,
+        )
+        if config.enable_fsdp2_prefetch:
+            for units in lists:
+                _chain_prefetches(units, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+
+
+class MegatronFSDPManager:
+    """Makes models parallel as a `MegatronFSDPConfig` says.
+
+    Attributes:
+        config: The configuration.
+        device_mesh: (dp, cp, tp) of `create_device_mesh`.
+    """
+
+    def __init__(self, config: MegatronFSDPConfig, device_mesh: DeviceMesh) -> None:
+        """Keep what is needed.
+
+        Raises:
+            ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
+        """
+        _check_arguments("MegatronFSDPManager", config, MegatronFSDPConfig, device_mesh, MEGATRON_AXES)
+        self.config = config
+        self.device_mesh = device_mesh
+
+    def parallelize(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, leaves_empty: bool = False
+    ) -> tuple[MegatronFSDP, torch.optim.Optimizer | None]:
+        """Make a model parallel; with one rank it is wrapped all the same, so dtypes do not depend on the ranks.
+
+        Args:
+            model: A decoder of transformers; on the meta device only with `init_fsdp_with_meta_device`.
+            optimizer: Built on the model's parameters, to be sharded along; not with `tp_size` > 1, where tensors are
+                divided first, under a new identity. None: build it on the returned model's parameters and give it to
+                `fully_shard_optimizer`.
+            leaves_empty: Give what is on the meta device memory and no values, and leave buffers there.
+
+        Returns:
+            The wrapped model and the optimizer.
+
+        Raises:
+            ConfigurationError: The model is parallel already, has no layers or does not fit a size.
+        """
+        mesh = self.device_mesh
+        _refuse_parallel_model(model)
+        find_layers(model)
+        if mesh["tp"].size() > 1:
+            if optimizer is not None:
+                raise ConfigurationError(
+                    "an optimizer cannot be taken along with tp_size > 1, since its parameters are divided into new "
+                    "ones; build it on the returned model's parameters and call fully_shard_optimizer"
+                )
+            parallelize_tensors(model, mesh["tp"], sequence_parallel=self.config.sequence_parallel)
+        elif self.config.sequence_parallel:
+            warn_caller(
+                "sequence_parallel of MegatronFSDPConfig: no effect with tp_size=1; give tp_size, or leave it out"
+            )
+        if mesh["cp"].size() > 1:
+            enable_context_parallel(model, mesh["cp"])
+        if self.config.activation_checkpointing:
+            checkpoint_mlps(model)
+        arguments = dict(self.engine_arguments())
+        if leaves_empty:
+            arguments["init_model_with_meta_device"] = EMPTY
+        if optimizer is None:
+            return fully_shard_model(model, **arguments), None
+        return fully_shard(model, optimizer, **arguments)
+
+    def engine_arguments(self) -> Mapping[str, Any]:
+        """Return the arguments of `fully_shard_model` that the configuration stands for."""
+        config = self.config
+        policy = MixedPrecisionPolicy(
+            main_params_dtype=torch.float32 if config.preserve_fp32_weights else None,
+            main_grads_dtype=torch.float32 if config.grad_reduce_in_fp32 else None,
+            grad_comm_dtype=None,
+        )
+        return {
+            "device_mesh": self.device_mesh,
+            "dp_shard_dim": get_megatron_dp_axis(self.device_mesh),
+            "tp_dim": "tp",
+            "fsdp_unit_modules": config.megatron_fsdp_unit_modules,
+            "zero_dp_strategy": config.zero_dp_strategy,
+            "init_model_with_meta_device": config.init_fsdp_with_meta_device,
+            "mixed_precision_policy": policy,
+            "overlap_grad_reduce": config.overlap_grad_reduce,
+            "overlap_param_gather": config.overlap_param_gather,
+            "report_nan_in_param_grad": config.check_for_nan_in_grad,
+            "average_in_collective": config.average_in_collective,
+            "disable_bucketing": config.disable_bucketing,
+            "calculate_per_token_loss": config.calculate_per_token_loss,
+            "keep_fp8_transpose_cache": config.keep_fp8_transpose_cache,
+            "nccl_ub": config.nccl_ub,
+            "fsdp_double_buffer": config.fsdp_double_buffer,
+        }
+
+
+class _Replica(nn.parallel.DistributedDataParallel):
+    """DDP that looks for parameters without a gradient, and does not complain where there are none.
+
+    Without the search, a parameter that a batch does not use (a tower of images that skips its last layer) leaves its
+    bucket unreduced: ranks step with different gradients, and the next forward fails.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward as DDP does."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+            output: Any = nn.parallel.DistributedDataParallel.forward(self, *args, **kwargs)
+            return output
+
+
+class DDPManager:
+    """Makes models parallel as a `DDPConfig` says.
+
+    Attributes:
+        config: The configuration.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, config: DDPConfig, device_mesh: DeviceMesh | None = None) -> None:
+        """Keep what is needed.
+
+        Args:
+            config: The configuration.
+            device_mesh: None, or a 1-D mesh of all ranks, which is what DDP works on.
+
+        Raises:
+            ConfigurationError: The config is of another strategy, or the mesh has several axes or leaves ranks out.
+        """
+        _check_arguments("DDPManager", config, DDPConfig)
+        self.config = config
+        self.device = set_up_ranks(config.backend)
+        if device_mesh is not None and (device_mesh.ndim != 1 or device_mesh.size() != dist.get_world_size()):
+            raise ConfigurationError(
+                f"DDP works on all {dist.get_world_size()} ranks, and the mesh is of the shape {device_mesh.shape}; "
+                "leave device_mesh out"
+            )
+
+    def parallelize(self, model: nn.Module, *, sends_weights: bool = True) -> nn.parallel.DistributedDataParallel:
+        """Move a model to this rank's device and wrap it; the first rank's weights are given to all.
+
+        Args:
+            model: With memory.
+            sends_weights: False: ranks have the same weights already, and the memory to send them is spared.
+
+        Raises:
+            ConfigurationError: The model is parallel already, on the meta device or wholly frozen, or
+                `activation_checkpointing` is on and it has no layers.
+        """
+        _refuse_parallel_model(model)
+        if any(param.is_meta for param in model.parameters()):
+            raise ConfigurationError(
+                "the model is on the meta device; give DDP one with weights, or use from_pretrained"
+            )
+        if not any(param.requires_grad for param in model.parameters()):
+            raise ConfigurationError("no parameter of the model requires a gradient; DDP has nothing to average")
+        if self.config.activation_checkpointing:
+            checkpoint_layers(model)
+        on_device = model.to(self.device)
+        ids = None if self.device.type == "cpu" else [self.device]
+        return _Replica(on_device, device_ids=ids, find_unused_parameters=True, init_sync=sends_weights)

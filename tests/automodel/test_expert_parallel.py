@@ -1,0 +1,278 @@
+"""How experts are dispatched, sharded and refused."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fsdp.automodel.expert_parallel import parallelize_experts, placement_of, shard_experts
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from tests.automodel.expert_parallel_training import expert_mesh
+from tests.automodel.small_models import batch_of, build
+from tests.automodel.training import whole
+from tests.conftest import RunRanks
+from tests.support.arrangements import mesh_of
+from tests.support.parity import fixed_seed
+
+TOKENS, CHOSEN, NUM_EXPERTS, HIDDEN = 12, 2, 4, 32
+NAME = "model.layers.0.mlp.experts"
+
+
+class Sent(TorchDispatchMode):
+    """Rows of each tensor that is sent to other ranks, by collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        library, _, name = func._schema.name.partition("::")
+        if library in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            sent = next(arg for arg in reversed(args) if isinstance(arg, Tensor))
+            self.calls.append((name, len(sent), sent.is_floating_point()))
+        return func(*args, **(kwargs or {}))
+
+
+def routing() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, chosen experts, their weights: of all ranks together."""
+    with fixed_seed(3):
+        tokens, weights = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, CHOSEN)
+        chosen = torch.stack([torch.randperm(NUM_EXPERTS)[:CHOSEN] for _ in range(TOKENS)])
+    return tokens, chosen, weights
+
+
+def run(experts: nn.Module, first: int, last: int) -> dict[str, Tensor]:
+    """Output and gradients for some of the tokens."""
+    tokens, chosen, weights = (value[first:last] for value in routing())
+    tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
+    out = experts(tokens, chosen, weights)
+    out.sin().sum().backward()
+    found = {"out": out.detach(), "tokens": tokens.grad, "weights": weights.grad}
+    found |= {name: whole(p.grad) for name, p in experts.named_parameters()}
+    for param in experts.parameters():
+        param.grad = None
+    return found
+
+
+def run_divided(shares: list[tuple[int, int]]) -> list[list[dict[str, Tensor]]]:
+    """Twice for each share of rank 0, which may be none; rank 1 has the rest."""
+    model = build("mixtral", num_hidden_layers=1)
+    assert parallelize_experts(model, expert_mesh(2)["ep"]) == [NAME]
+    experts = model.get_submodule(NAME)
+    mine = [share if dist.get_rank() == 0 else (share[1], TOKENS) for share in shares]
+    return [[run(experts, *share) for _ in range(2)] for share in mine]
+
+
+def test_tokens_of_ranks_with_many_few_and_none_are_computed_as_together(run_ranks: RunRanks) -> None:
+    whole_run = run(build("mixtral", num_hidden_layers=1).get_submodule(NAME), 0, TOKENS)
+    shares = [(0, 6), (0, 11), (0, 0)]
+    on_ranks = run_ranks(2, run_divided, shares)
+    for share, first, second in zip(shares, *on_ranks, strict=True):
+        for again in (0, 1):
+            for name in ("out", "tokens", "weights"):
+                joined = torch.cat([first[again][name], second[again][name]])
+                torch.testing.assert_close(joined, whole_run[name], rtol=1e-5, atol=1e-5, msg=f"{share} {name}")
+            for name in ("gate_up_proj", "down_proj"):
+                torch.testing.assert_close(first[again][name], whole_run[name], rtol=1e-5, atol=1e-5)
+        for one, other in (first, second):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def count_collectives(recompute: bool) -> tuple[list[Any], list[Any]]:
+    model = build("mixtral", num_hidden_layers=2)
+    parallelize_experts(model, expert_mesh(2)["ep"])
+    if recompute:
+        model.activation_checkpointing_enable()
+    tokens = batch_of()["input_ids"]
+    with Sent() as forward:
+        loss = model(input_ids=tokens, use_cache=False).logits.sum()
+    with Sent() as backward:
+        loss.backward()
+    return forward.calls, backward.calls
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_sends_counts_and_rows_twice_and_gradients_of_rows_twice(run_ranks: RunRanks, recompute: bool) -> None:
+    rows = batch_of()["input_ids"].numel() * CHOSEN
+    found = run_ranks(2, count_collectives, recompute)
+    for forward, backward in found:
+        kinds = Counter((name, is_float) for name, _, is_float in forward)
+        assert kinds == {("alltoall_base_", False): 2, ("all_to_all_single", True): 4}
+        kinds = Counter((name, is_float) for name, _, is_float in backward)
+        again = {("alltoall_base_", False): 2} if recompute else {}
+        assert kinds == {**again, ("all_to_all_single", True): 8 if recompute else 4}
+    for layer in range(2):
+        sent = [[n for _, n, is_float in forward if is_float][2 * layer :][:2] for forward, _ in found]
+        assert [first for first, _ in sent] == [rows, rows]
+        assert sum(second for _, second in sent) == 2 * rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "dim"),
+    [((4, 6, 6), 2, 0), ((3, 6, 6), 2, 1), ((3, 5, 6), 2, 2), ((3, 5, 5), 2, 0), ((3, 5, 5), 1, 0), ((2, 8), 4, 1)],
+)
+def test_whole_experts_are_shared_out_if_they_divide_else_slices(
+    shape: tuple[int, ...], num_shards: int, dim: int
+) -> None:
+    assert placement_of(torch.empty(shape), num_shards=num_shards) == Shard(dim)
+
+
+def dtypes_under_a_policy() -> dict[str, set[torch.dtype]]:
+    """Of what goes into and out of experts, of their weights inside, and of what the optimizer sees."""
+    mesh, seen = expert_mesh(2), {"in": set(), "routing": set(), "out": set(), "weights": set()}
+    model = build("mixtral", num_hidden_layers=1)
+    (name,) = parallelize_experts(model, mesh["ep"])
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    options: dict[str, Any] = {"offload_policy": OffloadPolicy(), "reshard_after_forward": True}
+    shard_experts(model, [name], mesh["ep_shard"], mp_policy=policy, gradient_divisor=2, **options)
+    inner = replace(policy, output_dtype=None)
+    fully_shard(model.model.layers[0], mesh=mesh_of((2,), ("dp_shard",)), mp_policy=inner)
+    fully_shard(model, mesh=mesh_of((2,), ("dp_shard",)), mp_policy=policy)
+
+    def look(part: nn.Module, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+        seen["in"].add(args[0].dtype)
+        seen["routing"].add(args[2].dtype)
+        seen["out"].add(out.dtype)
+        seen["weights"] |= {param.dtype for param in part.parameters()}
+
+    model.get_submodule(name).register_forward_hook(look, prepend=True)
+    model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits.sum().backward()
+    gradients = {param.grad.dtype for param in model.get_submodule(name).parameters() if param.grad is not None}
+    return {**seen, "gradients": gradients, "parameters": {p.dtype for p in model.get_submodule(name).parameters()}}
+
+
+def test_experts_compute_in_the_policys_dtype_and_routing_weights_keep_theirs(run_ranks: RunRanks) -> None:
+    low, full = {torch.bfloat16}, {torch.float32}
+    wanted = {"in": low, "routing": full, "out": low, "weights": low, "gradients": full, "parameters": full}
+    assert run_ranks(2, dtypes_under_a_policy) == [wanted, wanted]
+
+
+_POLICIES: dict[str, Any] = {
+    "mp_policy": MixedPrecisionPolicy(),
+    "offload_policy": OffloadPolicy(),
+    "reshard_after_forward": True,
+}
+
+
+class Experts(nn.Module):
+    """Fused experts that may be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts: Any = 4
+        self.weight = nn.Parameter(torch.zeros(4, 3, 3))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # noqa: ARG002
+        return hidden_states
+
+
+class OtherCall(Experts):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+class OtherOrder(Experts):
+    def forward(self, hidden_states: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:  # noqa: ARG002
+        return hidden_states
+
+
+def changed(change: Callable[[Experts], None], kind: type[Experts] = Experts) -> nn.Module:
+    model = nn.ModuleDict({"experts": kind()})
+    change(model["experts"])  # type: ignore[arg-type]
+    return model
+
+
+def cases() -> dict[str, nn.Module]:
+    """Models that are refused, by a part of the message."""
+
+    def norm_inside(part: Experts) -> None:
+        part.norm = nn.LayerNorm(3)
+
+    def no_number(part: Experts) -> None:
+        del part.num_experts
+
+    def buffer(part: Experts) -> None:
+        part.register_buffer("scale", torch.ones(4))
+
+    def other_rows(part: Experts) -> None:
+        part.bias = nn.Parameter(torch.zeros(3))
+
+    def flat(part: Experts) -> None:
+        part.weight = nn.Parameter(torch.zeros(4, 9))
+
+    return {
+        "LlamaForCausalLM has no module called experts": build("llama", num_hidden_layers=1),
+        "has weights in modules of its own (norm.weight)": changed(norm_inside),
+        "does not say num_experts": changed(no_number),
+        "has a buffer (scale)": changed(buffer),
+        "has bias of shape (3,), which is not a row for each of its 4 experts": changed(other_rows),
+        "has no weight of three dimensions": changed(flat),
+        "is called as forward(hidden_states": changed(lambda _: None, OtherCall),
+        "top_k_weights: torch.Tensor, top_k_index": changed(lambda _: None, OtherOrder),
+        "has no weights": nn.ModuleDict({"experts": nn.Identity()}),
+    }
+
+
+def messages() -> dict[str, str]:
+    """What is said, by what is expected."""
+    mesh = expert_mesh(2)["ep"]
+    found = {}
+    for wanted, model in cases().items():
+        before = [(name, type(part)) for name, part in model.named_modules()]
+        with pytest.raises(ConfigurationError) as caught:
+            parallelize_experts(model, mesh)
+        assert [(name, type(part)) for name, part in model.named_modules()] == before
+        found[wanted] = str(caught.value)
+    return found
+
+
+def later_messages() -> list[str]:
+    """Of sizes, meshes, names and repetitions."""
+    mesh, found = expert_mesh(2), []
+    for kind, changes in (("mixtral", {"num_local_experts": 3}), ("qwen3_moe", {"num_experts": 5})):
+        with pytest.raises(ParallelSizeError) as odd:
+            parallelize_experts(build(kind, num_hidden_layers=1, **changes), mesh["ep"])
+        found.append(str(odd.value))
+    model = build("mixtral", num_hidden_layers=1)
+    with pytest.raises(ConfigurationError) as wrong_mesh:
+        parallelize_experts(model, mesh_of((2,), ("dp_shard",)))
+    names = parallelize_experts(model, mesh["ep"])
+    with pytest.raises(ConfigurationError) as twice:
+        parallelize_experts(model, mesh["ep"])
+    with pytest.raises(ConfigurationError) as no_experts:
+        shard_experts(model, ["lm_head"], mesh["ep_shard"], gradient_divisor=2, **_POLICIES)
+    with pytest.raises(ConfigurationError) as no_divisor:
+        shard_experts(model, names, mesh["ep_shard"], gradient_divisor=0, **_POLICIES)
+    return [*found, *(str(each.value) for each in (wrong_mesh, twice, no_experts, no_divisor))]
+
+
+def test_other_interfaces_are_refused_and_left_alone(run_ranks: RunRanks) -> None:
+    one, other = run_ranks(2, messages)
+    assert one == other
+    for wanted, message in one.items():
+        assert wanted in message
+        assert "\n" not in message
+
+
+def test_sizes_meshes_and_repetitions_are_refused(run_ranks: RunRanks) -> None:
+    one, other = run_ranks(2, later_messages)
+    assert one == other
+    starts = [
+        "model.layers.0.mlp.experts has 3 experts (config.num_local_experts=3), which ep_size=2 does not divide",
+        "model.layers.0.mlp.experts has 5 experts (config.num_local_experts=5), which ep_size=2 does not divide",
+        "a mesh with the dimensions ('dp_shard',) was given for experts",
+        "model.layers.0.mlp.experts (DividedMixtralExperts) has gate_up_proj divided over ranks already",
+        "lm_head (Linear) is not divided over ranks",
+        "gradient_divisor=0 is no number of ranks",
+    ]
+    assert len(one) == len(starts)
+    for message, start in zip(one, starts, strict=True):
+        assert message.startswith(start)
