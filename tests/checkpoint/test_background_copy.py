@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.checkpoint.packing import ALIGNMENT_BYTES, pack
-from megatron_fsdp.checkpoint.staging import StagingBuffers
+from megatron_fsdp.checkpoint.background import ALIGNMENT_BYTES, StagingBuffers, pack
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError

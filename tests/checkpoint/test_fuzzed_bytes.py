@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.loading import read_checkpoint
+from megatron_fsdp.checkpoint.load import read_checkpoint
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError

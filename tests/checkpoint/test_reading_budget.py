@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fsdp.checkpoint import reading_budget
-from megatron_fsdp.checkpoint.entries import cover_problem
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.index import open_folder
 from megatron_fsdp.checkpoint.objects import load_object_bytes, load_object_file
 from megatron_fsdp.checkpoint.restricted_pickle import load_restricted

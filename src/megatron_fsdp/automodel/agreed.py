@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_fsdp.automodel.config import DistributedConfig, FSDP2Config, check_config
 from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, set_up_ranks
 from megatron_fsdp.automodel.sizes import resolve_sizes
-from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.agree import together
 
 # Text of values that ranks compare: the same in every process that was given the same.
 #

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_fsdp.checkpoint.agree import decided_by_first
 from megatron_fsdp.checkpoint.hf.index import open_folder
-from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.models import read_config

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
+from megatron_fsdp.checkpoint.agree import together
 from megatron_fsdp.checkpoint.hf import save_adapter, save_hf
 from megatron_fsdp.checkpoint.hf.live import unwrap
-from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.errors import ConfigurationError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

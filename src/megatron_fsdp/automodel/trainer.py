@@ -17,9 +17,9 @@ from megatron_fsdp.automodel.gradient_clipping import clip_grad_norm_
 from megatron_fsdp.automodel.optimizers import connect_optimizer
 from megatron_fsdp.automodel.trainer_checks import check_arguments, check_model
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.agree import decided_by_first
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf
 from megatron_fsdp.checkpoint.hf.live import unwrap
-from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import ConfigurationError
 
 STATE_FOLDER = "training_state"

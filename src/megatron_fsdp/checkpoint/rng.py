@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.ranks import rank_of, world_size_of
-from megatron_fsdp.checkpoint.stages import place_of
+from megatron_fsdp.checkpoint.agree import rank_of, world_size_of
+from megatron_fsdp.checkpoint.naming import place_of
 from megatron_fsdp.errors import CheckpointError
 
 SECTION = "rng_state"

@@ -11,11 +11,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.file_ops import FileOps
-from megatron_fsdp.checkpoint.publish import Publisher
-from megatron_fsdp.checkpoint.ranks import by_value, gather_objects, rank_of, world_size_of
+from megatron_fsdp.checkpoint.agree import (
+    SaveErrors,
+    by_value,
+    decided_by_first,
+    gather_objects,
+    raise_settled,
+    rank_of,
+    world_size_of,
+)
+from megatron_fsdp.checkpoint.publish import FileOps, Publisher
 from megatron_fsdp.checkpoint.run_folder import MARK_OF_WHOLE, POINTER, RunFolder, is_whole
-from megatron_fsdp.checkpoint.settle import SaveErrors, decided_by_first, raise_settled
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 Writer = Callable[[Path], object]

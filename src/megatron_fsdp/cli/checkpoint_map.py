@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
+from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.cli.output import write_line
 from megatron_fsdp.config.command_parser import EXIT_SAME
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.checkpoint.agree import gather_objects
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
 from megatron_fsdp.doctor.difference import Difference

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.checkpoint import Checkpointer
-from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.checkpoint.agree import gather_objects
 from megatron_fsdp.doctor.difference import BUFFER, COUNTER, GRADIENT, INITIAL, NORM, STATE, WEIGHT
 from megatron_fsdp.doctor.digest import digest_of
 from megatron_fsdp.doctor.observation import Disagreement, Observation, RoundTrip, StepRecord, Values

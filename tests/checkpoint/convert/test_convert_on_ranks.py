@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.checkpoint.checksum import checksum_box
 from megatron_fsdp.checkpoint.convert import convert as module
-from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, Steps, convert
+from megatron_fsdp.checkpoint.convert.convert import (
+    ConversionMismatchError,
+    Steps,
+    convert,
+    differing_keys,
+    differing_moves,
+    differing_values,
+    share_out,
+)
 from megatron_fsdp.checkpoint.convert.entries import Move, Value
-from megatron_fsdp.checkpoint.convert.execute import share_out
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
-from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.tools.edit import edit

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.convert.chunk_index import ChunkIndex
-from megatron_fsdp.checkpoint.convert.partial import SparingReader
+from megatron_fsdp.checkpoint.convert.partial import ChunkIndex, SparingReader
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.support.torch_dist.layout import boxes_of_grid, plain

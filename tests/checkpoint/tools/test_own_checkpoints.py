@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint.contents import require_sound
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
 from megatron_fsdp.checkpoint.tools.diff import diff
@@ -14,6 +13,7 @@ from megatron_fsdp.checkpoint.tools.edit_plan import parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import inspect_folder
 from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
+from megatron_fsdp.checkpoint.verify import require_sound
 from tests.checkpoint.test_loading import contents, step, wrap
 from tests.conftest import RunRanks
 

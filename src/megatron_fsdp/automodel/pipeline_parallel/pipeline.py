@@ -20,9 +20,8 @@ from megatron_fsdp.automodel.pipeline_parallel.schedules import count_microbatch
 from megatron_fsdp.automodel.pipeline_parallel.stage import Activations, DecoderStage
 from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd, check_ends
 from megatron_fsdp.automodel.pipeline_parallel.token_loss import IGNORED, MicrobatchLoss
-from megatron_fsdp.checkpoint.naming import own_name
-from megatron_fsdp.checkpoint.ranks import gather_objects
-from megatron_fsdp.checkpoint.stages import PipelinePlace
+from megatron_fsdp.checkpoint.agree import gather_objects
+from megatron_fsdp.checkpoint.naming import PipelinePlace, own_name
 from megatron_fsdp.errors import ConfigurationError
 
 

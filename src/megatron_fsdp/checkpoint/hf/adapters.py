@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.checkpoint.agree import decided_by_first, together
 from megatron_fsdp.checkpoint.hf.adapter_config import check_config, default_config, plain_config
 from megatron_fsdp.checkpoint.hf.index import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
@@ -18,10 +19,8 @@ from megatron_fsdp.checkpoint.hf.loading import load_matched
 from megatron_fsdp.checkpoint.hf.matching import Match, match_tensors
 from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.saving import plan_job, publish_files
-from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.checkpoint.report import LoadReport
-from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 CONFIG_FILE = "adapter_config.json"

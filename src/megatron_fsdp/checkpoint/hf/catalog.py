@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.checkpoint.agree import gather_objects
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece
-from megatron_fsdp.checkpoint.ranks import gather_objects
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 

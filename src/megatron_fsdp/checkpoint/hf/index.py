@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.entries import is_plain_name
+from megatron_fsdp.checkpoint.folder import is_plain_name
 from megatron_fsdp.checkpoint.hf.safetensors_format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,

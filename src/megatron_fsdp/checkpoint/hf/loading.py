@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.checkpoint.agree import decided_by_first, gather_objects, together
 from megatron_fsdp.checkpoint.hf.base_model import base_tensors
 from megatron_fsdp.checkpoint.hf.index import WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, install_weights, unwrap
@@ -17,9 +18,7 @@ from megatron_fsdp.checkpoint.hf.matching import Match, Source, Wanted, match_te
 from megatron_fsdp.checkpoint.hf.names import KeyMapping, map_keys
 from megatron_fsdp.checkpoint.hf.reading import FolderReader, portions
 from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
-from megatron_fsdp.checkpoint.ranks import gather_objects, together
 from megatron_fsdp.checkpoint.report import LoadReport
-from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 

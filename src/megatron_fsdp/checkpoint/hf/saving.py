@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.checkpoint.agree import decided_by_first, together
 from megatron_fsdp.checkpoint.hf.carried import carry_files, change_dtype, index_text, write_config
 from megatron_fsdp.checkpoint.hf.catalog import gather_catalog
 from megatron_fsdp.checkpoint.hf.index import INDEX_FILE, MODEL_FILE
@@ -20,8 +21,6 @@ from megatron_fsdp.checkpoint.hf.publish import new_folder
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
 from megatron_fsdp.checkpoint.hf.save_plan import lay_out_files
 from megatron_fsdp.checkpoint.hf.writing import Job, write_files
-from megatron_fsdp.checkpoint.ranks import together
-from megatron_fsdp.checkpoint.settle import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 DEFAULT_SHARD_BYTES = 5 * 2**30

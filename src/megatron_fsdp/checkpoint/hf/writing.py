@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.checkpoint.agree import raise_together, rank_of, world_size_of
 from megatron_fsdp.checkpoint.hf.catalog import Held
 from megatron_fsdp.checkpoint.hf.live import Piece
 from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
 from megatron_fsdp.checkpoint.hf.save_plan import Move, Stretch, moves_of, share_out_files, stretches_of
-from megatron_fsdp.checkpoint.ranks import raise_together, rank_of, world_size_of
 from megatron_fsdp.sharding.shards import Box
 
 STRETCH_BYTES = 32 * 2**20

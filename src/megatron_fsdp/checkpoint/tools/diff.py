@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_fsdp.checkpoint.entries import ObjectEntry, TensorEntry
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.tools.common_state import as_json, dtype_name, read_common_file
 from megatron_fsdp.checkpoint.tools.compare_objects import first_difference
 from megatron_fsdp.checkpoint.tools.compare_values import Tolerance, ValueDifference, compare_piece, merge

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp.checkpoint.entries import ObjectEntry, TensorEntry
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.tools.common_state import as_json, dtype_name, read_common
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_KEY, Kind, read_marker, recognise
 from megatron_fsdp.checkpoint.tools.pieces import pieces

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from megatron_fsdp.checkpoint.entries import count_lists
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, count_lists
 from megatron_fsdp.checkpoint.reading_budget import MAX_DEPTH, ReadingBudget, read_json, shortened
 from megatron_fsdp.checkpoint.restricted_pickle import reading
 from megatron_fsdp.errors import CheckpointError

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.publish import FileOps
 from megatron_fsdp.errors import CheckpointError
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
-from megatron_fsdp.checkpoint.entries import TensorEntry
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
 from megatron_fsdp.checkpoint.tools.pieces import pieces, whole
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box

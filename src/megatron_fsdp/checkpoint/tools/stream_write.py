@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
-from megatron_fsdp.checkpoint.file_ops import FileOps
-from megatron_fsdp.checkpoint.sealing import Seal, manifest_of
+from megatron_fsdp.checkpoint.publish import FileOps
+from megatron_fsdp.checkpoint.save import Seal, manifest_of
 from megatron_fsdp.checkpoint.tools.side_files import FILES_FACT
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box

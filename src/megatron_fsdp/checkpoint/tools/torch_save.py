@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.objects import load_object_file
 from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
 from megatron_fsdp.checkpoint.restricted_pickle import reading

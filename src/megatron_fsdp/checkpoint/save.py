@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,16 +28,27 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from megatron_fsdp.checkpoint import manifest
+from megatron_fsdp.checkpoint.agree import by_value, failures_in_words
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
-from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
+from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.objects import load_object_bytes
-from megatron_fsdp.checkpoint.ranks import by_value
-from megatron_fsdp.checkpoint.save_alone import save_alone
-from megatron_fsdp.checkpoint.settle import failures_in_words
 from megatron_fsdp.checkpoint.tensor_archive import TensorArchives
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
+
+
+def save_alone(state: Mapping[str, Any], **options: Any) -> None:
+    """Save from this process alone, whether or not there are others.
+
+    Args:
+        state: What to save.
+        **options: Of `dcp.save`.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        save(dict(state), no_dist=True, **options)
+
 
 _SEAL = MetadataIndex("\0seal")
 
