@@ -7,8 +7,7 @@ import io
 import math
 import os
 import secrets
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -20,16 +19,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
-from megatron_fsdp.checkpoint.objects import load_object_bytes, load_tensor
-from megatron_fsdp.checkpoint.reading_budget import (
-    ELEMENT_BYTES,
-    MAX_DEPTH,
+from megatron_fsdp.checkpoint.safe_read import (
     MAX_DIMS,
-    ReadingBudget,
+    Window,
+    load_metadata,
+    load_object,
+    load_tensor,
     open_file,
-    read_file,
+    printable,
+    reading,
 )
-from megatron_fsdp.checkpoint.restricted_pickle import load_restricted, printable, reading
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
@@ -112,19 +111,15 @@ class ObjectEntry:
     transforms: tuple[str, ...] = ()
 
 
-def entries_of(
-    metadata: object, where: str, budget: ReadingBudget
-) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
     """The tensors and objects that metadata describe, in the order of their names.
 
     Args:
         metadata: A `Metadata` as read; of its insides nothing is believed before it is checked.
         where: Names the checkpoint in messages.
-        budget: Of the file; chunks are counted, of which many tensors may share one list.
 
     Raises:
         CheckpointError: Something is not what it should be: names the key.
-        OverBudgetError: There is more of it than the file is long.
     """
     described: Any = getattr(metadata, "state_dict_metadata", None)
     storage: Any = getattr(metadata, "storage_data", None)
@@ -138,13 +133,12 @@ def entries_of(
         found = described[key]
         if not is_key(key):
             raise CheckpointError(f"{where} has a key with control characters: {key!a:.200}")
-        if len(key) > _MAX_KEY_LENGTH or key.count(".") > MAX_DEPTH:
+        if len(key) > _MAX_KEY_LENGTH:
             raise CheckpointError(
-                f"{where} has a key of {len(key)} characters and {key.count('.')} dots, {key:.100}...; at most "
-                f"{_MAX_KEY_LENGTH} and {MAX_DEPTH} are read"
+                f"{where} has a key of {len(key)} characters, {key:.100}...; at most {_MAX_KEY_LENGTH} are read"
             )
         if isinstance(found, TensorStorageMetadata):
-            tensors[key] = _tensor_entry(key, found, storage, where, budget)
+            tensors[key] = _tensor_entry(key, found, storage, where)
         elif isinstance(found, BytesStorageMetadata):
             objects[key] = ObjectEntry(key, *_span(storage, MetadataIndex(key), where))
         else:
@@ -153,7 +147,7 @@ def entries_of(
 
 
 def _tensor_entry(
-    key: str, found: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], where: str, budget: ReadingBudget
+    key: str, found: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], where: str
 ) -> TensorEntry:
     shape, dtype = _sizes(found.size, key, where), getattr(found.properties, "dtype", None)
     if not isinstance(dtype, torch.dtype):
@@ -162,8 +156,8 @@ def _tensor_entry(
     for chunk in found.chunks:
         box = Box(_sizes(chunk.offsets, key, where), _sizes(chunk.sizes, key, where))
         entry = ChunkEntry(box, *_span(storage, MetadataIndex(key, box.offsets), where))
-        beyond = 0 if entry.transforms else max(0, box.numel * dtype.itemsize - entry.span.length)
-        budget.spend((8 + len(shape)) * ELEMENT_BYTES + beyond)
+        if not entry.transforms and box.numel * dtype.itemsize > entry.span.length:
+            raise CheckpointError(f"{where}: {key} has a chunk of {box.lengths} in {entry.span.length} bytes")
         chunks.append(entry)
     if math.prod(shape) >= _TOO_MANY:
         raise CheckpointError(f"{where}: {key} has {len(shape)} dimensions and more elements than any tensor has")
@@ -200,33 +194,12 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
     return Span(str(name), offset, length), tuple(transforms)
 
 
-def check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
-    """Check how keys nest, where metadata say it.
-
-    Raises:
-        CheckpointError: A key has no path of names and small numbers.
-        OverBudgetError: As of `count_lists`.
-    """
-    found: Any = getattr(metadata, "planner_data", None)
-    paths = found if isinstance(found, dict) else {}
-    for key, path in paths.items():
-        if not (isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(map(_is_step, path))):
+def _check_paths(metadata: object, where: str) -> None:
+    """Check how keys nest, where metadata say it: in a path of names and small numbers."""
+    found = getattr(metadata, "planner_data", None)
+    for key, path in found.items() if isinstance(found, dict) else ():
+        if not (isinstance(path, tuple) and path and all(map(_is_step, path))):
             raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
-    count_lists(paths.values(), budget)
-
-
-def count_lists(paths: Iterable[tuple[Any, ...]], budget: ReadingBudget) -> None:
-    """Count the lists that numbers in paths stand for: each is as long as its largest index.
-
-    Raises:
-        OverBudgetError: They are too long together.
-    """
-    lengths: dict[tuple[Any, ...], int] = {}
-    for path in paths:
-        for place, step in enumerate(path):
-            if type(step) is int and step >= (known := lengths.get(path[:place], 0)):
-                lengths[path[:place]] = step + 1
-                budget.spend(ELEMENT_BYTES * (step + 1 - known))
 
 
 def _is_step(step: object) -> bool:
@@ -273,11 +246,6 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 METADATA = ".metadata"
-MAX_METADATA_BYTES = 4 << 30
-MAX_OBJECT_BYTES = 4 << 30
-MAX_ARCHIVE_OVERHEAD = 1 << 20
-MAX_SHARING = 16
-"""How often the bytes of a file may be named, on average; writers name them once."""
 
 
 class CheckpointFolder:
@@ -301,13 +269,11 @@ class CheckpointFolder:
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self._open_files: dict[str, io.BufferedReader] | None = None
-        where, raw = str(self.path / METADATA), _metadata_bytes(self.path)
-        self.metadata: Metadata = load_restricted(io.BytesIO(raw), where)
-        budget = ReadingBudget(len(raw))
-        tensors, objects = reading(where, lambda: entries_of(self.metadata, where, budget))
-        self.tensors: dict[str, TensorEntry] = tensors
-        self.objects: dict[str, ObjectEntry] = objects
-        reading(where, lambda: check_paths(self.metadata, where, budget))
+        where = str(self.path / METADATA)
+        self.metadata: Metadata = load_metadata(_metadata_bytes(self.path), where)
+        with reading(where):
+            self.tensors, self.objects = entries_of(self.metadata, where)
+            _check_paths(self.metadata, where)
         if check:
             self.require_files()
             self.require_manifest()
@@ -329,12 +295,6 @@ class CheckpointFolder:
     def file_problems(self) -> dict[str, str]:
         """What is wrong with files that are missing or too short, by name."""
         found = {}
-        told = Counter[str]()  # bytes that some element or object lies in
-        for entry in self.tensors.values():
-            for chunk in entry.chunks:
-                told[chunk.span.file] += chunk.span.length if chunk.box.numel else 0
-        for stored in self.objects.values():
-            told[stored.span.file] += stored.span.length
         for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:
@@ -346,8 +306,6 @@ class CheckpointFolder:
                 found[name] = "is missing"
             elif has < needed:
                 found[name] = f"is cut off: {has} bytes of at least {needed}"
-            elif told[name] > has * MAX_SHARING:
-                found[name] = f"has {has} bytes, and {told[name]} in it are pointed to: the same ones again and again"
         return found
 
     def require_files(self) -> None:
@@ -404,13 +362,8 @@ class CheckpointFolder:
         Raises:
             CheckpointError: The box is not inside of the tensor, or as of `read_tensor`.
         """
-        entry, wanted = self._tensor(key), Box(tuple(offsets), tuple(lengths))
-        inside = len(wanted.offsets) == len(entry.shape) == len(wanted.lengths) and all(
-            first >= 0 and length >= 0 and first + length <= total
-            for first, length, total in zip(wanted.offsets, wanted.lengths, entry.shape, strict=True)
-        )
-        if not inside:
-            raise CheckpointError(f"{key} of shape {entry.shape} has no box at {offsets} with lengths {lengths}")
+        wanted = Box(tuple(offsets), tuple(lengths))
+        entry = self.tensor_with(key, wanted)
         out: torch.Tensor | None = None
         for chunk in entry.chunks:
             shared = chunk.box.meet(wanted)
@@ -422,6 +375,23 @@ class CheckpointFolder:
             out = torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
             out[shared.inside(wanted).indices] = values
         return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
+
+    def tensor_with(self, key: str, wanted: Box) -> TensorEntry:
+        """A tensor that a box lies in.
+
+        Raises:
+            CheckpointError: There is no such tensor, or the box is not inside of it.
+        """
+        entry = self._tensor(key)
+        inside = len(wanted.offsets) == len(entry.shape) == len(wanted.lengths) and all(
+            first >= 0 and length >= 0 and first + length <= total
+            for first, length, total in zip(wanted.offsets, wanted.lengths, entry.shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(
+                f"{key} of shape {entry.shape} has no box at {wanted.offsets} with lengths {wanted.lengths}"
+            )
+        return entry
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
         """The values of one chunk, shaped as its box.
@@ -445,9 +415,8 @@ class CheckpointFolder:
 
     def _read(self, entry: TensorEntry, chunk: ChunkEntry, *, check: bool = False) -> torch.Tensor:
         where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
-        at_most = chunk.box.numel * entry.dtype.itemsize + MAX_ARCHIVE_OVERHEAD
-        raw = self.read_span(chunk.span, chunk.transforms, where, at_most)
-        values = load_tensor(raw, where, check=check)
+        with self.opened(chunk.span, chunk.transforms, where) as stream:
+            values = load_tensor(stream, where, check=check)
         if tuple(values.shape) != chunk.box.lengths or values.dtype != entry.dtype:
             raise CheckpointError(
                 f"{where} holds {tuple(values.shape)} of {values.dtype} where the metadata say {chunk.box.lengths} of "
@@ -466,15 +435,17 @@ class CheckpointFolder:
         entry = self.objects.get(key)
         if entry is None:
             raise CheckpointError(f"{self.path} has no object {key}; it has {len(self.objects)} others")
-        return bytes(self.read_span(entry.span, entry.transforms, f"{key} in {self.path / entry.span.file}"))
+        where = f"{key} in {self.path / entry.span.file}"
+        with self.opened(entry.span, entry.transforms, where) as stream, reading(where):
+            return stream.read()
 
     def read_object(self, key: str) -> object:
-        """An object, read as data (see `objects.load_object`).
+        """An object, read as data (see `safe_read.load_object`).
 
         Raises:
             CheckpointError: As of `read_bytes`, or it is damaged or asks for code.
         """
-        return load_object_bytes(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
+        return load_object(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -488,7 +459,32 @@ class CheckpointFolder:
             for file in files.values():
                 file.close()
 
-    def _opened(self, name: str) -> contextlib.AbstractContextManager[io.BufferedReader]:
+    @contextlib.contextmanager
+    def opened(self, span: Span, transforms: Sequence[str], where: str) -> Iterator[IO[bytes]]:
+        """Some bytes of one file as a file, with torch's stream extensions undone.
+
+        Args:
+            span: Which bytes.
+            transforms: Names of the extensions.
+            where: Names the bytes in messages.
+
+        Raises:
+            CheckpointError: The file is missing or too short, or an extension is unknown or fails.
+        """
+        try:
+            with self._file(span.file) as file:
+                has = os.fstat(file.fileno()).st_size
+                if has < span.offset + span.length:
+                    raise CheckpointError(f"{where} is cut off: its file has {has} bytes")
+                window: IO[bytes] = io.BufferedReader(Window(file, span.offset, span.length))
+                if transforms:
+                    with reading(where):
+                        window = _undone(window, transforms, where)
+                yield window
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
+
+    def _file(self, name: str) -> contextlib.AbstractContextManager[io.BufferedReader]:
         if self._open_files is None:
             return open_file(self.path / name)
         if name not in self._open_files:
@@ -497,38 +493,8 @@ class CheckpointFolder:
             self._open_files[name] = open_file(self.path / name)
         return contextlib.nullcontext(self._open_files[name])
 
-    def read_span(
-        self, span: Span, transforms: Sequence[str], where: str, at_most: int = MAX_OBJECT_BYTES
-    ) -> bytearray:
-        """Some bytes of one file, with torch's stream extensions undone.
 
-        Args:
-            span: Which bytes.
-            transforms: Names of the extensions.
-            where: Names the bytes in messages.
-            at_most: More bytes than this they may not become.
-
-        Raises:
-            CheckpointError: The file is missing or too short, or an extension is unknown or fails.
-        """
-        if span.length > at_most:
-            raise CheckpointError(f"{where} has {span.length} bytes, and needs no more than {at_most}; refused")
-        try:
-            with self._opened(span.file) as file:
-                there = max(0, min(span.length, os.fstat(file.fileno()).st_size - span.offset))
-                raw = bytearray(there)  # not more than there is, whatever the metadata say
-                file.seek(span.offset)
-                has = file.readinto(raw)
-        except MemoryError as error:
-            raise CheckpointError(f"there is not enough memory for the {there} bytes of {where}") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
-        if has != span.length:
-            raise CheckpointError(f"{where} is cut off: {has} bytes of {span.length}")
-        return raw if not transforms else reading(where, lambda: _undone(raw, transforms, where, at_most))
-
-
-def _undone(raw: bytearray, transforms: Sequence[str], where: str, at_most: int) -> bytearray:
+def _undone(stream: IO[bytes], transforms: Sequence[str], where: str) -> IO[bytes]:
     """What torch's stream extensions made these bytes from."""
     try:
         extensions = ExtensionRegistry().from_descriptor_list(transforms)
@@ -536,13 +502,9 @@ def _undone(raw: bytearray, transforms: Sequence[str], where: str, at_most: int)
         raise CheckpointError(
             f"{where} went through {list(transforms)!a:.200}, which this torch cannot undo"
         ) from error
-    stream: IO[bytes] = io.BytesIO(raw)
     for extension in extensions:
         stream = cast(StreamTransformExtension, extension).transform_from(stream)
-    found = bytearray(stream.read(at_most + 1))
-    if len(found) > at_most:
-        raise CheckpointError(f"{where} unpacks to more than {at_most} bytes, which it cannot need; refused")
-    return found
+    return io.BytesIO(stream.read())  # an extension's stream cannot go back
 
 
 def _reason(error: Exception) -> str:
@@ -561,7 +523,8 @@ def _metadata_bytes(folder: Path) -> bytes:
             raise CheckpointError(f"{folder} is not a folder; give the folder of one checkpoint")
         if not path.is_file():
             raise CheckpointError(f"{folder} has no {METADATA}, so it is not a (finished) checkpoint{_hint(folder)}")
-        return read_file(path, MAX_METADATA_BYTES)
+        with open_file(path) as file:
+            return file.read()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 

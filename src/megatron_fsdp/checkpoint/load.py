@@ -34,9 +34,9 @@ from megatron_fsdp.checkpoint.matching import (
     note_left_out,
 )
 from megatron_fsdp.checkpoint.naming import place_of, report_of_all, unflatten
-from megatron_fsdp.checkpoint.objects import load_object
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.safe_read import load_object
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -110,7 +110,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             CheckpointError: It is damaged or asks for code.
         """
         key = read_item.dest_index.fqn
-        found = load_object(value, key)
+        found = load_object(value.getvalue(), key)
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], found)
         else:

@@ -15,9 +15,7 @@ from megatron_fsdp.checkpoint import checksum, manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder, TensorEntry
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.objects import load_object
-from megatron_fsdp.checkpoint.reading_budget import open_file, shortened
-from megatron_fsdp.checkpoint.restricted_pickle import printable, reading
+from megatron_fsdp.checkpoint.safe_read import load_object, open_file, printable, reading, shortened
 from megatron_fsdp.checkpoint.tools.side_files import noted_files, side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
@@ -304,7 +302,7 @@ def _check_files(
     if common.is_file():
         try:
             with open_file(common) as stream:
-                load_object(stream, str(common))
+                load_object(stream.read(), str(common))
         except (CheckpointError, OSError) as error:
             report.damaged.append(Finding("file", COMMON_FILE, str(error)))
 
@@ -342,7 +340,8 @@ def _check_tensor(opened: CheckpointFolder, entry: TensorEntry, sealed: Manifest
             return "damaged", str(error)
         return "unverified", _why(sealed)
     try:
-        problem = reading(entry.key, lambda: content_problems(opened, sealed, [entry.key]).get(entry.key))
+        with reading(entry.key):
+            problem = content_problems(opened, sealed, [entry.key]).get(entry.key)
     except CheckpointError as error:
         return "damaged", str(error)
     return _FINE if problem is None else ("damaged", f"{problem}{_where_changed(opened, entry)}")

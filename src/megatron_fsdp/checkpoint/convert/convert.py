@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import io
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,27 +16,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron_fsdp.checkpoint.agree import failures_in_words, gather_objects, rank_of, together, world_size_of
+from megatron_fsdp.checkpoint.agree import gather_objects, rank_of, together, world_size_of
 from megatron_fsdp.checkpoint.checksum import checksum_box
 from megatron_fsdp.checkpoint.convert.entries import Move, Value, listed
 from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, make_plan
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.save import _SEAL, Seal, SealingWriter, save_alone
+from megatron_fsdp.checkpoint.save import Seal, SealingWriter, write_planned
 from megatron_fsdp.checkpoint.tools.locate import locate
 from megatron_fsdp.checkpoint.tools.new_folder import require_apart
 from megatron_fsdp.errors import CheckpointError
@@ -85,15 +79,9 @@ def write_moves(
     Raises:
         CheckpointError: Reading or writing failed on some rank; the same on every rank.
     """
-    writer = _StreamingWriter(folder, sum(move.nbytes for move in moves), progress)
-    planner = _MovePlanner(moves, values, read)
-    try:
-        if world_size_of(group) == 1:
-            save_alone({}, storage_writer=writer, planner=planner)
-        else:
-            save({}, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        raise CheckpointError(f"writing {folder} failed ({failures_in_words(error)})") from error
+    total = sum(move.nbytes for move in moves)
+    told = None if progress is None else lambda done: progress(min(done, total), total)
+    write_planned({}, SealingWriter(folder, told), _MovePlanner(moves, values, read), group)
 
 
 class _MovePlanner(DefaultSavePlanner):
@@ -156,52 +144,6 @@ def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperti
     size, origin = torch.Size(shape), torch.Size([0] * len(shape))
     data = TensorWriteData(ChunkStorageMetadata(origin, size), properties, size)
     return WriteItem(MetadataIndex(target, origin), WriteItemType.TENSOR, tensor_data=data)
-
-
-class _StreamingWriter(SealingWriter):
-    """DCP's files and our manifest, one item at a time: torch's own writer keeps every tensor until a file is whole."""
-
-    def __init__(self, folder: Path, total_bytes: int, progress: Progress | None) -> None:
-        super().__init__(folder, overwrite=False)
-        self._total_bytes = total_bytes
-        self._progress = progress
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, if it has anything to write, and hand over its checksums."""
-        assert isinstance(planner, _MovePlanner), "made together by write_moves"
-        results: list[WriteResult] = []
-        if plan.items:
-            name = f"{plan.storage_data.prefix}0.distcp"
-            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
-                results = self._write_all(stream, name, plan, planner)
-                stream.flush()
-                os.fsync(stream.fileno())
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([*results, WriteResult(_SEAL, 0, planner.seal)])
-        return future
-
-    def _write_all(self, stream: Any, name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        results, done = [], 0
-        for item in plan.items:
-            start = stream.tell()
-            data = planner.resolve_data(item)
-            if isinstance(data, Tensor):
-                torch.save(_compact(data), stream)
-                done += data.nbytes
-            else:
-                stream.write(data.getbuffer())
-            del data
-            length = stream.tell() - start
-            results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-            if self._progress is not None:
-                self._progress(min(done, self._total_bytes), self._total_bytes)
-        return results
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """With a storage of its own size: `torch.save` writes the whole storage."""
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 def content_hash(tensor: Tensor) -> str:

@@ -16,10 +16,8 @@ from torch import Tensor
 from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
 from megatron_fsdp.checkpoint.convert.partial import SparingReader
 from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
-from megatron_fsdp.checkpoint.data_unpickler import Opaque
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.objects import load_object
-from megatron_fsdp.checkpoint.reading_budget import open_file, read_json
+from megatron_fsdp.checkpoint.safe_read import Opaque, load_object, open_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 ReadBox = Callable[[Sequence[int], Sequence[int]], Tensor]
@@ -217,7 +215,7 @@ def _read_common(folder: CheckpointFolder, path: Path) -> Any:
     if not old.is_file():
         raise CheckpointError(f"{path} has neither {_COMMON_KEY} nor common.pt; the checkpoint is incomplete")
     with open_file(old) as stream:
-        return load_object(stream, str(old))
+        return load_object(stream.read(), str(old))
 
 
 def _only(content: Any) -> Any:

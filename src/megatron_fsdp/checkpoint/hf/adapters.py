@@ -19,8 +19,8 @@ from megatron_fsdp.checkpoint.hf.loading import load_matched
 from megatron_fsdp.checkpoint.hf.matching import Match, match_tensors
 from megatron_fsdp.checkpoint.hf.parts import FileTensor
 from megatron_fsdp.checkpoint.hf.saving import plan_job, publish_files
-from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 CONFIG_FILE = "adapter_config.json"

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.hf.own_classes import own_class
 from megatron_fsdp.checkpoint.hf.safetensors_format import FileLayout
-from megatron_fsdp.checkpoint.reading_budget import read_json
+from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"

@@ -15,7 +15,7 @@ from megatron_fsdp.checkpoint.hf.safetensors_format import (
     header_length,
     parse_header,
 )
-from megatron_fsdp.checkpoint.reading_budget import open_file, read_json
+from megatron_fsdp.checkpoint.safe_read import open_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"

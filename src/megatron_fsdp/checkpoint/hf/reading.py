@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from megatron_fsdp.checkpoint.hf.safetensors_format import StoredTensor
-from megatron_fsdp.checkpoint.reading_budget import only_regular
+from megatron_fsdp.checkpoint.safe_read import only_regular
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 

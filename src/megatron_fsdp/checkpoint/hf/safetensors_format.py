@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.checkpoint.reading_budget import MAX_DIMS
+from megatron_fsdp.checkpoint.safe_read import MAX_DIMS
 from megatron_fsdp.errors import CheckpointError
 
 LENGTH_BYTES = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.reading_budget import read_json
+from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.errors import CheckpointError
 
 MARKER = "metadata.json"

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, count_lists
-from megatron_fsdp.checkpoint.reading_budget import MAX_DEPTH, ReadingBudget, read_json, shortened
-from megatron_fsdp.checkpoint.restricted_pickle import reading
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.safe_read import read_json, shortened
 from megatron_fsdp.errors import CheckpointError
 
 KeyPath = tuple[str | int, ...]
 
 STRUCTURE_FILE = "structure.json"
+_MAX_DEPTH = 100
 _MAX_LIST = 1 << 20
 _MAX_LITERAL = 1000
 
@@ -66,7 +66,6 @@ class Structure:
             raise CheckpointError(
                 f"{path} is damaged ({shortened(str(error))}); remove it if the shape of the state is unimportant"
             ) from error
-        reading(str(path), lambda: count_lists((place for place, _ in empty), ReadingBudget(path.stat().st_size)))
         return cls(keys, empty)
 
 
@@ -99,21 +98,11 @@ def _key_of(literal: str) -> Any:
 
 
 def _path(parts: Any) -> KeyPath:
-    if not isinstance(parts, tuple | list) or not 0 < len(parts) <= MAX_DEPTH:
+    if not isinstance(parts, tuple | list) or not 0 < len(parts) <= _MAX_DEPTH:
         raise ValueError(f"{str(parts)[:100]} is no path")
     if not all(type(part) is str or (type(part) is int and 0 <= part < _MAX_LIST) for part in parts):
         raise ValueError(f"{str(parts)[:100]} is no path of names and indices")
     return tuple(parts)
-
-
-def count_paths(state: Mapping[Any, Any], budget: ReadingBudget) -> None:
-    """Count the flat keys of a state before they are made: each holds the names of all that is around it.
-
-    Raises:
-        OverBudgetError: They are far longer together than the file that the state is from.
-    """
-    for path, *_ in _containers(state, ()):
-        budget.spend(sum(len(str(part)) for part in path))
 
 
 def flattened(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], dict[str, KeyPath], Structure, list[str]]:

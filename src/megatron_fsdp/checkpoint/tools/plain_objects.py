@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.checkpoint.data_unpickler import Opaque
-from megatron_fsdp.checkpoint.reading_budget import shortened
+from megatron_fsdp.checkpoint.safe_read import Opaque, shortened
 
 _AS_IT_IS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype, torch.device, torch.Size})
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.reading_budget import open_file
+from megatron_fsdp.checkpoint.safe_read import open_file
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_marker
 from megatron_fsdp.checkpoint.tools.nesting import STRUCTURE_FILE, Structure
 from megatron_fsdp.errors import CheckpointError

@@ -16,11 +16,9 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import flatten
-from megatron_fsdp.checkpoint.objects import load_object_file
-from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
-from megatron_fsdp.checkpoint.restricted_pickle import reading
+from megatron_fsdp.checkpoint.safe_read import load_object_file
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
-from megatron_fsdp.checkpoint.tools.nesting import KeyPath, Structure, count_paths, flattened, nested_paths, unflattened
+from megatron_fsdp.checkpoint.tools.nesting import KeyPath, Structure, flattened, nested_paths, unflattened
 from megatron_fsdp.checkpoint.tools.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.tools.pieces import pieces
 from megatron_fsdp.checkpoint.tools.plain_objects import plain
@@ -145,7 +143,6 @@ def from_torch_save(
     state = load_object_file(source)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
-    reading(str(source), lambda: count_paths(state, ReadingBudget(source.stat().st_size)))
     leaves, paths, structure, notes = _flattened(state, str(source), nesting)
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes += _tied(tensors)
