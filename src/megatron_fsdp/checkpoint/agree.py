@@ -16,41 +16,6 @@ Result = TypeVar("Result")
 _SHOWN = 8
 
 
-def raise_together(
-    error: BaseException | None,
-    doing: str,
-    group: dist.ProcessGroup | None = None,
-    facts: Mapping[str, str] | None = None,
-) -> None:
-    """Let all ranks raise what any of them met; one small collective.
-
-    Args:
-        error: What this rank met; None if all went well.
-        doing: What was being done, for the message: "writing runs/a/iter_0000010".
-        group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
-        facts: As for `together`.
-
-    Raises:
-        CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
-        ConfigurationError: Ranks have different facts.
-        Exception: `error` itself, if it is of this library and every rank has met the same.
-    """
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    if facts is None:
-        everyone = gather_objects(told, group)
-    else:
-        found = gather_objects((told, _digest(facts)), group)
-        if len({digest for _, digest in found}) > 1:
-            _raise_different(gather_objects(dict(facts), group), error)
-        everyone = [text for text, _ in found]
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
-    if not failed:
-        return
-    if isinstance(error, MegatronFSDPError) and all(text == told for text in everyone):
-        raise error
-    raise CheckpointError(f"{doing} failed ({told if len(everyone) == 1 else '; '.join(failed)})") from error
-
-
 def together(
     doing: str,
     act: Callable[[], Result],
@@ -60,9 +25,9 @@ def together(
     """Do something on every rank, and go on only if all of them could; one small collective.
 
     Args:
-        doing: As for `raise_together`.
+        doing: What is being done, for the message: "writing runs/a/iter_0000010".
         act: What to do; makes no collective that could be missed by a rank that failed.
-        group: The ranks.
+        group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
         facts: What has to be the same on every rank, by name; all ranks give some, or none does. They are compared
             before errors are looked at, and only a digest of them is sent unless they differ.
 
@@ -70,17 +35,87 @@ def together(
         What `act` returned here.
 
     Raises:
-        CheckpointError: As `raise_together`.
+        CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
         ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.
+        Exception: The error itself, if it is of this library and every rank has met the same.
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     result: Result | None = None
     try:
         result = act()
-    except Exception as met:  # noqa: BLE001 - the other ranks have to hear of it
+    except (Exception, CheckpointException) as met:  # noqa: BLE001  the others have to hear; torch's is no Exception
         error = met
     raise_together(error, doing, group, facts)
     return cast(Result, result)
+
+
+def raise_together(
+    error: BaseException | None,
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Let all ranks raise what any of them met; the part of `together` that follows the act.
+
+    Args:
+        error: What this rank met; None if all went well.
+        doing: As for `together`.
+        group: The ranks.
+        facts: As for `together`.
+    """
+    if isinstance(error, CheckpointException):
+        error = in_short(error, doing)
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    found = gather_objects((told, None if facts is None else _digest(facts)), group)
+    if facts is not None and len({digest for _, digest in found}) > 1:
+        _raise_different(gather_objects(dict(facts), group), error)
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
+    if not failed:
+        return
+    if isinstance(error, MegatronFSDPError) and all(text == told for text, _ in found):
+        raise error
+    raise CheckpointError(f"{doing} failed ({told if len(found) == 1 else '; '.join(failed)})") from error
+
+
+def in_short(error: CheckpointException, doing: str) -> CheckpointError:
+    """Torch's report on what ranks met, the same text on each: its tracebacks are different on every machine."""
+    failures = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(error.failures.items())]
+    made = CheckpointError(f"{doing} failed ({'; '.join(failures)})")
+    made.__cause__ = error
+    return made
+
+
+def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.ProcessGroup | None = None) -> Result:
+    """What rank 0 finds or does, on all ranks; one broadcast.
+
+    Args:
+        decide: Called on rank 0 only; what it returns is pickled.
+        doing: What is being done, for the message.
+        group: The ranks; None: all, or this process alone.
+
+    Raises:
+        CheckpointError: Rank 0 has met an error; the same on every rank.
+        ConfigurationError: Rank 0 has met this one.
+    """
+    answer: Any = None
+    problem: tuple[type[CheckpointError | ConfigurationError], str] | None = None
+    cause: Exception | None = None
+    if rank_of(group) == 0:
+        try:
+            answer = decide()
+        except (CheckpointError, ConfigurationError) as error:
+            kind = CheckpointError if isinstance(error, CheckpointError) else ConfigurationError
+            problem, cause = (kind, str(error)), error
+        except Exception as error:  # noqa: BLE001  told to the others, then raised
+            problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
+    if world_size_of(group) > 1:
+        told = [answer, problem]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        answer, problem = told
+    if problem is not None:
+        kind, message = problem
+        raise kind(message) from cause
+    return cast(Result, answer)
 
 
 def by_value(values: Sequence[str]) -> str:
@@ -122,7 +157,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[An
     Raises:
         CheckpointError: There is a group, and torch.distributed has been taken down.
     """
-    if not _is_up(group) or dist.get_world_size(group) == 1:
+    if world_size_of(group) == 1:
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
@@ -149,67 +184,3 @@ def _is_up(group: dist.ProcessGroup | None) -> bool:
             "wait() for it) before destroy_process_group()"
         )
     return False
-
-
-Answer = TypeVar("Answer")
-
-SaveErrors = (Exception, CheckpointException)
-"""What a save may raise; torch's own exception of checkpoints is no `Exception`."""
-
-
-def decided_by_first(decide: Callable[[], Answer], doing: str, group: dist.ProcessGroup | None = None) -> Answer:
-    """What rank 0 finds or does, on all ranks; one broadcast.
-
-    Args:
-        decide: Called on rank 0 only; what it returns is pickled.
-        doing: What is being done, for the message.
-        group: The ranks; None: all, or this process alone.
-
-    Raises:
-        CheckpointError: Rank 0 has met an error; the same on every rank.
-        ConfigurationError: Rank 0 has met this one.
-    """
-    answer: Any = None
-    problem: tuple[type[CheckpointError | ConfigurationError], str] | None = None
-    cause: Exception | None = None
-    if rank_of(group) == 0:
-        try:
-            answer = decide()
-        except CheckpointError as error:
-            problem, cause = (CheckpointError, str(error)), error
-        except ConfigurationError as error:
-            problem, cause = (ConfigurationError, str(error)), error
-        except Exception as error:  # noqa: BLE001  told to the others, then raised
-            problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
-    if world_size_of(group) > 1:
-        told = [answer, problem]
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        answer, problem = told
-    if problem is not None:
-        kind, message = problem
-        raise kind(message) from cause
-    return answer
-
-
-def raise_settled(error: BaseException | None, doing: str, group: dist.ProcessGroup | None = None) -> None:
-    """`raise_together`, which puts torch's report on all ranks in short.
-
-    Args:
-        error: What this rank met; None if all went well.
-        doing: What was being done, for the message.
-        group: The ranks; None: all, or this process alone.
-
-    Raises:
-        CheckpointError: A rank has met an error; the same message on every rank.
-        Exception: As of `raise_together`.
-    """
-    if isinstance(error, CheckpointException):
-        made = CheckpointError(f"{doing} failed ({failures_in_words(error)})")
-        made.__cause__ = error
-        error = made
-    raise_together(error, doing, group)
-
-
-def failures_in_words(error: CheckpointException) -> str:
-    """What ranks met, the same text on each, without the tracebacks, which are different on every machine."""
-    return "; ".join(f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(error.failures.items()))

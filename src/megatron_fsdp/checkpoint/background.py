@@ -9,7 +9,6 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -20,69 +19,34 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.agree import SaveErrors, decided_by_first, raise_settled, world_size_of
+from megatron_fsdp.checkpoint.agree import decided_by_first, raise_together, together, world_size_of
 from megatron_fsdp.comm.groups import twin_of
 from megatron_fsdp.dtensor.chunks import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 ALIGNMENT_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one tensor lies.
-
-    Attributes:
-        arena: The number of the stretch.
-        offset: Of the first byte in it.
-    """
-
-    arena: int
-    offset: int
-
-
-def pack(sizes: Sequence[int], arena_bytes: int) -> tuple[list[Place], list[int]]:
-    """Put tensors into arenas: largest first, each into the first arena that has room.
-
-    Args:
-        sizes: Bytes of each tensor.
-        arena_bytes: Of a full arena; a larger tensor has an arena of its own.
-
-    Returns:
-        The place of each tensor, and the bytes that are used in each arena.
-    """
-    places = [Place(0, 0)] * len(sizes)
-    used: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        size = -(-sizes[index] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        arena = next((number for number, bytes_ in enumerate(used) if bytes_ + size <= arena_bytes), len(used))
-        if arena == len(used):
-            used.append(0)
-        places[index] = Place(arena, used[arena])
-        used[arena] += size
-    return places, used
-
-
 ARENA_BYTES = 512 * 1024 * 1024
 """Of one stretch of memory; a power of two, to which torch's allocator of pinned memory rounds up."""
-
-_Leaf = Callable[[Any], Any]
 
 
 class StagingBuffers:
     """Host memory for one copy of a state, kept for the next copy.
+
+    The stagers of torch 2.13 do not serve. `StateDictStager` stops at our DTensors ("invalid python storage"); it
+    copies whole storages, so a state that takes some of a flat buffer is charged for all of it, and finds its memory
+    again by the storage object, so what `state_dict()` makes anew is allocated anew. `BlockingAsyncStager` hands out
+    scalar DTensors live, copies every DTensor twice, drops descriptions of local tensors, and needs an accelerator to
+    keep its memory.
+
+    Args:
+        arena_bytes: Of one stretch of memory; a larger tensor has one of its own.
 
     Attributes:
         staged_bytes: Of all tensors of the last copy, each memory counted once.
     """
 
     def __init__(self, arena_bytes: int = ARENA_BYTES) -> None:
-        """Without memory yet.
-
-        Args:
-            arena_bytes: Of one stretch of memory.
-        """
         self.staged_bytes = 0
         self._arena_bytes = arena_bytes
         self._arenas: list[torch.Tensor] = []
@@ -111,21 +75,24 @@ class StagingBuffers:
             CheckpointError: A tensor is of a kind that cannot be copied so.
         """
         if isinstance(state, dict):  # torch takes the state dicts of what stands at the top, too
-            state = {key: each.state_dict() if _has_state(each) else each for key, each in state.items()}
-        frozen = _mapped(state, _frozen)
+            state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
+        frozen = _mapped(state, lambda value: value if isinstance(value, torch.Tensor) else copy.deepcopy(value))
         sources: dict[Any, torch.Tensor] = {}
 
-        def collect(value: Any) -> Any:
+        def collect(value: Any) -> None:
             if isinstance(value, torch.Tensor):
                 local = _local(value)
                 sources.setdefault(_memory(local), local)
-            return value
 
         _mapped(frozen, collect)
         self.staged_bytes = sum(local.nbytes for local in sources.values())
         devices = {local.device for local in sources.values() if _is_remote(local.device)}
         try:
-            staged = self._copies(sources)
+            places = self._places([local.nbytes for local in sources.values()], pinned=bool(devices))
+            staged = {
+                key: _tensor_at(arena, first, local).copy_(local, non_blocking=_is_remote(local.device))
+                for (key, local), (arena, first) in zip(sources.items(), places, strict=True)
+            }
         finally:  # memory that a copy is under way to must not go before it has arrived
             self._events = [_recorded(device) for device in devices]
         return _mapped(frozen, lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value)
@@ -141,55 +108,43 @@ class StagingBuffers:
         self._arenas = []
         self._events = []
 
-    def _copies(self, sources: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        places, used = pack([local.nbytes for local in sources.values()], self._arena_bytes)
-        self._reserve(used, pinned=any(_is_remote(local.device) for local in sources.values()))
-        staged = {}
-        for (key, local), place in zip(sources.items(), places, strict=True):
-            staged[key] = self._buffer(place, local).copy_(local, non_blocking=_is_remote(local.device))
-        return staged
-
-    def _reserve(self, used: list[int], pinned: bool) -> None:
-        """Keep the arenas that are large enough; let the others go before new ones are made."""
-        fits = [
-            number < len(self._arenas)
-            and self._arenas[number].nbytes >= size
-            and self._arenas[number].is_pinned() == pinned
-            for number, size in enumerate(used)
+    def _places(self, sizes: Sequence[int], pinned: bool) -> list[tuple[torch.Tensor, int]]:
+        """An arena and the first byte in it for each size, one after the other in as few arenas as that takes."""
+        used, places = [0], []
+        for size in sizes:
+            if used[-1] and used[-1] + size > self._arena_bytes:
+                used.append(0)
+            places.append((len(used) - 1, used[-1]))
+            used[-1] += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        kept = [
+            arena if arena.nbytes >= size and arena.is_pinned() == pinned else None
+            for arena, size in zip(self._arenas, used, strict=False)
         ]
-        kept = [arena if fit else None for arena, fit in zip(self._arenas, fits, strict=False)]
-        self._arenas = []
+        self._arenas = []  # what does not fit goes before new memory is taken
         kept += [None] * (len(used) - len(kept))
         self._arenas = [
             torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if arena is None else arena
             for arena, size in zip(kept, used, strict=True)
         ]
-
-    def _buffer(self, place: Place, like: torch.Tensor) -> torch.Tensor:
-        """A tensor at a place, with a storage of just its bytes: torch clones what is a view of more to write it."""
-        if like.numel() == 0:
-            return torch.empty(like.shape, dtype=like.dtype)
-        arena = self._arenas[place.arena]
-        memory = (ctypes.c_char * like.nbytes).from_address(arena.data_ptr() + place.offset)
-        memory.arena = arena  # type: ignore[attr-defined]  # lives as long as a tensor over it does
-        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+        return [(self._arenas[arena], first) for arena, first in places]
 
 
-def _mapped(value: Any, leaf: _Leaf) -> Any:
+def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with a storage of just its bytes: of tensors inside of objects torch writes the whole storage."""
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    memory = (ctypes.c_char * like.nbytes).from_address(arena.data_ptr() + first)
+    memory.arena = arena  # type: ignore[attr-defined]  # lives as long as a tensor over it does
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """A nesting with its leaves replaced."""
     if isinstance(value, dict):
         return {key: _mapped(each, leaf) for key, each in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_mapped(each, leaf) for each in value)
     return leaf(value)
-
-
-def _has_state(value: Any) -> bool:
-    return isinstance(value, Stateful)
-
-
-def _frozen(value: Any) -> Any:
-    return value if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -371,15 +326,14 @@ class BackgroundSaver:
         try:
             if device is not None:
                 torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
-            raise_settled(problem, "copying the state for a background save", self.group)
-            failure: BaseException | None = None
-            try:
+            raise_together(problem, "copying the state for a background save", self.group)
+
+            def save_copy() -> None:
                 self._buffers.wait_until_copied()
                 with torch.no_grad():
                     save(copied, self.group)
-            except SaveErrors as error:
-                failure = error
-            raise_settled(failure, "saving in the background", self.group)
+
+            together("saving in the background", save_copy, self.group)
         except BaseException as error:  # noqa: BLE001  raised by whoever waits
             self._outcome.error = error
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from megatron_fsdp.checkpoint import manifest
-from megatron_fsdp.checkpoint.agree import by_value, failures_in_words, world_size_of
+from megatron_fsdp.checkpoint.agree import by_value, in_short, world_size_of
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
 from megatron_fsdp.checkpoint.naming import flatten
@@ -263,7 +263,7 @@ def write_planned(
         else:
             save(dict(state), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
-        raise CheckpointError(f"writing {writer.path} failed ({failures_in_words(error)})") from error
+        raise in_short(error, f"writing {writer.path}") from error
 
 
 def _require_whole(state: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.agree import gather_objects, raise_together, rank_of
+from megatron_fsdp.checkpoint.agree import decided_by_first, gather_objects, together
 from megatron_fsdp.checkpoint.convert.entries import listed
 from megatron_fsdp.checkpoint.convert.names import canonical_name
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
@@ -201,21 +201,14 @@ def dump_param_to_param_group_map(
         CheckpointError: The folder is in use or cannot be written, or ranks put a name into different groups.
     """
     folder = Path(folder)
-    error: Exception | None = None
-    mine: dict[str, int] = {}
-    try:
-        mine = group_map(model, optimizer)
-        mine = {global_name(name): index for name, index in mine.items()} if global_name else mine
-    except ConfigurationError as problem:
-        error = problem
-    raise_together(error, f"dumping the parameter groups to {folder}", group)
-    everyone = gather_objects(mine, group)
-    if rank_of(group) == 0:
-        try:
-            _write(_merge(everyone), folder)
-        except (OSError, CheckpointError) as problem:
-            error = problem
-    raise_together(error, f"dumping the parameter groups to {folder}", group)
+    doing = f"dumping the parameter groups to {folder}"
+
+    def own() -> dict[str, int]:
+        found = group_map(model, optimizer)
+        return {global_name(name): index for name, index in found.items()} if global_name else found
+
+    everyone = gather_objects(together(doing, own, group), group)
+    decided_by_first(lambda: _write(_merge(everyone), folder), doing, group)
     return folder
 
 
