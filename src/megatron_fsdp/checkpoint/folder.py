@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
+from megatron_fsdp.checkpoint.partial import ChunkIndex, place_of_elements, stretch_of
 from megatron_fsdp.checkpoint.safe_read import (
     MAX_DIMS,
     Window,
@@ -269,6 +270,8 @@ class CheckpointFolder:
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self._open_files: dict[str, io.BufferedReader] | None = None
+        self._indices: dict[str, ChunkIndex] = {}
+        self._places: dict[ChunkEntry, int | None] = {}
         where = str(self.path / METADATA)
         self.metadata: Metadata = load_metadata(_metadata_bytes(self.path), where)
         with reading(where):
@@ -352,7 +355,7 @@ class CheckpointFolder:
         return self.read_box(key, (0,) * len(shape), shape)
 
     def read_box(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor; only the chunks that it meets are read.
+        """A box of a tensor; only what it meets is read: of a chunk one stretch, where that is all of it.
 
         Args:
             key: Of the tensor.
@@ -362,36 +365,42 @@ class CheckpointFolder:
         Raises:
             CheckpointError: The box is not inside of the tensor, or as of `read_tensor`.
         """
-        wanted = Box(tuple(offsets), tuple(lengths))
-        entry = self.tensor_with(key, wanted)
-        out: torch.Tensor | None = None
-        for chunk in entry.chunks:
-            shared = chunk.box.meet(wanted)
-            if shared is None:
-                continue
-            values = self._read(entry, chunk)[shared.inside(chunk.box).indices]
-            if values.shape == wanted.lengths:
-                return values
-            out = torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
-            out[shared.inside(wanted).indices] = values
-        return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
-
-    def tensor_with(self, key: str, wanted: Box) -> TensorEntry:
-        """A tensor that a box lies in.
-
-        Raises:
-            CheckpointError: There is no such tensor, or the box is not inside of it.
-        """
-        entry = self._tensor(key)
+        entry, wanted = self._tensor(key), Box(tuple(offsets), tuple(lengths))
         inside = len(wanted.offsets) == len(entry.shape) == len(wanted.lengths) and all(
             first >= 0 and length >= 0 and first + length <= total
             for first, length, total in zip(wanted.offsets, wanted.lengths, entry.shape, strict=True)
         )
         if not inside:
-            raise CheckpointError(
-                f"{key} of shape {entry.shape} has no box at {wanted.offsets} with lengths {wanted.lengths}"
-            )
-        return entry
+            raise CheckpointError(f"{key} of shape {entry.shape} has no box at {offsets} with lengths {lengths}")
+        if key not in self._indices:
+            self._indices[key] = ChunkIndex([chunk.box for chunk in entry.chunks])
+        out: torch.Tensor | None = None
+        for number, shared in self._indices[key].meeting(wanted):
+            values = self._read_part(entry, number, shared)
+            if shared == wanted:
+                return values
+            out = torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
+            out[shared.inside(wanted).indices] = values
+            del values
+        return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
+
+    def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
+        """The elements of a box inside of a chunk."""
+        chunk = entry.chunks[number]
+        inside = wanted.inside(chunk.box)
+        stretch = None if wanted == chunk.box or chunk.transforms else stretch_of(chunk.box.lengths, inside)
+        if stretch is not None:
+            where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
+            with self.opened(chunk.span, (), where) as stream:
+                if chunk not in self._places:
+                    self._places[chunk] = place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
+                place = self._places[chunk]
+                if place is not None:
+                    raw = bytearray(wanted.numel * entry.dtype.itemsize)
+                    stream.seek(place + stretch * entry.dtype.itemsize)
+                    stream.readinto(raw)
+                    return torch.frombuffer(raw, dtype=entry.dtype).reshape(wanted.lengths)
+        return self._read(entry, chunk)[inside.indices]
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
         """The values of one chunk, shaped as its box.
@@ -460,7 +469,7 @@ class CheckpointFolder:
                 file.close()
 
     @contextlib.contextmanager
-    def opened(self, span: Span, transforms: Sequence[str], where: str) -> Iterator[IO[bytes]]:
+    def opened(self, span: Span, transforms: Sequence[str], where: str) -> Iterator[io.BufferedReader | io.BytesIO]:
         """Some bytes of one file as a file, with torch's stream extensions undone.
 
         Args:
@@ -476,7 +485,7 @@ class CheckpointFolder:
                 has = os.fstat(file.fileno()).st_size
                 if has < span.offset + span.length:
                     raise CheckpointError(f"{where} is cut off: its file has {has} bytes")
-                window: IO[bytes] = io.BufferedReader(Window(file, span.offset, span.length))
+                window: io.BufferedReader | io.BytesIO = io.BufferedReader(Window(file, span.offset, span.length))
                 if transforms:
                     with reading(where):
                         window = _undone(window, transforms, where)
@@ -494,7 +503,7 @@ class CheckpointFolder:
         return contextlib.nullcontext(self._open_files[name])
 
 
-def _undone(stream: IO[bytes], transforms: Sequence[str], where: str) -> IO[bytes]:
+def _undone(stream: IO[bytes], transforms: Sequence[str], where: str) -> io.BytesIO:
     """What torch's stream extensions made these bytes from."""
     try:
         extensions = ExtensionRegistry().from_descriptor_list(transforms)

@@ -149,31 +149,9 @@ def read_checkpoint(
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> LoadReport:
-    """Load one checkpoint folder; collective.
+    """Load one checkpoint folder, with the arguments, the result and the errors of `load_checkpoint`; collective.
 
-    Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
-    number of ranks, strategy and mesh may have written it; each rank reads what it needs.
-
-    Args:
-        folder: With `.metadata` in it.
-        model: Sharded or not; its tensors are written in place.
-        optimizer: None: the optimizer's part is left out. A fresh one gets its state, without a step being made.
-        extra: More to load, by the names under which it was saved.
-        with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
-        strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
-            fits and reports the rest.
-        verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
-            None: where there is one, and without the sections that are not loaded.
-        group: The ranks; None: all.
-        facts: What else all ranks have to have been asked for alike, by name.
-
-    Returns:
-        What was loaded and what was not.
-
-    Raises:
-        CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
-            same on every rank. Nothing was changed, unless the message says otherwise.
-        ConfigurationError: The arguments do not belong together, or ranks give different ones.
+    `facts` is what else all ranks have to have been asked for alike, by name.
     """
     doing = f"loading {folder}"
     notes: list[str] = []

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
-from megatron_fsdp.checkpoint.convert.partial import SparingReader
 from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.safe_read import Opaque, load_object, open_file, read_json
@@ -135,14 +134,12 @@ class TorchDistSource:
     """An opened checkpoint.
 
     Attributes:
-        folder: Its metadata and objects.
-        reader: Reads its tensors.
+        folder: Its metadata, tensors and objects.
         content: What a plan is made from.
         cells: Key -> how it was cut, for tensors that are stored as flattened cells.
     """
 
     folder: CheckpointFolder
-    reader: SparingReader
     content: Source
     cells: Mapping[str, Cells]
 
@@ -163,18 +160,18 @@ class TorchDistSource:
         wanted = needed_objects(folder.objects)
         objects = {key: without_opaque(_only(folder.read_object(key))) for key in wanted}
         common = CommonState.of(without_opaque(_read_common(folder, path)))
-        return cls(folder, SparingReader(folder), Source(entries, list(folder.objects), common, objects), cells)
+        return cls(folder, Source(entries, list(folder.objects), common, objects), cells)
 
     def read(self, move: Move) -> Tensor:
         """The elements of a move, in its shape, contiguous."""
         if move.source in self.cells:
 
             def stored(offsets: Any, lengths: Any) -> Tensor:
-                return self.reader.read_box(move.source, offsets, lengths)
+                return self.folder.read_box(move.source, offsets, lengths)
 
             found = read_true_box(self.cells[move.source], stored, move.offsets, move.lengths)
         else:
-            found = self.reader.read_box(move.source, move.offsets, move.lengths)
+            found = self.folder.read_box(move.source, move.offsets, move.lengths)
         return found.reshape(move.shape)
 
 
