@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_fsdp.checkpoint import checksum, manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
-from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder, TensorEntry
+from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.safe_read import load_object, open_file, printable, reading, shortened
 from megatron_fsdp.checkpoint.tools.side_files import noted_files, side_file_problems
@@ -40,7 +40,7 @@ def share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collectio
     return mine
 
 
-def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Iterable[str]) -> dict[str, str]:
+def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collection[str]) -> dict[str, str]:
     """What is wrong with tensors and objects, in words, by key.
 
     Args:
@@ -56,54 +56,48 @@ def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Iterabl
             f"{folder.path}: the manifest has checksums of kind {manifest.checksum_name!r}, and this version knows "
             f"{checksum.NAME!r}; use the version that wrote it"
         )
-    keys, found = list(keys), dict[str, str]()
+    found = {key: problem for key in keys if (problem := _other_kind(folder, manifest, key))}
+    sealed = [key for key in keys if key not in found and (key in manifest.tensors or key in manifest.objects)]
     sums: dict[str, int] = {}
     with folder.kept_open():
-        for key, index in _in_order_of_files(folder, manifest, keys, found):
+        for key, index in _in_order_of_files(folder, sealed):
             try:
-                if index is None:
+                if key in folder.objects:
                     if hashlib.sha256(folder.read_bytes(key)).hexdigest() != manifest.objects[key]:
                         found[key] = "holds other bytes than were saved"
                 elif key not in found:
-                    entry, chunk = folder.tensors[key], folder.tensors[key].chunks[index]
-                    values = folder.read_chunk(key, index, check=True)
-                    sums[key] = combine([sums.get(key, 0), checksum_box(values, chunk.box.offsets, entry.shape)])
+                    entry, values = folder.tensors[key], folder.read_chunk(key, index)
+                    box = entry.chunks[index].box
+                    sums[key] = combine([sums.get(key, 0), checksum_box(values, box.offsets, entry.shape)])
             except CheckpointError as error:
                 found[key] = f"cannot be read: {error}"
-    sealed = [key for key in keys if key in folder.tensors and key in manifest.tensors]
-    other = {key for key in sealed if f"{sums.get(key, 0):016x}" != manifest.tensors[key].checksum}
-    return {**dict.fromkeys(sorted(other), "holds other values than were saved"), **found}
+    for key in sealed:
+        if key in manifest.tensors and f"{sums.get(key, 0):016x}" != manifest.tensors[key].checksum:
+            found.setdefault(key, "holds other values than were saved")
+    return found
 
 
-def _in_order_of_files(
-    folder: CheckpointFolder, manifest: Manifest, keys: Iterable[str], problems: dict[str, str]
-) -> list[tuple[str, int | None]]:
-    """What there is to read of some keys, in the order in which it lies: keys and chunks, None for objects.
+def _other_kind(folder: CheckpointFolder, manifest: Manifest, key: str) -> str | None:
+    """Where a key is not what the manifest says it is, in words."""
+    if key in folder.objects:
+        return "is an object, and a tensor in the manifest" if key in manifest.tensors else None
+    entry, seal = folder.tensors[key], manifest.tensors.get(key)
+    if seal is None:
+        return "is a tensor, and an object in the manifest" if key in manifest.objects else None
+    if entry.shape == seal.shape and str(entry.dtype) == seal.dtype:
+        return None
+    there = printable(f"{seal.shape} of {seal.dtype}")
+    return f"is {entry.shape} of {entry.dtype}, and {there} in the manifest"
 
-    Args:
-        folder: The checkpoint.
-        manifest: Of the checkpoint.
-        keys: Which.
-        problems: Gets those of keys of which nothing has to be read.
-    """
-    places: list[tuple[str, int, str, int | None]] = []
+
+def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tuple[str, int]]:
+    """Keys and numbers of their chunks, in the order in which they lie."""
+    places = []
     for key in keys:
-        if key in folder.objects:
-            span = folder.objects[key].span
-            if key in manifest.objects:
-                places.append((span.file, span.offset, key, None))
-            elif key in manifest.tensors:
-                problems[key] = "is an object, and a tensor in the manifest"
-            continue
-        entry, seal = folder.tensors[key], manifest.tensors.get(key)
-        if seal is None:
-            if key in manifest.objects:
-                problems[key] = "is a tensor, and an object in the manifest"
-        elif entry.shape != seal.shape or str(entry.dtype) != seal.dtype:
-            problems[key] = f"is {entry.shape} of {entry.dtype}, and {seal.shape} of {seal.dtype} in the manifest"
-        else:
-            places += [(chunk.span.file, chunk.span.offset, key, index) for index, chunk in enumerate(entry.chunks)]
-    return [(key, index) for _, _, key, index in sorted(places, key=lambda place: place[:2])]
+        is_tensor = key in folder.tensors
+        spans = [chunk.span for chunk in folder.tensors[key].chunks] if is_tensor else [folder.objects[key].span]
+        places += [(span.file, span.offset, key, number) for number, span in enumerate(spans)]
+    return [(key, number) for *_, key, number in sorted(places)]
 
 
 def key_problems(folder: CheckpointFolder, manifest: Manifest) -> dict[str, str]:
@@ -254,15 +248,11 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     _check_files(opened, problems, {} if sealed is None else sealed.facts, report)
     if sealed is not None:
         _compare_names(opened, sealed, report)
-    for key, entry in opened.tensors.items():
-        outcome = _check_names(entry, sealed, problems)
-        if outcome == _FINE:
-            outcome = _check_tensor(opened, entry, sealed) if deep else _UNREAD
-        _note(report, "tensor", key, outcome)
-    for key in opened.objects:
-        problem = problems.get(opened.objects[key].span.file)
-        outcome = ("damaged", f"{opened.objects[key].span.file} {problem}") if problem else _UNREAD
-        _note(report, "object", key, _check_object(opened, key, sealed) if deep and not problem else outcome)
+    for key in [*opened.tensors, *opened.objects]:
+        state, reason = _check(opened, key, sealed, problems, deep)
+        if state != "fine":
+            found = Finding("tensor" if key in opened.tensors else "object", key, reason)
+            (report.damaged if state == "damaged" else report.unverified).append(found)
     if deep:
         report.nbytes = sum(entry.nbytes for entry in opened.tensors.values())
         report.nbytes += sum(entry.span.length for entry in opened.objects.values())
@@ -319,71 +309,43 @@ def _compare_names(opened: CheckpointFolder, sealed: Manifest, report: VerifyRep
             report.unexpected.append(Finding(kind, key, f"in {METADATA} and not in {manifest.FILE_NAME}"))
 
 
-Outcome = tuple[Literal["fine", "damaged", "unverified"], str]
-_FINE: Outcome = ("fine", "")
-_UNREAD: Outcome = ("unverified", NOT_READ)
+def _check(
+    opened: CheckpointFolder, key: str, sealed: Manifest | None, file_problems: Mapping[str, str], deep: bool
+) -> tuple[Literal["fine", "damaged", "unverified"], str]:
+    """Read one tensor or object and compare it, as far as there is something to compare it with."""
+    chunks = opened.tensors[key].chunks if key in opened.tensors else [opened.objects[key]]
+    files = dict.fromkeys(chunk.span.file for chunk in chunks)
+    damage = [f"{name} {file_problems[name]}" for name in files if name in file_problems]
+    damage += filter(None, [_other_kind(opened, sealed, key) if sealed else None])
+    if damage or not deep:
+        return ("damaged", "; ".join(damage)) if damage else ("unverified", NOT_READ)
+    known = sealed is not None and (key in sealed.tensors or key in sealed.objects)
+    is_comparable = sealed is not None and known and sealed.checksum_name == checksum.NAME
+    problem = None
+    if is_comparable and sealed is not None:
+        with reading(key):
+            problem = content_problems(opened, sealed, [key]).get(key)
+        if problem is None and key in opened.tensors:
+            return "fine", ""
+    unread = _unreadable_parts(opened, key)
+    if problem is None and not unread:
+        return ("fine", "") if is_comparable else ("unverified", _why(sealed))
+    places = "; ".join(unread[:4]) or f"as it was written, so another one stands in its place in {', '.join(files)}"
+    return "damaged", places if problem is None else f"{problem} ({places})"
 
 
-def _note(report: VerifyReport, kind: Literal["tensor", "object"], key: str, outcome: Outcome) -> None:
-    state, reason = outcome
-    if state != "fine":
-        (report.damaged if state == "damaged" else report.unverified).append(Finding(kind, key, reason))
-
-
-def _check_tensor(opened: CheckpointFolder, entry: TensorEntry, sealed: Manifest | None) -> Outcome:
-    """Read one tensor and compare it, as far as there is something to compare it with."""
-    if not _is_comparable(sealed, sealed.tensors if sealed else {}, entry.key) or sealed is None:
-        try:
-            for index in range(len(entry.chunks)):
-                opened.read_chunk(entry.key, index, check=True)
-        except CheckpointError as error:
-            return "damaged", str(error)
-        return "unverified", _why(sealed)
-    try:
-        with reading(entry.key):
-            problem = content_problems(opened, sealed, [entry.key]).get(entry.key)
-    except CheckpointError as error:
-        return "damaged", str(error)
-    return _FINE if problem is None else ("damaged", f"{problem}{_where_changed(opened, entry)}")
-
-
-def _check_object(opened: CheckpointFolder, key: str, sealed: Manifest | None) -> Outcome:
-    comparable = _is_comparable(sealed, sealed.objects if sealed else {}, key)
-    if comparable and sealed is not None:
-        problem = content_problems(opened, sealed, [key]).get(key)
-        if problem is not None:
-            return "damaged", f"{problem} in {opened.objects[key].span.file}"
-    try:
-        opened.read_object(key)
-    except CheckpointError as error:
-        return "damaged", str(error)
-    return _FINE if comparable else ("unverified", _why(sealed))
-
-
-def _is_comparable(sealed: Manifest | None, seals: Mapping[str, Any], key: str) -> bool:
-    return sealed is not None and sealed.checksum_name == checksum.NAME and key in seals
-
-
-def _check_names(entry: TensorEntry, sealed: Manifest | None, problems: Mapping[str, str]) -> Outcome:
-    """What can be said before a tensor is read."""
-    seal = sealed.tensors.get(entry.key) if sealed else None
-    if seal is not None and (seal.shape, seal.dtype) != (entry.shape, str(entry.dtype)):
-        there = printable(f"{seal.shape} of {seal.dtype}")[:200]
-        return "damaged", f"{METADATA} says {entry.shape} of {entry.dtype}, {manifest.FILE_NAME} {there}"
-    files = dict.fromkeys(chunk.span.file for chunk in entry.chunks if chunk.span.file in problems)
-    told = "; ".join(f"{name} {problems[name]}" for name in files)
-    return ("damaged", told) if told else _FINE
-
-
-def _where_changed(opened: CheckpointFolder, entry: TensorEntry) -> str:
-    """Which chunks do not fit the CRC-32 that torch stored with them."""
+def _unreadable_parts(opened: CheckpointFolder, key: str) -> list[str]:
+    """What cannot be read of a key, or does not fit the CRC-32 that torch stored with it; in words."""
     told = []
-    for index in range(len(entry.chunks)):
+    for index in range(len(opened.tensors[key].chunks) if key in opened.tensors else 1):
         try:
-            opened.read_chunk(entry.key, index, check=True)
+            if key in opened.tensors:
+                opened.read_chunk(key, index, check=True)
+            else:
+                opened.read_object(key)
         except CheckpointError as error:
             told.append(str(error))
-    return f" ({'; '.join(told[:4]) or 'each chunk is as it was written, so another one stands in its place'})"
+    return told
 
 
 def _why(sealed: Manifest | None) -> str:
