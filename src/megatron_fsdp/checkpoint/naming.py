@@ -161,12 +161,12 @@ def join_groups(stages: Sequence[Groups]) -> Groups:
         stages: Groups of each stage, in order: options, and the names of parameters under "params".
     """
     first = [_options(group) for group in stages[0]]
-    if all(_alike([_options(group) for group in groups], first) for groups in stages):
+    if all(alike([_options(group) for group in groups], first) for groups in stages):
         rows: list[Groups] = [list(row) for row in zip(*stages, strict=True)]
     else:
         rows = []
         for group in (group for groups in stages for group in groups):
-            row = next((row for row in rows if _alike(_options(row[0]), _options(group))), None)
+            row = next((row for row in rows if alike(_options(row[0]), _options(group))), None)
             if row is None:
                 rows.append([group])
             else:
@@ -178,14 +178,14 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _alike(a: Any, b: Any) -> bool:
+def alike(a: Any, b: Any) -> bool:
     """Equality that looks into lists and dicts, and compares tensors as a whole."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(value, b[name]) for name, value in a.items())
+        return a.keys() == b.keys() and all(alike(value, b[name]) for name, value in a.items())
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_alike(one, other) for one, other in zip(a, b, strict=True))
+        return len(a) == len(b) and all(alike(one, other) for one, other in zip(a, b, strict=True))
     return bool(a == b)
 
 

@@ -14,7 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.naming import PREFIX, by_number, is_repeated, listed_names, original_name, saved_name
+from megatron_fsdp.checkpoint.naming import (
+    PREFIX,
+    alike,
+    by_number,
+    is_repeated,
+    listed_names,
+    original_name,
+    saved_name,
+)
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 
@@ -155,7 +163,7 @@ def merged_options(
             if not found:
                 continue
             first, value = found[0]
-            other = next((name for name, found_value in found if not _same(found_value, value)), None)
+            other = next((name for name, found_value in found if not alike(found_value, value)), None)
             if other is not None:
                 raise ConfigurationError(
                     f"param_groups[{position}] holds {first} and {other}, which had different {key} when they were "
@@ -164,12 +172,6 @@ def merged_options(
             wanted[key] = tuple(value) if isinstance(group[key], tuple) and isinstance(value, list) else value
         merged.append(wanted)
     return merged
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return (list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b)
 
 
 def install(

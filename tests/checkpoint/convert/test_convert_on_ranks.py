@@ -17,7 +17,6 @@ from megatron_fsdp.checkpoint.convert.convert import (
     Steps,
     convert,
     differing_keys,
-    differing_moves,
     differing_values,
     share_out,
 )
@@ -217,12 +216,12 @@ def test_verification_compares_keys_values_shapes_and_dtypes(tmp_path: Path) -> 
     targets = [*(move.target for move in plan.moves), *(value.target for value in plan.values)]
     assert differing_keys(output, targets) == []
     assert differing_keys(output, [*targets[1:], "new"]) == ["missing: new", f"unexpected: {targets[0]}"]
-    assert differing_moves(output, plan.moves, opened.read) == []
+    assert differing_values(output, plan.moves, (), opened.read) == []
     first = plan.moves[0]
     for other in ({"shape": (1, *first.shape)}, {"dtype": torch.float64}, {"target": "nowhere"}):
         changed = replace(first, **other)
-        assert differing_moves(output, [changed], opened.read) == [f"{changed.target} (from {first.source})"]
-    assert differing_values(output, plan.values) == []
+        assert differing_values(output, [changed], (), opened.read) == [f"{changed.target} (from {first.source})"]
+    assert differing_values(output, (), plan.values, opened.read) == []
     tensor = next(value for value in plan.values if isinstance(value.value, torch.Tensor))
     other_values = [Value("iteration", ("iteration",), 8), replace(tensor, value=tensor.value + 1), Value("no", (), 1)]
-    assert differing_values(output, other_values) == ["iteration", tensor.target, "no"]
+    assert differing_values(output, (), other_values, opened.read) == ["iteration", tensor.target, "no"]

@@ -146,12 +146,6 @@ def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperti
     return WriteItem(MetadataIndex(target, origin), WriteItemType.TENSOR, tensor_data=data)
 
 
-def content_hash(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's elements, in order."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
-
-
 def differing_keys(output: CheckpointFolder, targets: Sequence[str]) -> list[str]:
     """What is in the output and should not be, or the other way round, one line each."""
     there, wanted = {*output.tensors, *output.objects}, set(targets)
@@ -159,31 +153,31 @@ def differing_keys(output: CheckpointFolder, targets: Sequence[str]) -> list[str
     return lines + ([f"unexpected: {listed(sorted(there - wanted))}"] if there - wanted else [])
 
 
-def differing_moves(output: CheckpointFolder, moves: Sequence[Move], read: ReadMove) -> list[str]:
-    """The moves whose elements, shape or dtype are not the source's; holds one tensor at a time."""
-    return [f"{move.target} (from {move.source})" for move in moves if not _is_same(output, move, read)]
+def differing_values(
+    output: CheckpointFolder, moves: Sequence[Move], values: Sequence[Value], read: ReadMove
+) -> list[str]:
+    """What has other elements, another shape or dtype than the source, or is another object; one line each."""
+    found = []
+    for move in moves:
+        entry = output.tensors.get(move.target)
+        if entry is None or entry.dtype != move.dtype or not _holds(output, move.target, read(move)):
+            found.append(f"{move.target} (from {move.source})")
+    for value in values:
+        if isinstance(value.value, Tensor):
+            is_same = _holds(output, value.target, value.value)
+        else:
+            is_same = value.target in output.objects and output.read_bytes(value.target) == saved_bytes(value.value)
+        found += [] if is_same else [value.target]
+    return found
 
 
-def differing_values(output: CheckpointFolder, values: Sequence[Value]) -> list[str]:
-    """The values that are not what was to be written."""
-    return [value.target for value in values if not _is_same_value(output, value)]
-
-
-def _is_same(output: CheckpointFolder, move: Move, read: ReadMove) -> bool:
-    entry = output.tensors.get(move.target)
-    if entry is None or tuple(entry.shape) != move.shape or entry.dtype != move.dtype:
+def _holds(output: CheckpointFolder, key: str, wanted: Tensor) -> bool:
+    """Whether a tensor of the output is the same bit for bit."""
+    entry = output.tensors.get(key)
+    if entry is None or (entry.shape, entry.dtype) != (tuple(wanted.shape), wanted.dtype):
         return False
-    wanted = content_hash(read(move))
-    return content_hash(output.read_tensor(move.target)) == wanted
-
-
-def _is_same_value(output: CheckpointFolder, value: Value) -> bool:
-    if isinstance(value.value, Tensor):
-        found = output.read_tensor(value.target) if value.target in output.tensors else None
-        return (
-            found is not None and found.dtype == value.value.dtype and content_hash(found) == content_hash(value.value)
-        )
-    return value.target in output.objects and output.read_bytes(value.target) == saved_bytes(value.value)
+    found = output.read_tensor(key)
+    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (found, wanted)))
 
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -330,7 +324,7 @@ def _write_all(
 
     def compare() -> list[str]:
         output = CheckpointFolder(temporary)
-        found = differing_moves(output, mine, opened.read) + differing_values(output, values)
+        found = differing_values(output, mine, values, opened.read)
         targets = [*(move.target for move in plan.moves), *(value.target for value in plan.values)]
         return found + (differing_keys(output, targets) if rank == 0 else [])
 
