@@ -29,6 +29,9 @@ ALIGNMENT_BYTES = 64
 ARENA_BYTES = 512 * 1024 * 1024
 """Of one stretch of memory; a power of two, to which torch's allocator of pinned memory rounds up."""
 
+Save = Callable[[Any, "dist.ProcessGroup | None"], object]
+"""Saves a state, collectively over a group: `save(state, group)`."""
+
 
 class StagingBuffers:
     """Host memory for one copy of a state, kept for the next copy.
@@ -191,10 +194,6 @@ def _recorded(device: torch.device) -> torch.Event:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
-
-
-Save = Callable[[Any, "dist.ProcessGroup | None"], object]
-"""Saves a state, collectively over a group: `save(state, group)`."""
 
 
 class _Outcome:

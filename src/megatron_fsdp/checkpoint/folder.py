@@ -40,6 +40,8 @@ _MAX_TRANSFORMS = 8
 _MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in a path
 _PRIME = (1 << 61) - 1
 
+METADATA = ".metadata"
+
 
 @dataclass(frozen=True)
 class Span:
@@ -244,9 +246,6 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         return product
 
     return sum(volume(box.offsets, box.lengths) for box in boxes) % _PRIME == volume([0] * len(shape), shape)
-
-
-METADATA = ".metadata"
 
 
 class CheckpointFolder:

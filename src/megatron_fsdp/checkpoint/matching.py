@@ -43,6 +43,10 @@ from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.rng import SECTION as RNG
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
+_STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.{META}.", f"{OPTIMIZER}.{GROUPS}"
+_KIND = f"{OPTIMIZER}.{KIND}"
+SlotPath = tuple[str, ...]
+
 
 @dataclass
 class Match:
@@ -259,13 +263,6 @@ def _below(head: KeyPath, state: Any) -> dict[str, Any]:
     for part in reversed(head):
         state = {part: state}
     return state
-
-
-_STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.{META}.", f"{OPTIMIZER}.{GROUPS}"
-_KIND = f"{OPTIMIZER}.{KIND}"
-
-
-SlotPath = tuple[str, ...]
 
 
 @dataclass

@@ -24,6 +24,11 @@ from megatron_fsdp.errors import ConfigurationError
 
 KeyPath = tuple[str, ...]
 
+Groups = list[dict[str, Any]]
+Names = list[list[str]]
+PREFIX = "module."
+_MOST_WRAPPERS = 8
+
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """Leaves of nested dicts by dotted key.
@@ -79,9 +84,6 @@ def _leaves(state: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, 
             yield from _leaves(value, (*path, key))
         else:
             yield (*path, key), value
-
-
-Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -209,12 +211,6 @@ def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> Lo
 
 def _union(keys: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(sorted({key for of_rank in keys for key in of_rank}))
-
-
-Names = list[list[str]]
-
-PREFIX = "module."
-_MOST_WRAPPERS = 8
 
 
 def own_name(model: nn.Module, name: str) -> str:

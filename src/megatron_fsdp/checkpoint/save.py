@@ -36,6 +36,8 @@ from megatron_fsdp.checkpoint.safe_read import load_object
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
 
+_SEAL = MetadataIndex("\0seal")
+
 
 def save_alone(state: Mapping[str, Any], **options: Any) -> None:
     """Save from this process alone, whether or not there are others.
@@ -47,9 +49,6 @@ def save_alone(state: Mapping[str, Any], **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         save(dict(state), no_dist=True, **options)
-
-
-_SEAL = MetadataIndex("\0seal")
 
 
 @dataclass

@@ -19,6 +19,13 @@ from megatron_fsdp.checkpoint.safe_read import load_object, open_file, printable
 from megatron_fsdp.checkpoint.tools.side_files import noted_files, side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
+COMMON_FILE = "common.pt"
+KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, "metadata.json", COMMON_FILE, "integrity.json"})
+"""Files that this library, torch or Megatron puts beside the data."""
+NO_MANIFEST = "no manifest: contents read but not compared"
+NOT_READ = "contents not read"
+_SHOWN = 20
+
 
 def share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> list[str]:
     """The keys that one of several ranks looks at, about equal in bytes: the largest first, in turns back and forth.
@@ -138,15 +145,6 @@ def _told(problems: dict[str, str], shown: int = 8) -> str:
     told = [f"{key} {problem}" for key, problem in list(problems.items())[:shown]]
     more: Sequence[str] = [f"and {len(problems) - shown} more"] if len(problems) > shown else []
     return "; ".join([*told, *more])
-
-
-COMMON_FILE = "common.pt"
-KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, "metadata.json", COMMON_FILE, "integrity.json"})
-"""Files that this library, torch or Megatron puts beside the data."""
-
-NO_MANIFEST = "no manifest: contents read but not compared"
-NOT_READ = "contents not read"
-_SHOWN = 20
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ ReadMove = Callable[[Move], Tensor]
 Progress = Callable[[int, int], None]
 """(bytes written by this rank, bytes that it will have written)"""
 
+_TRACKER = "latest_checkpointed_iteration.txt"
+
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Deal items to ranks so that their bytes balance: the largest first, each to who has least.
@@ -178,9 +180,6 @@ def _holds(output: CheckpointFolder, key: str, wanted: Tensor) -> bool:
         return False
     found = output.read_tensor(key)
     return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (found, wanted)))
-
-
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class ConversionMismatchError(CheckpointError):

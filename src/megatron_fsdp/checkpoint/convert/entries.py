@@ -14,6 +14,17 @@ from megatron_fsdp.errors import CheckpointError
 PathParts = tuple[str | int, ...]
 """Where a value stands in the nested dict that a loader asks for; DCP joins it with dots to a key."""
 
+_KEPT_WITH_WEIGHTS = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "content_metadata",
+)
+_DEFAULT_VERSION = 3.0
+BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
+"""What checkpoints call the optimizer layouts that follow communication buckets."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -107,18 +118,6 @@ def _is_walked(value: Any) -> bool:
     if isinstance(value, list):
         return any(_is_walked(inner) for inner in value)
     return isinstance(value, Mapping | torch.Tensor)
-
-
-_KEPT_WITH_WEIGHTS = (
-    "args",
-    "checkpoint_version",
-    "iteration",
-    "num_floating_point_operations_so_far",
-    "content_metadata",
-)
-_DEFAULT_VERSION = 3.0
-BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
-"""What checkpoints call the optimizer layouts that follow communication buckets."""
 
 
 @dataclass(frozen=True)

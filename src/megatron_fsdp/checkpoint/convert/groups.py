@@ -34,6 +34,8 @@ _ALIASES = (
 )
 """How models without Transformer Engine call what files call by its names."""
 
+MAP_FILE = "param_to_param_group_map.json"
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -144,9 +146,6 @@ def _only_fit(parameter: Parameter, groups: Sequence[Mapping[str, Any]]) -> int:
             "apart); give --param-to-param-group-map-json FILE, dumped by the run, or --groups none"
         )
     return fitting[0]
-
-
-MAP_FILE = "param_to_param_group_map.json"
 
 
 def group_map(model: nn.Module, optimizer: Any) -> dict[str, int]:

@@ -30,6 +30,8 @@ _HALF = re.compile(r"(\blinear_fc1\.(?:weight|bias)\d*)_[wv]$")
 _MAX_PARTS = 1_000_000
 _NOT_A_MODEL = ("optimizer.", "rng_state", "rerun_state_machine", "common_state", "opt_param_scheduler", "args")
 
+AUTO, ALL, NONE = "auto", "all", "none"
+
 
 @dataclass(frozen=True)
 class TensorName:
@@ -187,9 +189,6 @@ def _stacked_layers(components: Sequence[str]) -> list[int]:
 def _halves(shape: tuple[int, ...], gated: bool) -> list[tuple[str, int, int]]:
     rows = shape[0] if shape else 0
     return [("_w", 0, rows // 2), ("_v", rows // 2, rows // 2)] if gated else [("", 0, rows)]
-
-
-AUTO, ALL, NONE = "auto", "all", "none"
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 FP32, MODEL = "fp32", "model"
 _STATE, _META = "optimizer.state", "optimizer.param_to_group_meta"
 
+_MASTER = "fp32_param"
+COMMON, RNG, RERUN = "common_state", "rng_state", "rerun_state_machine_state"
+
 
 @dataclass(frozen=True)
 class ConvertOptions:
@@ -125,10 +128,6 @@ class Prefixes:
 def _steps(prefix: str, nested: int, name: str) -> PathParts:
     parts = prefix.split(".")
     return (*parts[:nested], ".".join([*parts[nested:], name]))
-
-
-_MASTER = "fp32_param"
-COMMON, RNG, RERUN = "common_state", "rng_state", "rerun_state_machine_state"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ from megatron_fsdp.errors import CheckpointError
 ReadBox = Callable[[Sequence[int], Sequence[int]], Tensor]
 """(offsets, lengths) in the stored tensor -> its elements."""
 
+_COMMON_KEY = f"{COMMON}/shard_0_1"
+_TRUE_SHAPE = "nd_reformulated_orig_global_shape"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -123,10 +126,6 @@ def read_true_box(cells: Cells, read_stored: ReadBox, offsets: Sequence[int], le
     if result is None:
         return read_stored((0,) * (len(cells.grid) + 1), (0,) * (len(cells.grid) + 1)).reshape(tuple(lengths))
     return result
-
-
-_COMMON_KEY = f"{COMMON}/shard_0_1"
-_TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 
 
 @dataclass(frozen=True)
