@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.save import SealingWriter
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.test_loading import step, wrap
+from tests.checkpoint.test_load import step, wrap
 from tests.conftest import RunRanks
 from tests.support.worker_pool import WorkerPool
 

@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.tools.inspect import inspect_folder
 from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import require_sound
-from tests.checkpoint.test_loading import contents, step, wrap
+from tests.checkpoint.test_load import contents, step, wrap
 from tests.conftest import RunRanks
 
 MODEL, STRATEGY = "odd_shapes", 3
