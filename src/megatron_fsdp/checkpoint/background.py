@@ -219,7 +219,7 @@ class BackgroundSaver:
     it before it exits. What nobody has asked for by then is warned about.
 
     `dcp.async_save` is not used: it takes any number of saves at once, makes no group, raises on the ranks that meet an
-    error only, and its stagers do not serve (see `staging`).
+    error only, and its stagers do not serve (see `StagingBuffers`).
 
     Attributes:
         group: The ranks, over gloo; None where there is this process alone.

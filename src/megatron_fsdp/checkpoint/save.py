@@ -77,7 +77,7 @@ class SealingPlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten by the rule of `flat_state`."""
+        """Flatten by the rule of `naming.flatten`."""
         leaves, paths = flatten(state_dict)
         self.mappings = dict(paths)
         super().set_up_planner(leaves, storage_meta, is_coordinator)

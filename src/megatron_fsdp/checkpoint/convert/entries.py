@@ -28,7 +28,7 @@ BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the source, in its true shape (which old files do not store; see `legacy.py`)."""
+    """One tensor of the source, in its true shape (which old files do not store; see `Cells`)."""
 
     key: str
     shape: tuple[int, ...]

@@ -17,7 +17,7 @@ def first_difference(a: Any, b: Any, path: str = "") -> str | None:
     """Where two objects differ first, in words; None where they are equal. Two NaN are equal.
 
     Args:
-        a: As `objects.load_object` reads it.
+        a: As `safe_read.load_object` reads it.
         b: As a.
         path: Of both inside their entry.
     """

@@ -19,7 +19,7 @@ def plain(value: Any, key: str, notes: list[str]) -> Any:
     """Turn an object into one of plain containers, numbers, text and tensors.
 
     Args:
-        value: As `objects.load_object` reads it.
+        value: As `safe_read.load_object` reads it.
         key: Names it in notes.
         notes: Takes a line for each thing that changes its type.
 
