@@ -41,6 +41,7 @@ _MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in 
 _PRIME = (1 << 61) - 1
 
 METADATA = ".metadata"
+_AT_ONCE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -484,7 +485,12 @@ class CheckpointFolder:
                 has = os.fstat(file.fileno()).st_size
                 if has < span.offset + span.length:
                     raise CheckpointError(f"{where} is cut off: its file has {has} bytes")
-                window: io.BufferedReader | io.BytesIO = io.BufferedReader(Window(file, span.offset, span.length))
+                file.seek(span.offset)
+                window: io.BufferedReader | io.BytesIO
+                if span.length <= _AT_ONCE_BYTES:  # torch reads many small pieces, which take long from a window
+                    window = io.BytesIO(file.read(span.length))
+                else:
+                    window = io.BufferedReader(Window(file, span.offset, span.length))
                 if transforms:
                     with reading(where):
                         window = _undone(window, transforms, where)
