@@ -33,9 +33,9 @@ from megatron_fsdp.checkpoint.matching import (
     match_optimizer,
     note_left_out,
 )
-from megatron_fsdp.checkpoint.naming import place_of, report_of_all, unflatten
+from megatron_fsdp.checkpoint.naming import place_of, unflatten
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
-from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
 from megatron_fsdp.checkpoint.safe_read import load_object
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.errors import CheckpointError, ConfigurationError

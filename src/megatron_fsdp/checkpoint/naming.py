@@ -11,7 +11,7 @@ import itertools
 import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint.agree import gather_objects
-from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.errors import ConfigurationError
 
 KeyPath = tuple[str, ...]
@@ -189,28 +188,6 @@ def alike(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(alike(one, other) for one, other in zip(a, b, strict=True))
     return bool(a == b)
-
-
-def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> LoadReport:
-    """What loading did in all stages; collective.
-
-    Args:
-        own: Of this rank.
-        group: The ranks that load.
-    """
-    everyone: list[LoadReport] = gather_objects(own, group)
-    return replace(
-        own,
-        loaded=_union([report.loaded for report in everyone]),
-        missing=_union([report.missing for report in everyone]),
-        unexpected=_union([report.unexpected for report in everyone]),
-        reshaped=dict(sorted(item for report in everyone for item in report.reshaped.items())),
-        notes=tuple(dict.fromkeys(note for report in everyone for note in report.notes)),
-    )
-
-
-def _union(keys: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(sorted({key for of_rank in keys for key in of_rank}))
 
 
 def own_name(model: nn.Module, name: str) -> str:
