@@ -2,22 +2,18 @@
 
 import gc
 import io
-import itertools
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.checkpoint.packing import ALIGNMENT_BYTES, pack
-from megatron_fsdp.checkpoint.staging import StagingBuffers
+from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -25,24 +21,6 @@ from megatron_fsdp.sharding.shards import Box
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
 from tests.support.parity import fixed_seed
-
-
-@given(st.lists(st.integers(0, 5000)), st.sampled_from([64, 1024, 4096]))
-def test_places_do_not_overlap_and_arenas_are_full(sizes: list[int], arena_bytes: int) -> None:
-    places, used = pack(sizes, arena_bytes)
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for place, size in zip(places, sizes, strict=True):
-        assert place.offset % ALIGNMENT_BYTES == 0
-        if size:
-            taken.setdefault(place.arena, []).append((place.offset, place.offset + size))
-    for arena, ranges in taken.items():
-        ranges.sort()
-        assert all(left[1] <= right[0] for left, right in itertools.pairwise(ranges))
-        assert ranges[-1][1] <= used[arena]
-        assert used[arena] <= arena_bytes or len(ranges) == 1
-    assert sum(used) < sum(sizes) + ALIGNMENT_BYTES * max(len(sizes), 1)
-    # No two arenas could have been one.
-    assert all(a + b > arena_bytes for i, a in enumerate(used) for b in used[:i] if max(a, b) <= arena_bytes)
 
 
 def tensors() -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import CheckpointError
-from tests.checkpoint.test_loading import contents, step, wrap
+from tests.checkpoint.test_load import contents, step, wrap
 from tests.conftest import RunRanks
 from tests.support.parity import assert_equal_tensors
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint.sealing import write_state
+from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
 from tests.checkpoint.test_rank_arguments import LIMIT_S, build, told
 from tests.conftest import RunRanks

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron_fsdp.checkpoint.live_state import collect
-from megatron_fsdp.checkpoint.loading import read_checkpoint
-from megatron_fsdp.checkpoint.sealing import write_state
+from megatron_fsdp.checkpoint.load import read_checkpoint
+from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import MegatronFSDPError
-from tests.checkpoint.test_loading import contents, step, wrap
+from tests.checkpoint.test_load import contents, step, wrap
 from tests.conftest import RunRanks
 from tests.support import hostile
 from tests.support.byte_damage import saved_bytes

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint.ranks import by_value
 from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.comm.agreement import by_value
 from megatron_fsdp.errors import MegatronFSDPError
 from tests.conftest import RunRanks
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_fsdp.checkpoint import load_checkpoint
-from megatron_fsdp.checkpoint.save_alone import save_alone
-from megatron_fsdp.checkpoint.stages import PipelinePlace, join_groups, stored_names
+from megatron_fsdp.checkpoint.naming import PipelinePlace, join_groups, stored_names
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 
 

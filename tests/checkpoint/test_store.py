@@ -17,8 +17,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.checkpoint.file_ops import FileOps
-from megatron_fsdp.checkpoint.retention import to_prune
+from megatron_fsdp.checkpoint.publish import FileOps, to_prune
 from megatron_fsdp.checkpoint.run_folder import POINTER, folder_name, iteration_of
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import CheckpointError, ConfigurationError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.publish import FileOps
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import CheckpointError

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer
-from megatron_fsdp.checkpoint.sealing import SealingWriter
+from megatron_fsdp.checkpoint.save import SealingWriter
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.test_loading import step, wrap
+from tests.checkpoint.test_load import step, wrap
 from tests.conftest import RunRanks
 from tests.support.worker_pool import WorkerPool
 

@@ -89,7 +89,7 @@ def test_without_a_manifest_torchs_own_checksums_find_flips(folder: Path) -> Non
     path.write_bytes(raw)
     report = verify(folder)
     assert names(report) == ({("tensor", WEIGHT)}, set(), set())
-    assert "checksum of 'data/0'" in str(report)
+    assert "Bad CRC-32 for file 'archive/data/0'" in str(report)
 
 
 @pytest.mark.parametrize("deep", [True, False])
@@ -223,7 +223,7 @@ def test_exit_status_and_words(root: Path, capsys: pytest.CaptureFixture[str]) -
     assert command(root) == 0
     assert f"{root / 'iter_0000002'}: whole" in capsys.readouterr().out
     assert command(root / "iter_0000001") == 1
-    assert "tensor model.weight: cannot be read: " in capsys.readouterr().out
+    assert "tensor model.weight: holds other values than were saved (model.weight at " in capsys.readouterr().out
     assert command(root / "iter_0000001", "--quick") == 0
     capsys.readouterr()
     assert command(root, "--all") == 1

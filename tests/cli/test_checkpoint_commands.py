@@ -220,7 +220,7 @@ def test_errors_of_the_system_are_one_line(mfsdp: Mfsdp, tmp_path: Path, monkeyp
     def refuse(*_args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(CheckpointFolder, "read_span", refuse)
+    monkeypatch.setattr(CheckpointFolder, "opened", refuse)
     assert mfsdp("inspect", tmp_path / "a", "--stats") == (
         2,
         "",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.checkpoint.staging import StagingBuffers
+from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.memory import RankMemory, memory_of, step_bytes

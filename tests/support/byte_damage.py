@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_fsdp.checkpoint.sealing import write_state
+from megatron_fsdp.checkpoint.save import write_state
 
 
 def small_state() -> dict[str, Any]:

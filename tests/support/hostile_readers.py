@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.loading import read_checkpoint
-from megatron_fsdp.checkpoint.storage import SafeLoadPlanner, SafeReader
+from megatron_fsdp.checkpoint.load import SafeLoadPlanner, SafeReader, read_checkpoint
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fsdp.checkpoint import run_folder
-from megatron_fsdp.checkpoint.file_ops import FileOps
+from megatron_fsdp.checkpoint.publish import FileOps
 
 Fault = Literal["killed before", "killed halfway", "killed after", "error once", "errors from there on"]
 FAULTS: tuple[Fault, ...] = ("killed before", "killed halfway", "killed after", "error once", "errors from there on")

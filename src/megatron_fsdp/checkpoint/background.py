@@ -1,27 +1,199 @@
-"""Saving while training goes on: copy the state, hand back control, write the copy from a thread."""
+"""Saving while training goes on: copy the state to host memory, hand back control, write the copy from a thread."""
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import threading
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.ranks import world_size_of
-from megatron_fsdp.checkpoint.settle import SaveErrors, decided_by_first, raise_settled
-from megatron_fsdp.checkpoint.staging import StagingBuffers
+from megatron_fsdp.comm.agreement import decided_by_first, raise_together, together, world_size_of
 from megatron_fsdp.comm.groups import twin_of
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.dtensor.chunks import carry_description
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+
+ALIGNMENT_BYTES = 64
+ARENA_BYTES = 512 * 1024 * 1024
+"""Of one stretch of memory; a power of two, to which torch's allocator of pinned memory rounds up."""
 
 Save = Callable[[Any, "dist.ProcessGroup | None"], object]
 """Saves a state, collectively over a group: `save(state, group)`."""
+
+
+class StagingBuffers:
+    """Host memory for one copy of a state, kept for the next copy.
+
+    The stagers of torch 2.13 do not serve. `StateDictStager` stops at our DTensors ("invalid python storage"); it
+    copies whole storages, so a state that takes some of a flat buffer is charged for all of it, and finds its memory
+    again by the storage object, so what `state_dict()` makes anew is allocated anew. `BlockingAsyncStager` hands out
+    scalar DTensors live, copies every DTensor twice, drops descriptions of local tensors, and needs an accelerator to
+    keep its memory.
+
+    Args:
+        arena_bytes: Of one stretch of memory; a larger tensor has one of its own.
+
+    Attributes:
+        staged_bytes: Of all tensors of the last copy, each memory counted once.
+    """
+
+    def __init__(self, arena_bytes: int = ARENA_BYTES) -> None:
+        self.staged_bytes = 0
+        self._arena_bytes = arena_bytes
+        self._arenas: list[torch.Tensor] = []
+        self._events: list[torch.Event] = []
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the memory takes, with what alignment adds, used or not."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    @torch.no_grad()
+    def copy(self, state: Any) -> Any:
+        """Copy this rank's part of a state; what an earlier copy held is overwritten.
+
+        Copies from a device are queued behind what the current stream of the device holds, and may not be done when
+        this returns: call `wait_until_copied` before reading.
+
+        Args:
+            state: Nested dicts, lists and tuples of tensors, DTensors and objects; at the top a dict that may also hold
+                what has a `state_dict()`.
+
+        Returns:
+            The same nesting, with tensors in host memory and deep copies of objects.
+
+        Raises:
+            CheckpointError: A tensor is of a kind that cannot be copied so.
+        """
+        if isinstance(state, dict):  # torch takes the state dicts of what stands at the top, too
+            state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
+        frozen = _mapped(state, lambda value: value if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+        sources: dict[Any, torch.Tensor] = {}
+
+        def collect(value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                local = _local(value)
+                sources.setdefault(_memory(local), local)
+
+        _mapped(frozen, collect)
+        self.staged_bytes = sum(local.nbytes for local in sources.values())
+        devices = {local.device for local in sources.values() if _is_remote(local.device)}
+        try:
+            places = self._places([local.nbytes for local in sources.values()], pinned=bool(devices))
+            staged = {
+                key: _tensor_at(arena, first, local).copy_(local, non_blocking=_is_remote(local.device))
+                for (key, local), (arena, first) in zip(sources.items(), places, strict=True)
+            }
+        finally:  # memory that a copy is under way to must not go before it has arrived
+            self._events = [_recorded(device) for device in devices]
+        return _mapped(frozen, lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value)
+
+    def wait_until_copied(self) -> None:
+        """Block until the last copy can be read; from any thread."""
+        for event in self._events:
+            event.synchronize()
+
+    def release(self) -> None:
+        """Let the memory go."""
+        self.wait_until_copied()
+        self._arenas = []
+        self._events = []
+
+    def _places(self, sizes: Sequence[int], pinned: bool) -> list[tuple[torch.Tensor, int]]:
+        """An arena and the first byte in it for each size, one after the other in as few arenas as that takes."""
+        used, places = [0], []
+        for size in sizes:
+            if used[-1] and used[-1] + size > self._arena_bytes:
+                used.append(0)
+            places.append((len(used) - 1, used[-1]))
+            used[-1] += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        kept = [
+            arena if arena.nbytes >= size and arena.is_pinned() == pinned else None
+            for arena, size in zip(self._arenas, used, strict=False)
+        ]
+        self._arenas = []  # what does not fit goes before new memory is taken
+        kept += [None] * (len(used) - len(kept))
+        self._arenas = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if arena is None else arena
+            for arena, size in zip(kept, used, strict=True)
+        ]
+        return [(self._arenas[arena], first) for arena, first in places]
+
+
+def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with a storage of just its bytes: of tensors inside of objects torch writes the whole storage."""
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    memory = (ctypes.c_char * like.nbytes).from_address(arena.data_ptr() + first)
+    memory.arena = arena  # type: ignore[attr-defined]  # lives as long as a tensor over it does
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A nesting with its leaves replaced."""
+    if isinstance(value, dict):
+        return {key: _mapped(each, leaf) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, leaf) for each in value)
+    return leaf(value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
+    if not is_plain or local.is_meta or local.is_quantized:
+        raise CheckpointError(
+            f"a {type(local).__name__} ({local.layout}, on {local.device}) cannot be copied for a background save; "
+            "save it in the foreground, or give a plain tensor"
+        )
+    return local
+
+
+def _memory(local: torch.Tensor) -> Any:
+    """Equal for tensors that show the same elements of the same memory."""
+    if local.numel() == 0:
+        return (local.dtype, tuple(local.shape))
+    bits = (local.is_conj(), local.is_neg())
+    return (local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), bits)
+
+
+def _like(tensor: torch.Tensor, staged: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+    """The copy of a tensor, of the same kind."""
+    local = _local(tensor)
+    found = staged[_memory(local)]
+    if not isinstance(tensor, DTensor):
+        return found
+    # A view is an object of its own: several tensors of one memory may carry descriptions of their own.
+    found = found.view(found.shape)
+    carry_description(local, found)
+    if isinstance(tensor, UnevenDTensor):
+        return UnevenDTensor.wrap(found, tensor.shard_frame)
+    # The constructor, since `from_local` would move the copy to the device of the mesh.
+    return DTensor(found, tensor._spec, requires_grad=False)
+
+
+def _is_remote(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _recorded(device: torch.device) -> torch.Event:
+    """An event behind what the current stream of a device holds."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 class _Outcome:
@@ -47,7 +219,7 @@ class BackgroundSaver:
     it before it exits. What nobody has asked for by then is warned about.
 
     `dcp.async_save` is not used: it takes any number of saves at once, makes no group, raises on the ranks that meet an
-    error only, and its stagers do not serve (see `staging`).
+    error only, and its stagers do not serve (see `StagingBuffers`).
 
     Attributes:
         group: The ranks, over gloo; None where there is this process alone.
@@ -153,15 +325,14 @@ class BackgroundSaver:
         try:
             if device is not None:
                 torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
-            raise_settled(problem, "copying the state for a background save", self.group)
-            failure: BaseException | None = None
-            try:
+            raise_together(problem, "copying the state for a background save", self.group)
+
+            def save_copy() -> None:
                 self._buffers.wait_until_copied()
                 with torch.no_grad():
                     save(copied, self.group)
-            except SaveErrors as error:
-                failure = error
-            raise_settled(failure, "saving in the background", self.group)
+
+            together("saving in the background", save_copy, self.group)
         except BaseException as error:  # noqa: BLE001  raised by whoever waits
             self._outcome.error = error
 

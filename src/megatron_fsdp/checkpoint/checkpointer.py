@@ -14,11 +14,11 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.background import BackgroundSaver
 from megatron_fsdp.checkpoint.live_state import Extras, collect, join_stages
-from megatron_fsdp.checkpoint.loading import facts_of, read_checkpoint
-from megatron_fsdp.checkpoint.ranks import together
+from megatron_fsdp.checkpoint.load import facts_of, read_checkpoint
 from megatron_fsdp.checkpoint.report import LoadReport
-from megatron_fsdp.checkpoint.sealing import write_state
+from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.comm.agreement import together
 from megatron_fsdp.errors import ConfigurationError
 
 

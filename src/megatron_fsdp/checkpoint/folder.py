@@ -4,31 +4,249 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import IO, cast
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_fsdp.checkpoint.entries import ChunkEntry, ObjectEntry, Span, TensorEntry, check_paths, entries_of
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
-from megatron_fsdp.checkpoint.objects import load_object_bytes, load_tensor
-from megatron_fsdp.checkpoint.reading_budget import ReadingBudget, open_file, read_file
-from megatron_fsdp.checkpoint.restricted_pickle import load_restricted, printable, reading
+from megatron_fsdp.checkpoint.naming import is_key
+from megatron_fsdp.checkpoint.partial import ChunkIndex, place_of_elements, stretch_of
+from megatron_fsdp.checkpoint.safe_read import (
+    MAX_DIMS,
+    Window,
+    load_metadata,
+    load_object,
+    load_tensor,
+    open_file,
+    printable,
+    reading,
+)
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
+_TOO_MANY = 1 << 62
+_MAX_NAME_BYTES = 255
+_MAX_KEY_LENGTH = 4096
+_MAX_TRANSFORMS = 8
+_MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in a path
+_PRIME = (1 << 61) - 1
+
 METADATA = ".metadata"
-MAX_METADATA_BYTES = 4 << 30
-MAX_OBJECT_BYTES = 4 << 30
-MAX_ARCHIVE_OVERHEAD = 1 << 20
-MAX_SHARING = 16
-"""How often the bytes of a file may be named, on average; writers name them once."""
+_AT_ONCE_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive bytes of one file of the folder.
+
+    Attributes:
+        file: Name inside the folder.
+        offset: First byte.
+        length: In bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """A box of a tensor, and where its bytes are.
+
+    Attributes:
+        box: In global coordinates.
+        span: Bytes of one `torch.save`.
+        transforms: Names of torch's stream extensions that the bytes went through.
+    """
+
+    box: Box
+    span: Span
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One global tensor.
+
+    Attributes:
+        key: Its name.
+        shape: Global.
+        dtype: Of the elements.
+        chunks: Boxes that cover it, none twice.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[ChunkEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """One object that is no tensor.
+
+    Attributes:
+        key: Its name.
+        span: Bytes of one `torch.save`.
+    """
+
+    key: str
+    span: Span
+    transforms: tuple[str, ...] = ()
+
+
+def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+    """The tensors and objects that metadata describe, in the order of their names.
+
+    Args:
+        metadata: A `Metadata` as read; of its insides nothing is believed before it is checked.
+        where: Names the checkpoint in messages.
+
+    Raises:
+        CheckpointError: Something is not what it should be: names the key.
+    """
+    described: Any = getattr(metadata, "state_dict_metadata", None)
+    storage: Any = getattr(metadata, "storage_data", None)
+    if not (isinstance(described, dict) and isinstance(storage, dict)):
+        raise CheckpointError(f"{where} is not the metadata of torch.distributed.checkpoint; give a folder it wrote")
+    tensors, objects = {}, {}
+    odd = next((type(key).__name__ for key in described if not isinstance(key, str)), None)
+    if odd is not None:
+        raise CheckpointError(f"{where} has a key that is not text but {odd}")
+    for key in sorted(described):
+        found = described[key]
+        if not is_key(key):
+            raise CheckpointError(f"{where} has a key with control characters: {key!a:.200}")
+        if len(key) > _MAX_KEY_LENGTH:
+            raise CheckpointError(
+                f"{where} has a key of {len(key)} characters, {key:.100}...; at most {_MAX_KEY_LENGTH} are read"
+            )
+        if isinstance(found, TensorStorageMetadata):
+            tensors[key] = _tensor_entry(key, found, storage, where)
+        elif isinstance(found, BytesStorageMetadata):
+            objects[key] = ObjectEntry(key, *_span(storage, MetadataIndex(key), where))
+        else:
+            raise CheckpointError(f"{where}: {key} is neither a tensor nor an object but {type(found).__name__}")
+    return tensors, objects
+
+
+def _tensor_entry(
+    key: str, found: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], where: str
+) -> TensorEntry:
+    shape, dtype = _sizes(found.size, key, where), getattr(found.properties, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{where}: {key} has no dtype")
+    chunks = []
+    for chunk in found.chunks:
+        box = Box(_sizes(chunk.offsets, key, where), _sizes(chunk.sizes, key, where))
+        entry = ChunkEntry(box, *_span(storage, MetadataIndex(key, box.offsets), where))
+        if not entry.transforms and box.numel * dtype.itemsize > entry.span.length:
+            raise CheckpointError(f"{where}: {key} has a chunk of {box.lengths} in {entry.span.length} bytes")
+        chunks.append(entry)
+    if math.prod(shape) >= _TOO_MANY:
+        raise CheckpointError(f"{where}: {key} has {len(shape)} dimensions and more elements than any tensor has")
+    problem = cover_problem(shape, [chunk.box for chunk in chunks])
+    if problem is not None:
+        raise CheckpointError(f"{where}: {key} of shape {shape} {problem}")
+    return TensorEntry(key, shape, dtype, tuple(chunks))
+
+
+def _sizes(value: Any, key: str, where: str) -> tuple[int, ...]:
+    is_shape = isinstance(value, tuple | list) and len(value) <= MAX_DIMS
+    if is_shape and all(type(n) is int and 0 <= n < _TOO_MANY for n in value):
+        return tuple(value)
+    raise CheckpointError(f"{where}: {printable(key)} has something else where lengths should stand")
+
+
+def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str) -> tuple[Span, tuple[str, ...]]:
+    found = storage.get(index)
+    if found is None and not any(index.offset or ()):
+        found = storage.get(MetadataIndex(index.fqn))  # some writers leave out the offsets of whole tensors
+    if found is None:
+        raise CheckpointError(
+            f"{where}: {index.fqn} is listed but nothing says where its bytes are (at {index.offset})"
+        )
+    name = getattr(found, "relative_path", None)
+    numbers = (getattr(found, "offset", None), getattr(found, "length", None))
+    if not is_plain_name(name):
+        shown = ascii(name)[:200] if isinstance(name, str) else type(name).__name__
+        raise CheckpointError(f"{where}: {index.fqn} points to {shown}, which is not a file of the folder; refused")
+    offset, length = _sizes(numbers, index.fqn, where)
+    transforms = getattr(found, "transform_descriptors", None) or ()
+    if len(transforms) > _MAX_TRANSFORMS or not all(isinstance(transform, str) for transform in transforms):
+        raise CheckpointError(f"{where}: {index.fqn} went through something else than a few named transforms")
+    return Span(str(name), offset, length), tuple(transforms)
+
+
+def _check_paths(metadata: object, where: str) -> None:
+    """Check how keys nest, where metadata say it: in a path of names and small numbers."""
+    found = getattr(metadata, "planner_data", None)
+    for key, path in found.items() if isinstance(found, dict) else ():
+        if not (isinstance(path, tuple) and path and all(map(_is_step, path))):
+            raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
+
+
+def _is_step(step: object) -> bool:
+    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_ITEMS)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether it names a file of a folder, and nothing outside of it."""
+    if not isinstance(name, str) or not name.isprintable() or "\\" in name or len(name.encode()) > _MAX_NAME_BYTES:
+        return False
+    return PurePosixPath(name).name == name and name not in ("", "..")
+
+
+def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """What is wrong with boxes that should hold each element of a tensor once, in words; None if nothing is."""
+    for box in boxes:
+        if len(box.offsets) != len(shape) or any(
+            offset + length > total for offset, length, total in zip(box.offsets, box.lengths, shape, strict=True)
+        ):
+            return f"has a chunk outside of it, at {box.offsets} with lengths {box.lengths}"
+    filled = [box for box in boxes if box.numel]
+    total = sum(box.numel for box in filled)
+    if total != math.prod(shape):
+        state = "is incomplete" if total < math.prod(shape) else "has elements more than once"
+        return f"{state}: its chunks hold {total} elements of {math.prod(shape)}"
+    return None if _is_tiled(shape, filled) else "has elements more than once"
+
+
+def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes inside of a tensor hold each element once, in time linear in their number.
+
+    Their volumes are added up, with the distance of two places along a dimension drawn at random instead of counted:
+    that of the whole tensor comes out where each element is in one box, and else with odds of about 2^-55.
+    """
+    salt = secrets.randbits(60)
+
+    def volume(offsets: Sequence[int], lengths: Sequence[int]) -> int:
+        product = 1
+        for dim, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
+            product = product * (hash((salt, dim, first + length)) - hash((salt, dim, first))) % _PRIME
+        return product
+
+    return sum(volume(box.offsets, box.lengths) for box in boxes) % _PRIME == volume([0] * len(shape), shape)
 
 
 class CheckpointFolder:
@@ -52,13 +270,13 @@ class CheckpointFolder:
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self._open_files: dict[str, io.BufferedReader] | None = None
-        where, raw = str(self.path / METADATA), _metadata_bytes(self.path)
-        self.metadata: Metadata = load_restricted(io.BytesIO(raw), where)
-        budget = ReadingBudget(len(raw))
-        tensors, objects = reading(where, lambda: entries_of(self.metadata, where, budget))
-        self.tensors: dict[str, TensorEntry] = tensors
-        self.objects: dict[str, ObjectEntry] = objects
-        reading(where, lambda: check_paths(self.metadata, where, budget))
+        self._indices: dict[str, ChunkIndex] = {}
+        self._places: dict[ChunkEntry, int | None] = {}
+        where = str(self.path / METADATA)
+        self.metadata: Metadata = load_metadata(_metadata_bytes(self.path), where)
+        with reading(where):
+            self.tensors, self.objects = entries_of(self.metadata, where)
+            _check_paths(self.metadata, where)
         if check:
             self.require_files()
             self.require_manifest()
@@ -80,12 +298,6 @@ class CheckpointFolder:
     def file_problems(self) -> dict[str, str]:
         """What is wrong with files that are missing or too short, by name."""
         found = {}
-        told = Counter[str]()  # bytes that some element or object lies in
-        for entry in self.tensors.values():
-            for chunk in entry.chunks:
-                told[chunk.span.file] += chunk.span.length if chunk.box.numel else 0
-        for stored in self.objects.values():
-            told[stored.span.file] += stored.span.length
         for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:
@@ -97,8 +309,6 @@ class CheckpointFolder:
                 found[name] = "is missing"
             elif has < needed:
                 found[name] = f"is cut off: {has} bytes of at least {needed}"
-            elif told[name] > has * MAX_SHARING:
-                found[name] = f"has {has} bytes, and {told[name]} in it are pointed to: the same ones again and again"
         return found
 
     def require_files(self) -> None:
@@ -145,7 +355,7 @@ class CheckpointFolder:
         return self.read_box(key, (0,) * len(shape), shape)
 
     def read_box(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor; only the chunks that it meets are read.
+        """A box of a tensor; only what it meets is read: of a chunk one stretch, where that is all of it.
 
         Args:
             key: Of the tensor.
@@ -162,17 +372,35 @@ class CheckpointFolder:
         )
         if not inside:
             raise CheckpointError(f"{key} of shape {entry.shape} has no box at {offsets} with lengths {lengths}")
+        if key not in self._indices:
+            self._indices[key] = ChunkIndex([chunk.box for chunk in entry.chunks])
         out: torch.Tensor | None = None
-        for chunk in entry.chunks:
-            shared = chunk.box.meet(wanted)
-            if shared is None:
-                continue
-            values = self._read(entry, chunk)[shared.inside(chunk.box).indices]
-            if values.shape == wanted.lengths:
+        for number, shared in self._indices[key].meeting(wanted):
+            values = self._read_part(entry, number, shared)
+            if shared == wanted:
                 return values
             out = torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
             out[shared.inside(wanted).indices] = values
+            del values
         return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
+
+    def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
+        """The elements of a box inside of a chunk."""
+        chunk = entry.chunks[number]
+        inside = wanted.inside(chunk.box)
+        stretch = None if wanted == chunk.box or chunk.transforms else stretch_of(chunk.box.lengths, inside)
+        if stretch is not None:
+            where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
+            with self.opened(chunk.span, (), where) as stream:
+                if chunk not in self._places:
+                    self._places[chunk] = place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
+                place = self._places[chunk]
+                if place is not None:
+                    raw = bytearray(wanted.numel * entry.dtype.itemsize)
+                    stream.seek(place + stretch * entry.dtype.itemsize)
+                    stream.readinto(raw)
+                    return torch.frombuffer(raw, dtype=entry.dtype).reshape(wanted.lengths)
+        return self._read(entry, chunk)[inside.indices]
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
         """The values of one chunk, shaped as its box.
@@ -196,9 +424,8 @@ class CheckpointFolder:
 
     def _read(self, entry: TensorEntry, chunk: ChunkEntry, *, check: bool = False) -> torch.Tensor:
         where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
-        at_most = chunk.box.numel * entry.dtype.itemsize + MAX_ARCHIVE_OVERHEAD
-        raw = self.read_span(chunk.span, chunk.transforms, where, at_most)
-        values = load_tensor(raw, where, check=check)
+        with self.opened(chunk.span, chunk.transforms, where) as stream:
+            values = load_tensor(stream, where, check=check)
         if tuple(values.shape) != chunk.box.lengths or values.dtype != entry.dtype:
             raise CheckpointError(
                 f"{where} holds {tuple(values.shape)} of {values.dtype} where the metadata say {chunk.box.lengths} of "
@@ -217,15 +444,17 @@ class CheckpointFolder:
         entry = self.objects.get(key)
         if entry is None:
             raise CheckpointError(f"{self.path} has no object {key}; it has {len(self.objects)} others")
-        return bytes(self.read_span(entry.span, entry.transforms, f"{key} in {self.path / entry.span.file}"))
+        where = f"{key} in {self.path / entry.span.file}"
+        with self.opened(entry.span, entry.transforms, where) as stream, reading(where):
+            return stream.read()
 
     def read_object(self, key: str) -> object:
-        """An object, read as data (see `objects.load_object`).
+        """An object, read as data (see `safe_read.load_object`).
 
         Raises:
             CheckpointError: As of `read_bytes`, or it is damaged or asks for code.
         """
-        return load_object_bytes(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
+        return load_object(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -239,7 +468,37 @@ class CheckpointFolder:
             for file in files.values():
                 file.close()
 
-    def _opened(self, name: str) -> contextlib.AbstractContextManager[io.BufferedReader]:
+    @contextlib.contextmanager
+    def opened(self, span: Span, transforms: Sequence[str], where: str) -> Iterator[io.BufferedReader | io.BytesIO]:
+        """Some bytes of one file as a file, with torch's stream extensions undone.
+
+        Args:
+            span: Which bytes.
+            transforms: Names of the extensions.
+            where: Names the bytes in messages.
+
+        Raises:
+            CheckpointError: The file is missing or too short, or an extension is unknown or fails.
+        """
+        try:
+            with self._file(span.file) as file:
+                has = os.fstat(file.fileno()).st_size
+                if has < span.offset + span.length:
+                    raise CheckpointError(f"{where} is cut off: its file has {has} bytes")
+                file.seek(span.offset)
+                window: io.BufferedReader | io.BytesIO
+                if span.length <= _AT_ONCE_BYTES:  # torch reads many small pieces, which take long from a window
+                    window = io.BytesIO(file.read(span.length))
+                else:
+                    window = io.BufferedReader(Window(file, span.offset, span.length))
+                if transforms:
+                    with reading(where):
+                        window = _undone(window, transforms, where)
+                yield window
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
+
+    def _file(self, name: str) -> contextlib.AbstractContextManager[io.BufferedReader]:
         if self._open_files is None:
             return open_file(self.path / name)
         if name not in self._open_files:
@@ -248,38 +507,8 @@ class CheckpointFolder:
             self._open_files[name] = open_file(self.path / name)
         return contextlib.nullcontext(self._open_files[name])
 
-    def read_span(
-        self, span: Span, transforms: Sequence[str], where: str, at_most: int = MAX_OBJECT_BYTES
-    ) -> bytearray:
-        """Some bytes of one file, with torch's stream extensions undone.
 
-        Args:
-            span: Which bytes.
-            transforms: Names of the extensions.
-            where: Names the bytes in messages.
-            at_most: More bytes than this they may not become.
-
-        Raises:
-            CheckpointError: The file is missing or too short, or an extension is unknown or fails.
-        """
-        if span.length > at_most:
-            raise CheckpointError(f"{where} has {span.length} bytes, and needs no more than {at_most}; refused")
-        try:
-            with self._opened(span.file) as file:
-                there = max(0, min(span.length, os.fstat(file.fileno()).st_size - span.offset))
-                raw = bytearray(there)  # not more than there is, whatever the metadata say
-                file.seek(span.offset)
-                has = file.readinto(raw)
-        except MemoryError as error:
-            raise CheckpointError(f"there is not enough memory for the {there} bytes of {where}") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
-        if has != span.length:
-            raise CheckpointError(f"{where} is cut off: {has} bytes of {span.length}")
-        return raw if not transforms else reading(where, lambda: _undone(raw, transforms, where, at_most))
-
-
-def _undone(raw: bytearray, transforms: Sequence[str], where: str, at_most: int) -> bytearray:
+def _undone(stream: IO[bytes], transforms: Sequence[str], where: str) -> io.BytesIO:
     """What torch's stream extensions made these bytes from."""
     try:
         extensions = ExtensionRegistry().from_descriptor_list(transforms)
@@ -287,13 +516,9 @@ def _undone(raw: bytearray, transforms: Sequence[str], where: str, at_most: int)
         raise CheckpointError(
             f"{where} went through {list(transforms)!a:.200}, which this torch cannot undo"
         ) from error
-    stream: IO[bytes] = io.BytesIO(raw)
     for extension in extensions:
         stream = cast(StreamTransformExtension, extension).transform_from(stream)
-    found = bytearray(stream.read(at_most + 1))
-    if len(found) > at_most:
-        raise CheckpointError(f"{where} unpacks to more than {at_most} bytes, which it cannot need; refused")
-    return found
+    return io.BytesIO(stream.read())  # an extension's stream cannot go back
 
 
 def _reason(error: Exception) -> str:
@@ -312,7 +537,8 @@ def _metadata_bytes(folder: Path) -> bytes:
             raise CheckpointError(f"{folder} is not a folder; give the folder of one checkpoint")
         if not path.is_file():
             raise CheckpointError(f"{folder} has no {METADATA}, so it is not a (finished) checkpoint{_hint(folder)}")
-        return read_file(path, MAX_METADATA_BYTES)
+        with open_file(path) as file:
+            return file.read()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 

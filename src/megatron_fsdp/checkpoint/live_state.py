@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
-from megatron_fsdp.checkpoint.extra_optimizer import as_extra
-from megatron_fsdp.checkpoint.naming import PREFIX, own_name
-from megatron_fsdp.checkpoint.stages import groups_of_all, place_of
+from megatron_fsdp.checkpoint.naming import PREFIX, groups_of_all, own_name, place_of
+from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.errors import ConfigurationError
 
 MODEL, OPTIMIZER, ITERATION = "model", "optimizer", "iteration"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.checkpoint import checksum
-from megatron_fsdp.checkpoint.reading_budget import read_json
+from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.errors import CheckpointError
 
 FILE_NAME = "manifest.json"

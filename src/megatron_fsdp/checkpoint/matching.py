@@ -1,22 +1,51 @@
-"""Which key of a checkpoint belongs to which live tensor or object: settled whole before anything is read."""
+"""Which key of a checkpoint belongs to which live tensor or object: settled whole before anything is read.
+
+Optimizer state is found whichever of the usual ways it is stored in:
+
+    by name        optimizer.state.<parameter>.<slot>, as here, by torch's `get_state_dict`, in Megatron's fsdp_dtensor
+    by position    optimizer.state.<number>.<slot>, as a plain `optimizer.state_dict()` gives it
+
+Options stand in `optimizer.param_groups` (one list, or flattened), or in
+`optimizer.param_to_group_meta.<parameter>.<option>`.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.extras import ExtraMatch, ModuleState, match_extra, path_of
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import ITERATION, MODEL, OPTIMIZER, Extras, model_section
-from megatron_fsdp.checkpoint.naming import PREFIX, is_elsewhere, saved_name, unwrapped
+from megatron_fsdp.checkpoint.live_state import ITERATION, MODEL, OPTIMIZER, Extras, Stateful, model_section
+from megatron_fsdp.checkpoint.naming import (
+    PREFIX,
+    KeyPath,
+    by_number,
+    flatten,
+    is_elsewhere,
+    listed_names,
+    names_of_all,
+    own_name,
+    saved_name,
+    saved_view,
+    stored_names,
+    unflatten,
+    unwrapped,
+)
+from megatron_fsdp.checkpoint.optimizer_state import GROUPS, KIND, META, STATE, blank_slot, kind_of, options_by_name
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.rng import SECTION as RNG
-from megatron_fsdp.checkpoint.stages import stored_names
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+
+_STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.{META}.", f"{OPTIMIZER}.{GROUPS}"
+_KIND = f"{OPTIMIZER}.{KIND}"
+SlotPath = tuple[str, ...]
 
 
 @dataclass
@@ -128,3 +157,347 @@ def note_left_out(match: Match, folder: CheckpointFolder, asked: set[str], extra
 def asked_sections(optimizer: Any) -> set[str]:
     """Sections that are loaded, besides those of `extra`."""
     return {MODEL} if optimizer is None else {MODEL, OPTIMIZER}
+
+
+class ModuleState:
+    """What one module keeps as `_extra_state`, under the protocol of the caller's own objects.
+
+    Args:
+        model: Sharded or not.
+        name: Of the state in the model.
+        value: As the module gives it.
+    """
+
+    def __init__(self, model: nn.Module, name: str, value: Any) -> None:
+        self._model, self._name, self._value = model, name, value
+
+    def state_dict(self) -> Any:
+        """As the module gives it."""
+        return self._value
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Hand it to the module."""
+        is_wrapped = hasattr(self._model, "install_optimized_model_weights")
+        inner = cast(nn.Module, self._model.module) if is_wrapped else self._model
+        inner.get_submodule(self._name.rpartition(".")[0]).set_extra_state(state_dict)
+
+
+@dataclass(frozen=True)
+class ExtraMatch:
+    """What belongs to one of the caller's own objects.
+
+    Attributes:
+        target: The object.
+        tensors: By path inside its state: tensors to be read.
+        objects: By path: key of each object.
+        root_key: Key of the state where it is one object in all.
+        order: All paths, as dicts had their keys when they were saved.
+    """
+
+    target: Stateful
+    tensors: dict[tuple[str, ...], torch.Tensor]
+    objects: dict[tuple[str, ...], str]
+    root_key: str | None
+    order: tuple[tuple[str, ...], ...]
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the checkpoint has nothing of it."""
+        return not self.tensors and not self.objects
+
+
+def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: Stateful) -> ExtraMatch:
+    """Find the state of one of the caller's own objects, or what a module keeps besides tensors.
+
+    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so
+    are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
+    """
+    name, cut = ".".join(head), len(head)
+    leaves, paths = flatten(_below(head, target.state_dict()))
+    live = {paths[key]: value for key, value in leaves.items()}
+    tensors: dict[tuple[str, ...], torch.Tensor] = {}
+    objects: dict[tuple[str, ...], str] = {}
+    keys = [key for key in [*folder.tensors, *folder.objects] if key == name or key.startswith(f"{name}.")]
+    order = {key: place for place, key in enumerate(folder.metadata.planner_data or ())}  # as dicts had their keys
+    keys.sort(key=lambda key: order.get(key, len(order)))
+    found = {path_of(folder, key): key for key in keys}
+    if found:
+        begun = {path[:end] for path in found for end in range(len(path) + 1)}
+        match.missing += [
+            ".".join(path)
+            for path in live
+            if path not in begun and not any(path[:end] in found for end in range(len(path)))
+        ]
+    else:
+        match.missing.append(name)
+    for path, key in found.items():
+        here = live.get(path)
+        if key in folder.objects:
+            objects[path[cut:]] = key
+            match.objects.add(key)
+            continue
+        entry = folder.tensors[key]
+        fits = isinstance(here, DTensor) or (isinstance(here, torch.Tensor) and tuple(here.shape) == entry.shape)
+        make_blank = getattr(target, "blank", None)
+        blank = None if fits or make_blank is None else make_blank(path[cut:], entry.shape, entry.dtype)
+        plain = torch.empty(entry.shape, dtype=entry.dtype) if not fits and blank is None else None
+        target_tensor = cast(torch.Tensor, next(each for each in (blank, plain, here) if each is not None))
+        if match.want_tensor(folder, key, target_tensor):
+            tensors[path[cut:]] = target_tensor
+    return ExtraMatch(
+        target, tensors, objects, name if name in folder.objects else None, tuple(path[cut:] for path in found)
+    )
+
+
+def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
+    """How a key nests; where the checkpoint does not say, dots part it."""
+    found = folder.metadata.planner_data
+    path = found.get(key) if isinstance(found, dict) else None
+    if isinstance(path, tuple) and all(isinstance(part, str) for part in path):
+        return path
+    return tuple(key.split("."))
+
+
+def _below(head: KeyPath, state: Any) -> dict[str, Any]:
+    """A state where its path says."""
+    for part in reversed(head):
+        state = {part: state}
+    return state
+
+
+@dataclass
+class OptimizerMatch:
+    """What an optimizer will hold once everything is read.
+
+    Attributes:
+        tensors: Slot by parameter and path of the slot, which is one name unless state is nested.
+        objects: Key of the checkpoint, likewise.
+        options: Of each parameter's group, by parameter.
+        kept: Parameters whose live state is left as it is, since the checkpoint has none that fits.
+        rest: Keys of what else is stored.
+    """
+
+    tensors: dict[str, dict[SlotPath, torch.Tensor]] = field(default_factory=dict)
+    objects: dict[str, dict[SlotPath, str]] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    rest: dict[str, str] = field(default_factory=dict)
+
+    def state(self, objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """State by parameter, once tensors are read.
+
+        Args:
+            objects: What was read, by key.
+        """
+        leaves: dict[str, dict[SlotPath, Any]] = {name: dict(slots) for name, slots in self.tensors.items()}
+        for name, keys in self.objects.items():
+            leaves.setdefault(name, {}).update({slot: objects[key] for slot, key in keys.items()})
+        for name, slots in leaves.items():  # Megatron keeps the step counter in the options of the group
+            step = self.options.get(name, {}).get("step")
+            if ("step",) not in slots and isinstance(step, int | float):
+                slots["step",] = torch.tensor(float(step))
+        return {name: nested(slots) for name, slots in leaves.items()}
+
+
+def match_optimizer(
+    match: Match,
+    folder: CheckpointFolder,
+    names: list[list[str]],
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+) -> OptimizerMatch:
+    """Find the state and options of every parameter of an optimizer.
+
+    Args:
+        match: Takes what is wanted and what does not fit.
+        folder: The checkpoint.
+        names: Names of the parameters of each group in a checkpoint, without prefixes.
+        optimizer: Live; its tensors are loaded in place, those that it does not have yet are made.
+        model: Whose parameters it has.
+
+    Raises:
+        CheckpointError: The stored options make no sense.
+    """
+    found = OptimizerMatch()
+    keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{OPTIMIZER}.")]
+    if not keys:
+        match.missing.append(OPTIMIZER)
+        found.kept = {name for group in names for name in group}
+        return found
+    params = {
+        name: param
+        for group, in_group in zip(names, optimizer.param_groups, strict=True)
+        for name, param in zip(group, in_group["params"], strict=True)
+    }
+    listed = list(by_number(listed_names(optimizer, model, names)).values())  # other experts, too
+    of_all = names_of_all(model)
+    slots = {name: each for name, each in _slots(match, folder, keys, listed, of_all).items() if name in params}
+    own_names = {id(param): own_name(model, name) for name, param in model.named_parameters()}
+    for name, by_slot in slots.items():
+        param, own = params[name], own_names[id(params[name])]
+        view = saved_view(model, own, param.detach())
+        if _is_reshaped(match, folder, name, view, by_slot):
+            found.kept.add(name)
+            continue
+        leaves, paths = flatten(optimizer.state.get(param, {}))
+        live = {
+            paths[key]: saved_view(model, own, value) if isinstance(value, torch.Tensor) else value
+            for key, value in leaves.items()
+        }
+        _want(match, folder, found, name, view, by_slot, live)
+    known = _read_options(match, folder, keys, found, listed, of_all)
+    _note_without_state(match, found, slots.keys(), list(params), known)
+    if slots and not found.options:
+        match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
+    kind = folder.read_object(_KIND) if _KIND in folder.objects else None
+    if kind not in (None, kind_of(optimizer)):
+        match.unexpected.append(f"{_KIND} (state of {kind!s:.100}, and the optimizer is {kind_of(optimizer)})")
+    prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)
+    for key in keys:
+        if key != _GROUPS and not key.startswith(prefixes) and key in folder.objects:
+            found.rest[key.removeprefix(f"{OPTIMIZER}.")] = key
+            match.objects.add(key)
+    return found
+
+
+def nested(slots: Mapping[SlotPath, Any]) -> dict[str, Any]:
+    """The state of one parameter out of its leaves."""
+    return unflatten({".".join(path): value for path, value in slots.items()}, {".".join(path): path for path in slots})
+
+
+def _slots(
+    match: Match, folder: CheckpointFolder, keys: Sequence[str], listed: Sequence[str], of_all: Collection[str]
+) -> dict[str, dict[SlotPath, str]]:
+    """Key of each slot, by parameter and path of the slot."""
+    found: dict[str, dict[SlotPath, str]] = {}
+    known = {*listed, *of_all}
+    rests = [key.removeprefix(_STATE) for key in keys if key.startswith(_STATE)]
+    by_rest, _ = unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, match.prefixes)
+    by_position: dict[str, str] = {}  # a stage of a pipeline does not know how many parameters are before its own
+    if not of_all and not any(_split(rest, known)[0] for rest in by_rest):
+        # Names come first: those of a Sequential are numbers, too.
+        by_position = {str(position): name for position, name in enumerate(listed)}
+    for rest, stored in by_rest.items():
+        key = _STATE + stored
+        name, slot = _split(rest, known)
+        if name is None:
+            head, _, slot = stored.partition(".")
+            name = by_position.get(head)
+        if name is None:
+            match.unexpected.append(key)
+            continue
+        path = path_of(folder, key)
+        is_told = len(path) > 3 and ".".join(path[3:]) == slot  # how state nests, and which names have dots
+        found.setdefault(name, {})[path[3:] if is_told else tuple(slot.split("."))] = key
+    return found
+
+
+def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
+    """The parameter at the head of a key, and what follows; the longest name that is known."""
+    parts = rest.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        if name in known:
+            return name, ".".join(parts[cut:])
+    return None, rest
+
+
+def _is_reshaped(
+    match: Match, folder: CheckpointFolder, name: str, param: torch.Tensor, by_slot: Mapping[SlotPath, str]
+) -> bool:
+    """Whether the parameter had another shape when its state was saved; then none of its state is of use."""
+    entry = folder.tensors.get(match.model_keys.get(name, ""))
+    if entry is None or entry.shape == tuple(param.shape):
+        return False
+    for key in by_slot.values():
+        if key in folder.tensors and folder.tensors[key].shape == entry.shape:
+            match.reshaped[key] = (entry.shape, tuple(param.shape))
+    return True
+
+
+def _want(
+    match: Match,
+    folder: CheckpointFolder,
+    found: OptimizerMatch,
+    name: str,
+    param: torch.Tensor,
+    by_slot: Mapping[SlotPath, str],
+    live: Mapping[SlotPath, Any],
+) -> None:
+    for slot, key in by_slot.items():
+        if key in folder.objects:
+            found.objects.setdefault(name, {})[slot] = key
+            match.objects.add(key)
+            continue
+        entry, here = folder.tensors[key], live.get(slot)
+        target = here if isinstance(here, torch.Tensor) else blank_slot(param, slot[-1], entry.shape, entry.dtype)
+        if match.want_tensor(folder, key, target):
+            found.tensors.setdefault(name, {})[slot] = target
+    match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
+
+
+def _read_options(
+    match: Match,
+    folder: CheckpointFolder,
+    keys: Sequence[str],
+    found: OptimizerMatch,
+    listed: Sequence[str],
+    of_all: Collection[str],
+) -> set[str]:
+    """Read the options; they are small, and wanted before anything is changed. Returns the parameters they name."""
+    groups: Any = None
+    if _GROUPS in folder.objects:
+        groups = folder.read_object(_GROUPS)
+        match.objects.add(_GROUPS)
+    elif any(key.startswith(f"{_GROUPS}.") for key in keys):
+        groups = _unflattened(match, folder, [key for key in keys if key.startswith(f"{_GROUPS}.")])
+    known = {*listed, *of_all}
+    if groups is not None:
+        try:
+            stored = options_by_name(groups)
+        except ConfigurationError as error:
+            raise CheckpointError(f"{folder.path}: {error}") from error
+        names, _ = unwrapped(stored, known.__contains__, match.prefixes)
+        is_numbered = not of_all and not known & names.keys()
+        by_position = {str(position): name for position, name in enumerate(listed)} if is_numbered else {}
+        found.options = {by_position.get(name, name): stored[full] for name, full in names.items()}
+    halved = {name.removesuffix("_w") for name in known if name.endswith("_w")} - known
+    fits = known | halved
+    rests = [key.removeprefix(_META) for key in keys if key.startswith(_META)]
+    by_rest, _ = unwrapped(rests, lambda rest: _split(rest, fits)[0] is not None, match.prefixes)
+    for rest, full in by_rest.items():
+        name, option = _split(rest, fits)
+        key = _META + full
+        if name is None:
+            match.unexpected.append(key)
+        elif name not in halved:  # Megatron asks for options under the name of both halves; here each has its own
+            match.objects.add(key)
+            found.options.setdefault(name, {})[option] = folder.read_object(key)
+    return set(found.options)
+
+
+def _unflattened(match: Match, folder: CheckpointFolder, keys: Sequence[str]) -> Any:
+    """The list of groups out of one entry per option, as torch's planner stores lists of dicts."""
+    nested: dict[str, Any] = {}
+    paths = folder.metadata.planner_data or {}
+    for key in keys:
+        if key in folder.objects:
+            set_element(nested, paths.get(key, tuple(key.split("."))), folder.read_object(key))
+            match.objects.add(key)
+    return nested.get(OPTIMIZER, {}).get(GROUPS)
+
+
+def _note_without_state(
+    match: Match, found: OptimizerMatch, with_state: Collection[str], names: Sequence[str], known: set[str]
+) -> None:
+    """A parameter without state was without it when it was saved, or else its state is missing."""
+    if not with_state:
+        return
+    without = [name for name in names if name not in with_state]
+    missing = [name for name in without if name not in known]
+    match.missing += [f"{_STATE}{PREFIX}{name}" for name in missing]
+    found.kept.update(missing)
+    if len(missing) < len(without):
+        match.notes.append(
+            f"{len(without) - len(missing)} parameters had no optimizer state when they were saved, and have none now"
+        )

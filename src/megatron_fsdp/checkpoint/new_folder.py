@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.file_ops import FileOps
-from megatron_fsdp.checkpoint.ranks import rank_of, together
-from megatron_fsdp.checkpoint.settle import decided_by_first
+from megatron_fsdp.checkpoint.publish import FileOps
+from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together
 from megatron_fsdp.errors import CheckpointError
 
 

@@ -14,8 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.naming import PREFIX, by_number, listed_names, saved_name
-from megatron_fsdp.checkpoint.stages import is_repeated, original_name
+from megatron_fsdp.checkpoint.naming import (
+    PREFIX,
+    alike,
+    by_number,
+    is_repeated,
+    listed_names,
+    original_name,
+    saved_name,
+)
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 
@@ -156,7 +163,7 @@ def merged_options(
             if not found:
                 continue
             first, value = found[0]
-            other = next((name for name, found_value in found if not _same(found_value, value)), None)
+            other = next((name for name, found_value in found if not alike(found_value, value)), None)
             if other is not None:
                 raise ConfigurationError(
                     f"param_groups[{position}] holds {first} and {other}, which had different {key} when they were "
@@ -165,12 +172,6 @@ def merged_options(
             wanted[key] = tuple(value) if isinstance(group[key], tuple) and isinstance(value, list) else value
         merged.append(wanted)
     return merged
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return (list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b)
 
 
 def install(
@@ -210,3 +211,42 @@ def _positions(names: Sequence[Sequence[str]]) -> Iterator[tuple[str, int]]:
         for name in group:
             yield name, position
             position += 1
+
+
+class OptimizerByPosition:
+    """Shows an optimizer's state under text keys, and makes the tensors that a fresh one does not have yet.
+
+    Args:
+        optimizer: Of parameters that the checkpoint's own model and optimizer know nothing of.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, with positions as text."""
+        found = self._optimizer.state_dict()
+        return {**found, STATE: {str(position): slots for position, slots in found[STATE].items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a state over, by the optimizer's own method."""
+        by_position = {int(position): slots for position, slots in state_dict.get(STATE, {}).items()}
+        self._optimizer.load_state_dict({**state_dict, STATE: by_position})
+
+    def blank(self, path: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor to load into, cut as its parameter; None for what is no state of a parameter.
+
+        Args:
+            path: Inside the state dict.
+            shape: Global.
+            dtype: Of the elements.
+        """
+        params = list(itertools.chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
+        if len(path) < 3 or path[0] != STATE or not path[1].isdecimal() or int(path[1]) >= len(params):
+            return None
+        return blank_slot(params[int(path[1])].detach(), path[-1], shape, dtype)
+
+
+def as_extra(value: Any) -> Any:
+    """An object as it is put into a checkpoint."""
+    return OptimizerByPosition(value) if isinstance(value, torch.optim.Optimizer) else value

@@ -6,14 +6,15 @@ One process does this. Whatever the moment it is killed at, `RunFolder` finds th
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.file_ops import FileOps, claim
-from megatron_fsdp.checkpoint.reading_budget import open_file
-from megatron_fsdp.checkpoint.retention import to_prune
 from megatron_fsdp.checkpoint.run_folder import (
     MARK_OF_WHOLE,
     POINTER,
@@ -24,6 +25,104 @@ from megatron_fsdp.checkpoint.run_folder import (
     is_whole,
 )
 from megatron_fsdp.errors import CheckpointError
+
+_CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
+
+
+class FileOps:
+    """Changes to the file system."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder."""
+        path.mkdir()
+
+    def make_root(self, path: Path) -> None:
+        """Make a folder and those above, where they are not there."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a folder another name in the same folder; atomic."""
+        source.rename(target)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Put a file in the place of another; atomic."""
+        source.replace(target)
+
+    def write_file(self, path: Path, content: str) -> None:
+        """Write a small file and force it to the disk."""
+        with path.open("x", encoding="ascii") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def sync_file(self, path: Path) -> None:
+        """Force a file to the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Force the names in a folder to the disk, where the file system can do that with folders."""
+        try:
+            self.sync_file(path)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC_FOLDERS:
+                raise
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file that may be gone already."""
+        path.unlink(missing_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and all in it; it may be gone already."""
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if path.exists():  # somebody else removes it too; what they leave is removed next time
+                raise
+
+
+def claim(path: Path, held: ExitStack) -> bool:
+    """Lock a file or folder until `held` ends, or the process, however that ends.
+
+    Where the file system knows no locks, or nothing can be opened, nobody is refused. On NFS a lock of a file holds for
+    all machines, that of a folder for this one.
+
+    Returns:
+        False where somebody else has it: another process, or another call in this one.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    except OSError:
+        return True
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    held.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
+    return True
+
+
+def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> list[int]:
+    """The iterations that nobody keeps, oldest first.
+
+    Kept are the `keep_last` newest up to the one pointed to. What is newer than that belongs to a run that was given
+    up for an earlier checkpoint; it is left to the user.
+
+    Args:
+        iterations: All whole ones.
+        pointed: The one that the pointer names.
+        keep_last: How many to keep; None: all.
+    """
+    if keep_last is None:
+        return []
+    upto = sorted(iteration for iteration in set(iterations) | {pointed} if iteration <= pointed)
+    return upto[:-keep_last]
 
 
 class Publisher:
@@ -191,8 +290,7 @@ class Publisher:
 
 def _number_in(path: Path) -> int | None:
     try:
-        with open_file(path) as file:
-            content = file.read(19)
+        content = path.read_bytes()
     except OSError:
         return None
     return int(content) if content.isdigit() and len(content) < 19 else None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch.distributed as dist
+
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import CheckpointError
 
 _SHOWN = 8
@@ -59,6 +62,28 @@ class LoadReport:
             advice = ", or pass strict=False to load what fits" if fits else ""
             told = f"{source} does not fit, and nothing was loaded: {self}"
             raise CheckpointError(f"{told}\nload it into the model it was saved from{advice}")
+
+
+def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> LoadReport:
+    """What loading did in all stages; collective.
+
+    Args:
+        own: Of this rank.
+        group: The ranks that load.
+    """
+    everyone: list[LoadReport] = gather_objects(own, group)
+    return replace(
+        own,
+        loaded=_union([report.loaded for report in everyone]),
+        missing=_union([report.missing for report in everyone]),
+        unexpected=_union([report.unexpected for report in everyone]),
+        reshaped=dict(sorted(item for report in everyone for item in report.reshaped.items())),
+        notes=tuple(dict.fromkeys(note for report in everyone for note in report.notes)),
+    )
+
+
+def _union(keys: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({key for of_rank in keys for key in of_rank}))
 
 
 def _listed(title: str, keys: Sequence[str]) -> list[str]:

@@ -12,17 +12,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.ranks import rank_of, world_size_of
-from megatron_fsdp.checkpoint.stages import place_of
+from megatron_fsdp.checkpoint.naming import place_of
+from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError
 
 SECTION = "rng_state"
@@ -99,10 +99,11 @@ def place_in(names: Sequence[str], shape: Sequence[int], coordinate: Sequence[in
 
 def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
     """This rank's random states, as the section of a checkpoint."""
-    states: dict[str, Any] = {"random_rng_state": random.getstate(), "torch_rng_state": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")  # where nobody imported it, nobody drew from it
-    if numpy is not None:
-        states["np_rng_state"] = numpy.random.get_state()
+    states: dict[str, Any] = {
+        "random_rng_state": random.getstate(),
+        "torch_rng_state": torch.get_rng_state(),
+        "np_rng_state": np.random.get_state(),
+    }
     if device.type != "cpu":
         states["accelerator_rng_state"] = torch.get_device_module(device.type).get_rng_state(device)
     outer, inner = place.key.split(".")
@@ -163,9 +164,7 @@ def restore(prepared: RandomStates) -> None:
         return
     random.seed(prepared.seed)
     torch.manual_seed(prepared.seed)  # accelerators too
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(prepared.seed % 2**32)
+    np.random.seed(prepared.seed % 2**32)
 
 
 def _states_of(found: Any, key: str) -> Mapping[str, Any]:
@@ -182,9 +181,8 @@ def _try(states: Mapping[str, Any], device: torch.device) -> None:
     with _told_as_unfit():
         torch.Generator().set_state(states["torch_rng_state"])
         random.Random().setstate(states["random_rng_state"])
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and "np_rng_state" in states:
-            numpy.random.RandomState().set_state(states["np_rng_state"])
+        if "np_rng_state" in states:
+            np.random.RandomState().set_state(states["np_rng_state"])
         if device.type != "cpu" and "accelerator_rng_state" in states:
             torch.Generator(device).set_state(states["accelerator_rng_state"])
 
@@ -193,9 +191,8 @@ def _set(states: Mapping[str, Any], device: torch.device) -> None:
     with _told_as_unfit():
         torch.set_rng_state(states["torch_rng_state"])
         random.setstate(states["random_rng_state"])
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and "np_rng_state" in states:
-            numpy.random.set_state(states["np_rng_state"])
+        if "np_rng_state" in states:
+            np.random.set_state(states["np_rng_state"])
         if device.type != "cpu" and "accelerator_rng_state" in states:
             torch.get_device_module(device.type).set_rng_state(states["accelerator_rng_state"], device)
 

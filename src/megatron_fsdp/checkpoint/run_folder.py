@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.reading_budget import open_file
+from megatron_fsdp.checkpoint.safe_read import open_file
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 POINTER = "latest_checkpointed_iteration.txt"

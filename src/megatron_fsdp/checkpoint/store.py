@@ -11,11 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.file_ops import FileOps
-from megatron_fsdp.checkpoint.publish import Publisher
-from megatron_fsdp.checkpoint.ranks import by_value, gather_objects, rank_of, world_size_of
+from megatron_fsdp.checkpoint.publish import FileOps, Publisher
 from megatron_fsdp.checkpoint.run_folder import MARK_OF_WHOLE, POINTER, RunFolder, is_whole
-from megatron_fsdp.checkpoint.settle import SaveErrors, decided_by_first, raise_settled
+from megatron_fsdp.comm.agreement import by_value, decided_by_first, gather_objects, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 Writer = Callable[[Path], object]
@@ -193,9 +191,9 @@ class CheckpointStore:
         is_first = rank_of(self.group) == 0  # asked for now: torch.distributed may be gone after an error
         try:
             self._require_common_ground(staging, iteration, first, doing)
-            self._together(lambda: writer(staging), doing)
+            together(doing, lambda: writer(staging), self.group)
             if not is_synced:
-                self._together(lambda: self._sync_share(staging), doing)
+                together(doing, lambda: self._sync_share(staging), self.group)
             decided_by_first(lambda: self._publisher.publish(staging, iteration, self.keep_last), doing, self.group)
         except BaseException:
             if is_first:
@@ -215,14 +213,6 @@ class CheckpointStore:
             return iteration, self._publisher.begin(iteration, overwrite).name, doing
         except OSError as error:
             raise CheckpointError(f"{doing} failed ({type(error).__name__}: {error})") from error
-
-    def _together(self, act: Callable[[], object], doing: str) -> None:
-        problem: BaseException | None = None
-        try:
-            act()
-        except SaveErrors as error:
-            problem = error
-        raise_settled(problem, doing, self.group)
 
     def _require_common_ground(self, staging: Path, iteration: int, first: int, doing: str) -> None:
         """Refuse ranks that save different iterations, or do not see what rank 0 sees."""

@@ -1,33 +1,150 @@
-"""Whether a checkpoint is whole: every tensor, object and file of it, by one process on the CPU, without running code.
+"""Compare what a checkpoint holds with what its manifest says: by one process, or shared by the ranks that load it.
 
 One chunk is in memory at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fsdp.checkpoint import checksum, manifest
-from megatron_fsdp.checkpoint.contents import content_problems
-from megatron_fsdp.checkpoint.entries import TensorEntry
+from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.objects import load_object
-from megatron_fsdp.checkpoint.reading_budget import open_file, shortened
-from megatron_fsdp.checkpoint.restricted_pickle import printable, reading
+from megatron_fsdp.checkpoint.safe_read import load_object, open_file, printable, reading, shortened
 from megatron_fsdp.checkpoint.tools.kinds import side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
 COMMON_FILE = "common.pt"
 KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, "metadata.json", COMMON_FILE, "integrity.json"})
 """Files that this library, torch or Megatron puts beside the data."""
-
 NO_MANIFEST = "no manifest: contents read but not compared"
 NOT_READ = "contents not read"
 _SHOWN = 20
+
+
+def share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> list[str]:
+    """The keys that one of several ranks looks at, about equal in bytes: the largest first, in turns back and forth.
+
+    Args:
+        folder: The checkpoint.
+        rank: Which.
+        ranks: How many share the work.
+        without: Sections that nobody looks at.
+    """
+    sizes = {key: entry.nbytes for key, entry in folder.tensors.items()}
+    sizes |= {key: entry.span.length for key, entry in folder.objects.items()}
+    sizes = {key: size for key, size in sizes.items() if key.partition(".")[0] not in without}
+    mine = []
+    for position, key in enumerate(sorted(sizes, key=lambda key: (-sizes[key], key))):
+        turn, place = divmod(position, ranks)
+        if (place if turn % 2 == 0 else ranks - 1 - place) == rank:
+            mine.append(key)
+    return mine
+
+
+def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collection[str]) -> dict[str, str]:
+    """What is wrong with tensors and objects, in words, by key.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Of the checkpoint.
+        keys: Which to read.
+
+    Raises:
+        CheckpointError: The manifest's checksums are of a kind that this version does not know.
+    """
+    if manifest.checksum_name != checksum.NAME:
+        raise CheckpointError(
+            f"{folder.path}: the manifest has checksums of kind {manifest.checksum_name!r}, and this version knows "
+            f"{checksum.NAME!r}; use the version that wrote it"
+        )
+    found = {key: problem for key in keys if (problem := _other_kind(folder, manifest, key))}
+    sealed = [key for key in keys if key not in found and (key in manifest.tensors or key in manifest.objects)]
+    sums: dict[str, int] = {}
+    with folder.kept_open():
+        for key, index in _in_order_of_files(folder, sealed):
+            try:
+                if key in folder.objects:
+                    if hashlib.sha256(folder.read_bytes(key)).hexdigest() != manifest.objects[key]:
+                        found[key] = "holds other bytes than were saved"
+                elif key not in found:
+                    entry, values = folder.tensors[key], folder.read_chunk(key, index)
+                    box = entry.chunks[index].box
+                    sums[key] = combine([sums.get(key, 0), checksum_box(values, box.offsets, entry.shape)])
+            except CheckpointError as error:
+                found[key] = f"cannot be read: {error}"
+    for key in sealed:
+        if key in manifest.tensors and f"{sums.get(key, 0):016x}" != manifest.tensors[key].checksum:
+            found.setdefault(key, "holds other values than were saved")
+    return found
+
+
+def _other_kind(folder: CheckpointFolder, manifest: Manifest, key: str) -> str | None:
+    """Where a key is not what the manifest says it is, in words."""
+    if key in folder.objects:
+        return "is an object, and a tensor in the manifest" if key in manifest.tensors else None
+    entry, seal = folder.tensors[key], manifest.tensors.get(key)
+    if seal is None:
+        return "is a tensor, and an object in the manifest" if key in manifest.objects else None
+    if entry.shape == seal.shape and str(entry.dtype) == seal.dtype:
+        return None
+    there = printable(f"{seal.shape} of {seal.dtype}")
+    return f"is {entry.shape} of {entry.dtype}, and {there} in the manifest"
+
+
+def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tuple[str, int]]:
+    """Keys and numbers of their chunks, in the order in which they lie."""
+    places = []
+    for key in keys:
+        is_tensor = key in folder.tensors
+        spans = [chunk.span for chunk in folder.tensors[key].chunks] if is_tensor else [folder.objects[key].span]
+        places += [(span.file, span.offset, key, number) for number, span in enumerate(spans)]
+    return [(key, number) for *_, key, number in sorted(places)]
+
+
+def key_problems(folder: CheckpointFolder, manifest: Manifest) -> dict[str, str]:
+    """Keys that only one of checkpoint and manifest has, in words."""
+    listed, there = manifest.tensors.keys() | manifest.objects.keys(), folder.tensors.keys() | folder.objects.keys()
+    missing = dict.fromkeys(sorted(listed - there), "is in the manifest and not in the checkpoint")
+    return missing | dict.fromkeys(sorted(there - listed), "is in the checkpoint and not in the manifest")
+
+
+def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> str:
+    """Check this rank's share of a checkpoint, and all its names.
+
+    Args:
+        folder: The checkpoint.
+        rank: This one.
+        ranks: How many share the work.
+        without: Sections whose contents are not looked at.
+
+    Returns:
+        What was done, for the report.
+
+    Raises:
+        CheckpointError: Something is damaged; names it. Or there is no manifest.
+    """
+    manifest = Manifest.read(folder.path)
+    if manifest is None:
+        raise CheckpointError(f"{folder.path} has no manifest to compare with; load it without verify=True")
+    mine = share_of(folder, rank, ranks, without)
+    problems = key_problems(folder, manifest) | content_problems(folder, manifest, mine)
+    if problems:
+        raise CheckpointError(f"{folder.path} is damaged: {_told(problems)}; use another checkpoint")
+    looked_at = share_of(folder, 0, 1, without)
+    tensors = sum(key in folder.tensors for key in looked_at)
+    return f"verified: {tensors} tensors and {len(looked_at) - tensors} objects are as they were saved"
+
+
+def _told(problems: dict[str, str], shown: int = 8) -> str:
+    told = [f"{key} {problem}" for key, problem in list(problems.items())[:shown]]
+    more: Sequence[str] = [f"and {len(problems) - shown} more"] if len(problems) > shown else []
+    return "; ".join([*told, *more])
 
 
 @dataclass(frozen=True)
@@ -129,15 +246,11 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     _check_files(opened, problems, report)
     if sealed is not None:
         _compare_names(opened, sealed, report)
-    for key, entry in opened.tensors.items():
-        outcome = _check_names(entry, sealed, problems)
-        if outcome == _FINE:
-            outcome = _check_tensor(opened, entry, sealed) if deep else _UNREAD
-        _note(report, "tensor", key, outcome)
-    for key in opened.objects:
-        problem = problems.get(opened.objects[key].span.file)
-        outcome = ("damaged", f"{opened.objects[key].span.file} {problem}") if problem else _UNREAD
-        _note(report, "object", key, _check_object(opened, key, sealed) if deep and not problem else outcome)
+    for key in [*opened.tensors, *opened.objects]:
+        state, reason = _check(opened, key, sealed, problems, deep)
+        if state != "fine":
+            found = Finding("tensor" if key in opened.tensors else "object", key, reason)
+            (report.damaged if state == "damaged" else report.unverified).append(found)
     if deep:
         report.nbytes = sum(entry.nbytes for entry in opened.tensors.values())
         report.nbytes += sum(entry.span.length for entry in opened.objects.values())
@@ -175,7 +288,7 @@ def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: 
     if common.is_file():
         try:
             with open_file(common) as stream:
-                load_object(stream, str(common))
+                load_object(stream.read(), str(common))
         except (CheckpointError, OSError) as error:
             report.damaged.append(Finding("file", COMMON_FILE, str(error)))
 
@@ -192,70 +305,43 @@ def _compare_names(opened: CheckpointFolder, sealed: Manifest, report: VerifyRep
             report.unexpected.append(Finding(kind, key, f"in {METADATA} and not in {manifest.FILE_NAME}"))
 
 
-Outcome = tuple[Literal["fine", "damaged", "unverified"], str]
-_FINE: Outcome = ("fine", "")
-_UNREAD: Outcome = ("unverified", NOT_READ)
+def _check(
+    opened: CheckpointFolder, key: str, sealed: Manifest | None, file_problems: Mapping[str, str], deep: bool
+) -> tuple[Literal["fine", "damaged", "unverified"], str]:
+    """Read one tensor or object and compare it, as far as there is something to compare it with."""
+    chunks = opened.tensors[key].chunks if key in opened.tensors else [opened.objects[key]]
+    files = dict.fromkeys(chunk.span.file for chunk in chunks)
+    damage = [f"{name} {file_problems[name]}" for name in files if name in file_problems]
+    damage += filter(None, [_other_kind(opened, sealed, key) if sealed else None])
+    if damage or not deep:
+        return ("damaged", "; ".join(damage)) if damage else ("unverified", NOT_READ)
+    known = sealed is not None and (key in sealed.tensors or key in sealed.objects)
+    is_comparable = sealed is not None and known and sealed.checksum_name == checksum.NAME
+    problem = None
+    if is_comparable and sealed is not None:
+        with reading(key):
+            problem = content_problems(opened, sealed, [key]).get(key)
+        if problem is None and key in opened.tensors:
+            return "fine", ""
+    unread = _unreadable_parts(opened, key)
+    if problem is None and not unread:
+        return ("fine", "") if is_comparable else ("unverified", _why(sealed))
+    places = "; ".join(unread[:4]) or f"as it was written, so another one stands in its place in {', '.join(files)}"
+    return "damaged", places if problem is None else f"{problem} ({places})"
 
 
-def _note(report: VerifyReport, kind: Literal["tensor", "object"], key: str, outcome: Outcome) -> None:
-    state, reason = outcome
-    if state != "fine":
-        (report.damaged if state == "damaged" else report.unverified).append(Finding(kind, key, reason))
-
-
-def _check_tensor(opened: CheckpointFolder, entry: TensorEntry, sealed: Manifest | None) -> Outcome:
-    """Read one tensor and compare it, as far as there is something to compare it with."""
-    if not _is_comparable(sealed, sealed.tensors if sealed else {}, entry.key) or sealed is None:
-        try:
-            for index in range(len(entry.chunks)):
-                opened.read_chunk(entry.key, index, check=True)
-        except CheckpointError as error:
-            return "damaged", str(error)
-        return "unverified", _why(sealed)
-    try:
-        problem = reading(entry.key, lambda: content_problems(opened, sealed, [entry.key]).get(entry.key))
-    except CheckpointError as error:
-        return "damaged", str(error)
-    return _FINE if problem is None else ("damaged", f"{problem}{_where_changed(opened, entry)}")
-
-
-def _check_object(opened: CheckpointFolder, key: str, sealed: Manifest | None) -> Outcome:
-    comparable = _is_comparable(sealed, sealed.objects if sealed else {}, key)
-    if comparable and sealed is not None:
-        problem = content_problems(opened, sealed, [key]).get(key)
-        if problem is not None:
-            return "damaged", f"{problem} in {opened.objects[key].span.file}"
-    try:
-        opened.read_object(key)
-    except CheckpointError as error:
-        return "damaged", str(error)
-    return _FINE if comparable else ("unverified", _why(sealed))
-
-
-def _is_comparable(sealed: Manifest | None, seals: Mapping[str, Any], key: str) -> bool:
-    return sealed is not None and sealed.checksum_name == checksum.NAME and key in seals
-
-
-def _check_names(entry: TensorEntry, sealed: Manifest | None, problems: Mapping[str, str]) -> Outcome:
-    """What can be said before a tensor is read."""
-    seal = sealed.tensors.get(entry.key) if sealed else None
-    if seal is not None and (seal.shape, seal.dtype) != (entry.shape, str(entry.dtype)):
-        there = printable(f"{seal.shape} of {seal.dtype}")[:200]
-        return "damaged", f"{METADATA} says {entry.shape} of {entry.dtype}, {manifest.FILE_NAME} {there}"
-    files = dict.fromkeys(chunk.span.file for chunk in entry.chunks if chunk.span.file in problems)
-    told = "; ".join(f"{name} {problems[name]}" for name in files)
-    return ("damaged", told) if told else _FINE
-
-
-def _where_changed(opened: CheckpointFolder, entry: TensorEntry) -> str:
-    """Which chunks do not fit the CRC-32 that torch stored with them."""
+def _unreadable_parts(opened: CheckpointFolder, key: str) -> list[str]:
+    """What cannot be read of a key, or does not fit the CRC-32 that torch stored with it; in words."""
     told = []
-    for index in range(len(entry.chunks)):
+    for index in range(len(opened.tensors[key].chunks) if key in opened.tensors else 1):
         try:
-            opened.read_chunk(entry.key, index, check=True)
+            if key in opened.tensors:
+                opened.read_chunk(key, index, check=True)
+            else:
+                opened.read_object(key)
         except CheckpointError as error:
             told.append(str(error))
-    return f" ({'; '.join(told[:4]) or 'each chunk is as it was written, so another one stands in its place'})"
+    return told
 
 
 def _why(sealed: Manifest | None) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
+from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.checkpoint.folder import METADATA
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder, iteration_of

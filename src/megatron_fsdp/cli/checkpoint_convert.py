@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, ConversionReport, Steps, convert
-from megatron_fsdp.checkpoint.convert.gating import ALL, AUTO, NONE
-from megatron_fsdp.checkpoint.convert.group_map import read_group_map_json
-from megatron_fsdp.checkpoint.convert.options import FP32, MODEL, ConvertOptions
-from megatron_fsdp.checkpoint.ranks import rank_of, together
+from megatron_fsdp.checkpoint.convert.groups import read_group_map_json
+from megatron_fsdp.checkpoint.convert.names import ALL, AUTO, NONE
+from megatron_fsdp.checkpoint.convert.plan import FP32, MODEL, ConvertOptions
+from megatron_fsdp.comm.agreement import rank_of, together
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.optional_packages import require_installed
 

@@ -165,20 +165,32 @@ def raise_together(
         ConfigurationError: Ranks have different facts.
         Exception: `error` itself, if it is of this library and every rank has met the same.
     """
+    if error is not None and not isinstance(error, Exception):  # torch's report on ranks is none
+        error = in_short(error, doing)
     told = None if error is None else f"{type(error).__name__}: {error}"
-    if facts is None:
-        everyone = gather_objects(told, group)
-    else:
-        found = gather_objects((told, _digest(facts)), group)
-        if len({digest for _, digest in found}) > 1:
-            _raise_different(gather_objects(dict(facts), group), error)
-        everyone = [text for text, _ in found]
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+    found = gather_objects((told, None if facts is None else _digest(facts)), group)
+    if facts is not None and len({digest for _, digest in found}) > 1:
+        _raise_different(gather_objects(dict(facts), group), error)
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
     if not failed:
         return
-    if isinstance(error, MegatronFSDPError) and all(text == told for text in everyone):
+    if isinstance(error, MegatronFSDPError) and all(text == told for text, _ in found):
         raise error
-    raise CheckpointError(f"{doing} failed ({told if len(everyone) == 1 else '; '.join(failed)})") from error
+    raise CheckpointError(f"{doing} failed ({told if len(found) == 1 else '; '.join(failed)})") from error
+
+
+def in_short(error: BaseException, doing: str) -> CheckpointError:
+    """Return torch's report on what ranks met without its tracebacks, which differ from machine to machine.
+
+    Args:
+        error: A `CheckpointException` of torch.distributed.checkpoint, with the failures of each rank.
+        doing: What was being done, for the message.
+    """
+    failures: Mapping[int, Any] = getattr(error, "failures", {})
+    told = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(failures.items())]
+    made = CheckpointError(f"{doing} failed ({'; '.join(told) or type(error).__name__})")
+    made.__cause__ = error
+    return made
 
 
 def together(
@@ -203,11 +215,13 @@ def together(
         CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
         ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     result: Result | None = None
     try:
         result = act()
-    except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as met:  # noqa: BLE001 - the other ranks must raise, too; torch's report is no Exception
         error = met
     raise_together(error, doing, group, facts)
     return cast(Result, result)

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
-from megatron_fsdp.checkpoint.convert.group_map import dump_param_to_param_group_map
+from megatron_fsdp.checkpoint.convert.groups import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.run_folder import iteration_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.launch.failures import NotSavedError

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.file_ops import claim
+from megatron_fsdp.checkpoint.publish import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.ranks import Rank, agree
 from megatron_fsdp.train.options.job import Job

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
+from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.cli import checkpoint_convert
 from tests.support.convert_main import main
 from tests.support.real_torchrun import real_torchrun

@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.checkpoint.checksum import checksum_box
 from megatron_fsdp.checkpoint.convert import convert as module
-from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, Steps, convert
+from megatron_fsdp.checkpoint.convert.convert import (
+    ConversionMismatchError,
+    Steps,
+    convert,
+    differing_keys,
+    differing_values,
+    share_out,
+)
 from megatron_fsdp.checkpoint.convert.entries import Move, Value
-from megatron_fsdp.checkpoint.convert.execute import share_out
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
-from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
@@ -210,12 +215,12 @@ def test_verification_compares_keys_values_shapes_and_dtypes(tmp_path: Path) -> 
     targets = [*(move.target for move in plan.moves), *(value.target for value in plan.values)]
     assert differing_keys(output, targets) == []
     assert differing_keys(output, [*targets[1:], "new"]) == ["missing: new", f"unexpected: {targets[0]}"]
-    assert differing_moves(output, plan.moves, opened.read) == []
+    assert differing_values(output, plan.moves, (), opened.read) == []
     first = plan.moves[0]
     for other in ({"shape": (1, *first.shape)}, {"dtype": torch.float64}, {"target": "nowhere"}):
         changed = replace(first, **other)
-        assert differing_moves(output, [changed], opened.read) == [f"{changed.target} (from {first.source})"]
-    assert differing_values(output, plan.values) == []
+        assert differing_values(output, [changed], (), opened.read) == [f"{changed.target} (from {first.source})"]
+    assert differing_values(output, (), plan.values, opened.read) == []
     tensor = next(value for value in plan.values if isinstance(value.value, torch.Tensor))
     other_values = [Value("iteration", ("iteration",), 8), replace(tensor, value=tensor.value + 1), Value("no", (), 1)]
-    assert differing_values(output, other_values) == ["iteration", tensor.target, "no"]
+    assert differing_values(output, (), other_values, opened.read) == ["iteration", tensor.target, "no"]

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.convert.group_map import (
+from megatron_fsdp.checkpoint.convert.groups import (
     dump_param_to_param_group_map,
     export_group_map_json,
     group_map,
     read_group_map,
     read_group_map_json,
 )
-from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
 

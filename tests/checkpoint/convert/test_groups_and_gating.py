@@ -2,10 +2,9 @@
 
 import pytest
 
-from megatron_fsdp.checkpoint.convert.gating import decide_gating
 from megatron_fsdp.checkpoint.convert.groups import Parameter, assign
-from megatron_fsdp.checkpoint.convert.names import canonical_name, parse_object_key, pieces
-from megatron_fsdp.checkpoint.convert.options import ConvertOptions, Prefixes
+from megatron_fsdp.checkpoint.convert.names import canonical_name, decide_gating, parse_object_key, pieces
+from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, Prefixes
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.support.torch_dist.common import group_map, make_group, param_groups
 from tests.support.torch_dist.gpt import GptSpec, buffers_of, parameter_shapes

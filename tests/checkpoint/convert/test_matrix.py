@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fsdp.checkpoint.convert.convert import convert
-from megatron_fsdp.checkpoint.convert.options import ConvertOptions
+from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
 from tests.support.parity import assert_equal_tensors

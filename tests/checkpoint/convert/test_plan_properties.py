@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.convert.common_state import CommonState
-from megatron_fsdp.checkpoint.convert.entries import Entry, Move
-from megatron_fsdp.checkpoint.convert.legacy import Cells, read_true_box
-from megatron_fsdp.checkpoint.convert.options import ConvertOptions
-from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, Source, make_plan
+from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
+from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, Source, make_plan
+from megatron_fsdp.checkpoint.convert.source import Cells, read_true_box
 from tests.support.torch_dist.common import common_state, make_args, optimizer_state, param_groups
 from tests.support.torch_dist.expected import expected_tensors, stored_tensors
 from tests.support.torch_dist.gpt import GptSpec, Truth, make_truth

@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint.convert.convert import Steps, convert
-from megatron_fsdp.checkpoint.convert.group_map import (
+from megatron_fsdp.checkpoint.convert.groups import (
     dump_param_to_param_group_map,
     export_group_map_json,
     read_group_map,
     read_group_map_json,
 )
-from megatron_fsdp.checkpoint.convert.options import ConvertOptions
+from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from megatron_fsdp.checkpoint.convert.convert import convert
-from megatron_fsdp.checkpoint.convert.legacy import Cells
-from megatron_fsdp.checkpoint.convert.options import ConvertOptions
-from megatron_fsdp.checkpoint.convert.plan import make_plan
-from megatron_fsdp.checkpoint.convert.source import TorchDistSource
+from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, make_plan
+from megatron_fsdp.checkpoint.convert.source import Cells, TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
 from tests.support.torch_dist.gpt import GptSpec, make_truth

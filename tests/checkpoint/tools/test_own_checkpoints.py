@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint.contents import require_sound
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.diff import diff, first_difference
 from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import inspect_folder
 from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
-from tests.checkpoint.test_loading import contents, step, wrap
+from megatron_fsdp.checkpoint.verify import require_sound
+from tests.checkpoint.test_load import contents, step, wrap
 from tests.conftest import RunRanks
 
 MODEL, STRATEGY = "odd_shapes", 3

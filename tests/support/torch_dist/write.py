@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.save import save_alone
 from tests.support.torch_dist.common import (
     classes_of_megatron,
     common_state,

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fsdp.checkpoint.convert.group_map import export_group_map_json
+from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.checkpoints import in_options
 from megatron_fsdp.train.options.command_line import parse_options

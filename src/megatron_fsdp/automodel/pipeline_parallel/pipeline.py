@@ -30,8 +30,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stages import (
     tied_embeddings,
 )
 from megatron_fsdp.automodel.pipeline_parallel.tied import TiedEnd, check_ends
-from megatron_fsdp.checkpoint.naming import own_name
-from megatron_fsdp.checkpoint.stages import PipelinePlace
+from megatron_fsdp.checkpoint.naming import PipelinePlace, own_name
 from megatron_fsdp.comm.agreement import agree, gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError

@@ -2,27 +2,184 @@
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import io
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron_fsdp.checkpoint.convert.execute import Progress, share_out, write_moves
-from megatron_fsdp.checkpoint.convert.options import ConvertOptions
-from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, make_plan
+from megatron_fsdp.checkpoint.checksum import checksum_box
+from megatron_fsdp.checkpoint.convert.entries import Move, Value, listed
+from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, make_plan
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
-from megatron_fsdp.checkpoint.convert.verify import differing_keys, differing_moves, differing_values
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.new_folder import require_apart
-from megatron_fsdp.checkpoint.ranks import gather_objects, rank_of, together, world_size_of
+from megatron_fsdp.checkpoint.save import Seal, SealingWriter, write_planned
 from megatron_fsdp.checkpoint.tools.locate import locate
+from megatron_fsdp.comm.agreement import gather_objects, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError
 
+ReadMove = Callable[[Move], Tensor]
+"""Reads the box of a move, in the move's shape, contiguous."""
+
+Progress = Callable[[int, int], None]
+"""(bytes written by this rank, bytes that it will have written)"""
+
 _TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal items to ranks so that their bytes balance: the largest first, each to who has least.
+
+    Returns:
+        For each rank the indices of its items, in order.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(index)
+        heapq.heappush(loads, (load + sizes[index], rank))
+    return [sorted(share) for share in shares]
+
+
+def write_moves(
+    folder: Path,
+    moves: Sequence[Move],
+    values: Sequence[Value],
+    read: ReadMove,
+    progress: Progress | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write this rank's moves and values, and with those of the other ranks a DCP checkpoint. Collective.
+
+    Args:
+        folder: To write to; the same on every rank.
+        moves: This rank's; no other rank has them.
+        values: This rank's; no other rank has them.
+        read: Reads a move.
+        progress: Called after each move.
+        group: The ranks.
+
+    Raises:
+        CheckpointError: Reading or writing failed on some rank; the same on every rank.
+    """
+    total = sum(move.nbytes for move in moves)
+    told = None if progress is None else lambda done: progress(min(done, total), total)
+    write_planned({}, SealingWriter(folder, told), _MovePlanner(moves, values, read), group)
+
+
+class _MovePlanner(DefaultSavePlanner):
+    """Offers moves to DCP as tensors that it does not have yet."""
+
+    def __init__(self, moves: Sequence[Move], values: Sequence[Value], read: ReadMove) -> None:
+        super().__init__()
+        self.seal = Seal()
+        self._saved: dict[int, tuple[bytes, str]] = {}
+        self._moves = {move.target: move for move in moves}
+        self._values = {value.target: value for value in values}
+        self._read = read
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,  # noqa: ARG002  # torch's signature
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+        self.mappings = {target: thing.path for target, thing in (self._moves | self._values).items()}
+
+    def create_local_plan(self) -> SavePlan:
+        items = [_tensor_item(m.target, m.shape, TensorProperties(dtype=m.dtype)) for m in self._moves.values()]
+        for target, value in self._values.items():
+            if isinstance(value.value, Tensor):
+                made = TensorProperties.create_from_tensor(value.value)
+                items.append(_tensor_item(target, tuple(value.value.shape), made))
+            else:
+                items.append(WriteItem(MetadataIndex(target), WriteItemType.BYTE_IO))
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        target = write_item.index.fqn
+        data = self._read(self._moves[target]) if target in self._moves else self._values[target].value
+        if isinstance(data, Tensor):
+            self.seal.tensors[target] = checksum_box(data, (0,) * data.ndim, data.shape)
+            return data
+        raw, self.seal.objects[target] = self._serialised(data)
+        return io.BytesIO(raw)
+
+    def _serialised(self, value: object) -> tuple[bytes, str]:
+        """Bytes and their hash. Parameters of a group share its values: each is serialised once."""
+        if id(value) not in self._saved:  # ids stay valid: the plan holds the values
+            raw = saved_bytes(value)
+            self._saved[id(value)] = raw, hashlib.sha256(raw).hexdigest()
+        return self._saved[id(value)]
+
+
+def saved_bytes(value: object) -> bytes:
+    """What `torch.save` makes of an object."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperties) -> WriteItem:
+    size, origin = torch.Size(shape), torch.Size([0] * len(shape))
+    data = TensorWriteData(ChunkStorageMetadata(origin, size), properties, size)
+    return WriteItem(MetadataIndex(target, origin), WriteItemType.TENSOR, tensor_data=data)
+
+
+def differing_keys(output: CheckpointFolder, targets: Sequence[str]) -> list[str]:
+    """What is in the output and should not be, or the other way round, one line each."""
+    there, wanted = {*output.tensors, *output.objects}, set(targets)
+    lines = [f"missing: {listed(sorted(wanted - there))}"] if wanted - there else []
+    return lines + ([f"unexpected: {listed(sorted(there - wanted))}"] if there - wanted else [])
+
+
+def differing_values(
+    output: CheckpointFolder, moves: Sequence[Move], values: Sequence[Value], read: ReadMove
+) -> list[str]:
+    """What has other elements, another shape or dtype than the source, or is another object; one line each."""
+    found = []
+    for move in moves:
+        entry = output.tensors.get(move.target)
+        if entry is None or entry.dtype != move.dtype or not _holds(output, move.target, read(move)):
+            found.append(f"{move.target} (from {move.source})")
+    for value in values:
+        if isinstance(value.value, Tensor):
+            is_same = _holds(output, value.target, value.value)
+        else:
+            is_same = value.target in output.objects and output.read_bytes(value.target) == saved_bytes(value.value)
+        found += [] if is_same else [value.target]
+    return found
+
+
+def _holds(output: CheckpointFolder, key: str, wanted: Tensor) -> bool:
+    """Whether a tensor of the output is the same bit for bit."""
+    entry = output.tensors.get(key)
+    if entry is None or (entry.shape, entry.dtype) != (tuple(wanted.shape), wanted.dtype):
+        return False
+    found = output.read_tensor(key)
+    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (found, wanted)))
 
 
 class ConversionMismatchError(CheckpointError):
@@ -166,7 +323,7 @@ def _write_all(
 
     def compare() -> list[str]:
         output = CheckpointFolder(temporary)
-        found = differing_moves(output, mine, opened.read) + differing_values(output, values)
+        found = differing_values(output, mine, values, opened.read)
         targets = [*(move.target for move in plan.moves), *(value.target for value in plan.values)]
         return found + (differing_keys(output, targets) if rank == 0 else [])
 

@@ -1,21 +1,34 @@
-"""What a conversion plan is made of: tensors of the source, moves, and values. Pure data."""
+"""What a conversion reads and makes: tensors of the source, its common state, moves and values. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from megatron_fsdp.errors import CheckpointError
+
 PathParts = tuple[str | int, ...]
 """Where a value stands in the nested dict that a loader asks for; DCP joins it with dots to a key."""
+
+_KEPT_WITH_WEIGHTS = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "content_metadata",
+)
+_DEFAULT_VERSION = 3.0
+BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
+"""What checkpoints call the optimizer layouts that follow communication buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the source, in its true shape (which old files do not store; see `legacy.py`)."""
+    """One tensor of the source, in its true shape (which old files do not store; see `Cells`)."""
 
     key: str
     shape: tuple[int, ...]
@@ -105,3 +118,107 @@ def _is_walked(value: Any) -> bool:
     if isinstance(value, list):
         return any(_is_walked(inner) for inner in value)
     return isinstance(value, Mapping | torch.Tensor)
+
+
+@dataclass(frozen=True)
+class CommonState:
+    """The common dict, with what a conversion asks of it.
+
+    Attributes:
+        tree: The dict as it was read; classes that are not here stand as placeholders.
+        groups: The parameter groups of all optimizers, in order, without their members.
+        common_step: The optimizer's step where it stands outside the groups.
+    """
+
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[Mapping[str, Any], ...] = ()
+    common_step: float | None = None
+
+    @classmethod
+    def of(cls, tree: Any) -> CommonState:
+        """Look through a common dict.
+
+        Raises:
+            CheckpointError: It is no dict, or its parameter groups are not a list of dicts.
+        """
+        if not isinstance(tree, Mapping):
+            raise CheckpointError(f"the common state is a {type(tree).__name__}, not a dict; the checkpoint is damaged")
+        groups: list[Mapping[str, Any]] = []
+        steps: list[float] = []
+        _collect(tree.get("optimizer"), groups, steps)
+        return cls(tree, tuple(groups), steps[0] if steps else None)
+
+    def argument(self, name: str) -> Any:
+        """`args.<name>`; None where the checkpoint does not say."""
+        args = self.tree.get("args")
+        return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+
+    @property
+    def is_bucket_space(self) -> bool:
+        """Whether the optimizer's state follows communication buckets, by the state's own word."""
+        said = self.tree.get("content_metadata")
+        kinds = [said.get("distrib_optim_sharding_type")] if isinstance(said, Mapping) else []
+        return any(kind in BUCKET_KINDS for kind in kinds)
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether the run had no half-precision wrapper around its model, by its arguments."""
+        return self.argument("bf16") is False and self.argument("fp16") is False
+
+    def step_of(self, group: int | None) -> float | None:
+        """The optimizer's step for a parameter of a group; for None what all groups agree on."""
+        chosen = self.groups if group is None else (self.groups[group],)
+        steps = {float(g["step"]) for g in chosen if isinstance(g.get("step"), int | float)}
+        if len(steps) == 1:
+            return steps.pop()
+        return None if steps else self.common_step
+
+    def output_tree(self, weights_only: bool, members: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+        """The nested dict to write, parameter groups included.
+
+        Args:
+            weights_only: Leave out what belongs to the optimizer, its schedule and the random generators.
+            members: Names of the parameters of each group, where they are known.
+        """
+        tree = {key: value for key, value in self.tree.items() if key != "optimizer"}
+        if weights_only:
+            tree = {key: value for key, value in tree.items() if key in _KEPT_WITH_WEIGHTS}
+        tree.setdefault("checkpoint_version", _DEFAULT_VERSION)
+        if self.groups and not weights_only:
+            groups = [{"params": list(members.get(i, ())), **group} for i, group in enumerate(self.groups)]
+            tree["optimizer"] = {"param_groups": groups}
+            scaler = _find(self.tree.get("optimizer"), "grad_scaler")
+            tree |= {} if scaler is None else {"grad_scaler": scaler}
+        return tree
+
+
+def _collect(tree: Any, groups: list[Mapping[str, Any]], steps: list[float]) -> None:
+    """Parameter groups of one optimizer, of an optimizer that wraps one, or of several (numbered)."""
+    if not isinstance(tree, Mapping):
+        return
+    if "param_groups" in tree:
+        found = tree["param_groups"]
+        if not isinstance(found, Sequence) or not all(isinstance(group, Mapping) for group in found):
+            raise CheckpointError("the optimizer's param_groups are not a list of dicts; the common state is damaged")
+        groups += [{key: value for key, value in group.items() if key != "params"} for group in found]
+        state = tree.get("state")
+        step = state.get("common_step") if isinstance(state, Mapping) else None
+        steps += [float(step)] if step is not None else []
+    elif "optimizer" in tree:
+        _collect(tree["optimizer"], groups, steps)
+    else:
+        for _, inner in _numbered(tree):
+            _collect(inner, groups, steps)
+
+
+def _numbered(tree: Mapping[Any, Any]) -> list[tuple[int, Any]]:
+    return sorted((int(key), value) for key, value in tree.items() if str(key).isdigit())
+
+
+def _find(tree: Any, name: str) -> Any:
+    if not isinstance(tree, Mapping):
+        return None
+    if name in tree:
+        return tree[name]
+    places = [tree.get("optimizer"), *(inner for _, inner in _numbered(tree))]
+    return next((found for place in places if (found := _find(place, name)) is not None), None)

@@ -19,10 +19,9 @@ from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import Match, load_matched, match_tensors
 from megatron_fsdp.checkpoint.hf.saving import publish_files
 from megatron_fsdp.checkpoint.hf.writing import Cut, plan_job
-from megatron_fsdp.checkpoint.ranks import together
-from megatron_fsdp.checkpoint.reading_budget import read_json
 from megatron_fsdp.checkpoint.report import LoadReport
-from megatron_fsdp.checkpoint.settle import decided_by_first
+from megatron_fsdp.checkpoint.safe_read import read_json
+from megatron_fsdp.comm.agreement import decided_by_first, together
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 _CONFIG_FILE = "adapter_config.json"

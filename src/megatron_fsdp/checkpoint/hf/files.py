@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.checkpoint.entries import is_plain_name
-from megatron_fsdp.checkpoint.reading_budget import read_json, shortened
+from megatron_fsdp.checkpoint.folder import is_plain_name
+from megatron_fsdp.checkpoint.safe_read import read_json, shortened
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.sharding.shards import Box

@@ -19,8 +19,8 @@ from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FileLayout
 from megatron_fsdp.checkpoint.hf.live import live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.hf.writing import Cut, Job, plan_job, write_files
 from megatron_fsdp.checkpoint.new_folder import new_shared_folder
-from megatron_fsdp.checkpoint.reading_budget import read_json
-from megatron_fsdp.checkpoint.settle import decided_by_first
+from megatron_fsdp.checkpoint.safe_read import read_json
+from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 DEFAULT_SHARD_BYTES = 5 * 2**30

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
 from megatron_fsdp.checkpoint.hf.files import PORTION_BYTES, FileLayout, StoredTensor, lay_out_file, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece
-from megatron_fsdp.checkpoint.ranks import gather_objects, raise_together, rank_of, together, world_size_of
+from megatron_fsdp.comm.agreement import gather_objects, raise_together, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 

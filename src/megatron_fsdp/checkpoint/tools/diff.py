@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.checkpoint.data_unpickler import Opaque
-from megatron_fsdp.checkpoint.entries import ObjectEntry, TensorEntry
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.reading_budget import shortened
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
+from megatron_fsdp.checkpoint.safe_read import Opaque, shortened
 from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, as_json, dtype_name, read_common_file
 from megatron_fsdp.errors import ConfigurationError

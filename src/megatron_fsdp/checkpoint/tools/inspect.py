@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
-from megatron_fsdp.checkpoint.entries import TensorEntry
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
 from megatron_fsdp.checkpoint.tools.kinds import (
     COMMON_KEY,
     Kind,

@@ -14,8 +14,7 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.objects import load_object
-from megatron_fsdp.checkpoint.reading_budget import open_file, read_json
+from megatron_fsdp.checkpoint.safe_read import load_object, open_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 MARKER = "metadata.json"
@@ -148,7 +147,7 @@ def read_common_file(folder: CheckpointFolder) -> Any:
     path = folder.path / COMMON_FILE
     try:
         with open_file(path) as stream:
-            return load_object(stream, str(path))
+            return load_object(stream.read(), str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 

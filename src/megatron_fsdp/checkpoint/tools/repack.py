@@ -19,10 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.reading_budget import MAX_DEPTH
-from megatron_fsdp.checkpoint.save_alone import save_alone
-from megatron_fsdp.checkpoint.sealing import SealingPlanner, SealingWriter
-from megatron_fsdp.checkpoint.settle import failures_in_words
+from megatron_fsdp.checkpoint.save import SealingPlanner, SealingWriter, save_alone
+from megatron_fsdp.comm.agreement import in_short
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
@@ -30,6 +28,7 @@ KeyPath = tuple[str | int, ...]
 """Where an entry is in the nested state dict: names in dicts and indices in lists (torch's `planner_data`)."""
 
 _MAX_LIST = 1 << 20
+_MAX_DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,7 @@ def write_folder(folder: Path, sources: Iterable[Source], paths: Mapping[str, Ke
         met = next(iter(error.failures.values()))[0]
         if isinstance(met, CheckpointError):
             raise met from error
-        raise CheckpointError(
-            f"{folder} cannot be written ({failures_in_words(error)}); nothing of it is kept"
-        ) from error
+        raise in_short(error, f"writing {folder}") from error
 
 
 class _SourcePlanner(SealingPlanner):
@@ -148,7 +145,7 @@ def nested_paths(folder: CheckpointFolder) -> dict[str, KeyPath]:
 
 
 def _path(parts: Any) -> KeyPath:
-    if not isinstance(parts, tuple | list) or not 0 < len(parts) <= MAX_DEPTH:
+    if not isinstance(parts, tuple | list) or not 0 < len(parts) <= _MAX_DEPTH:
         raise ValueError(f"{str(parts)[:100]} is no path")
     if not all(type(part) is str or (type(part) is int and 0 <= part < _MAX_LIST) for part in parts):
         raise ValueError(f"{str(parts)[:100]} is no path of names and indices")

@@ -20,13 +20,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from megatron_fsdp.checkpoint.data_unpickler import Opaque
-from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
-from megatron_fsdp.checkpoint.objects import load_object_file
-from megatron_fsdp.checkpoint.reading_budget import ReadingBudget, shortened
-from megatron_fsdp.checkpoint.restricted_pickle import reading
+from megatron_fsdp.checkpoint.safe_read import Opaque, load_object_file, shortened
 from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.tools.repack import (
@@ -159,7 +156,6 @@ def from_torch_save(
     state = load_object_file(source)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
-    reading(str(source), lambda: _count_paths(state, ReadingBudget(source.stat().st_size)))
     leaves, paths = _flattened(state, str(source), nesting)
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes = _tied(tensors)
@@ -193,12 +189,6 @@ def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, inner in inside:
         yield (*path, str(key))
         yield from _paths(inner, (*path, str(key)))
-
-
-def _count_paths(state: Mapping[Any, Any], budget: ReadingBudget) -> None:
-    """Count flat keys before they are made: each holds the names of all that is around it."""
-    for path in _paths(state):
-        budget.spend(sum(map(len, path)))
 
 
 def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[Source]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.checkpoint.ranks import gather_objects
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.failures import NonFiniteStepError
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.contents import require_sound
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.ranks import rank_of, together, world_size_of
 from megatron_fsdp.checkpoint.run_folder import RunFolder
 from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.checkpoint.verify import require_sound
+from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.options.batch import plan_batch
 from megatron_fsdp.train.options.job import Job

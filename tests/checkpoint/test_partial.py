@@ -1,6 +1,7 @@
 """Parts of chunks: read alone where their elements lie in order, and right in any case."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.convert.chunk_index import ChunkIndex
-from megatron_fsdp.checkpoint.convert.partial import SparingReader
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.save_alone import save_alone
+from megatron_fsdp.checkpoint.partial import ChunkIndex
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.support.torch_dist.layout import boxes_of_grid, plain
@@ -44,7 +44,7 @@ def test_any_box_of_any_chunks_is_the_tensors(
     offsets = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
     lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(tensor.shape, offsets, strict=True)]
     wanted = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
-    found = SparingReader(folder).read_box(f"{key}_cut" if cut else key, offsets, lengths)
+    found = folder.read_box(f"{key}_cut" if cut else key, offsets, lengths)
     assert found.dtype == tensor.dtype
     assert torch.equal(found, wanted)
 
@@ -52,9 +52,9 @@ def test_any_box_of_any_chunks_is_the_tensors(
 def test_one_layer_of_a_stack_is_read_without_the_others(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CheckpointFolder, "read_chunk", lambda *_: pytest.fail("a whole chunk was read"))
+    monkeypatch.setattr(CheckpointFolder, "_read", lambda *_: pytest.fail("a whole chunk was read"))
     for key in ("stack", "bfloat16", "bytes", "flag"):
-        found = SparingReader(folder).read_box(key, (1, 2, 0), (1, 2, TENSORS[key].shape[2]))
+        found = folder.read_box(key, (1, 2, 0), (1, 2, TENSORS[key].shape[2]))
         assert torch.equal(found, TENSORS[key][1:2, 2:4])
         assert found.untyped_storage().nbytes() == found.nbytes
 
@@ -62,29 +62,28 @@ def test_one_layer_of_a_stack_is_read_without_the_others(
 def test_a_tensor_whose_elements_lie_in_another_order_is_read_whole(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole: list[str] = []
-    read = CheckpointFolder.read_chunk
+    whole: list[int] = []
+    read = CheckpointFolder._read
 
-    def counted(self: CheckpointFolder, key: str, index: int) -> Tensor:
-        whole.append(key)
-        return read(self, key, index)
+    def counted(self: CheckpointFolder, *arguments: Any) -> Tensor:
+        whole.append(1)
+        return read(self, *arguments)
 
-    monkeypatch.setattr(CheckpointFolder, "read_chunk", counted)
-    found = SparingReader(folder).read_box("transposed", (1, 0, 0), (1, 4, 6))
-    assert torch.equal(found, STACK[1:2])
-    assert whole == ["transposed"]
+    monkeypatch.setattr(CheckpointFolder, "_read", counted)
+    assert torch.equal(folder.read_box("transposed", (1, 0, 0), (1, 4, 6)), STACK[1:2])
+    assert whole == [1]
 
 
 def test_scalars_and_boxes_without_elements(folder: CheckpointFolder) -> None:
-    assert SparingReader(folder).read_box("scalar", (), ()).item() == 3.0
-    assert SparingReader(folder).read_box("stack", (1, 0, 0), (0, 4, 6)).shape == (0, 4, 6)
+    assert folder.read_box("scalar", (), ()).item() == 3.0
+    assert folder.read_box("stack", (1, 0, 0), (0, 4, 6)).shape == (0, 4, 6)
 
 
 def test_a_box_outside_of_the_tensor_is_refused(folder: CheckpointFolder) -> None:
     with pytest.raises(CheckpointError, match=r"stack of shape \(3, 4, 6\) has no box"):
-        SparingReader(folder).read_box("stack", (2, 0, 0), (2, 4, 6))
+        folder.read_box("stack", (2, 0, 0), (2, 4, 6))
     with pytest.raises(CheckpointError, match="has no tensor nothing"):
-        SparingReader(folder).read_box("nothing", (), ())
+        folder.read_box("nothing", (), ())
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +103,7 @@ def test_lengths_that_no_checksum_covers_are_not_trusted(alone: tuple[Path, byte
     for place in range(header + 26, header + 30):
         file.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
         with pytest.raises(CheckpointError, match="stack"):
-            SparingReader(CheckpointFolder(file.parent)).read_box("stack", (1, 0, 0), (1, 4, 6))
+            CheckpointFolder(file.parent).read_box("stack", (1, 0, 0), (1, 4, 6))
 
 
 @settings(max_examples=150)
@@ -117,7 +116,7 @@ def test_damaged_archives_are_refused_or_read_right(alone: tuple[Path, bytes, in
     file.write_bytes(damaged)
     found, refused = None, ""
     try:
-        found = SparingReader(CheckpointFolder(file.parent)).read_box("stack", (1, 0, 0), (1, 4, 6))
+        found = CheckpointFolder(file.parent).read_box("stack", (1, 0, 0), (1, 4, 6))
     except CheckpointError as error:
         refused = str(error)
     assert "stack" in refused if found is None else torch.equal(found, STACK[1:2])
@@ -127,7 +126,7 @@ def test_an_archive_of_nothing_is_refused(alone: tuple[Path, bytes, int]) -> Non
     file, raw, _ = alone
     file.write_bytes(bytes(len(raw)))
     with pytest.raises(CheckpointError, match="stack"):
-        SparingReader(CheckpointFolder(file.parent)).read_box("stack", (1, 0, 0), (1, 4, 6))
+        CheckpointFolder(file.parent).read_box("stack", (1, 0, 0), (1, 4, 6))
 
 
 @given(st.data())
@@ -143,7 +142,7 @@ def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
     offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
     lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(shape, offsets, strict=True)]
     counts = torch.zeros(shape)
-    for _, shared in ChunkIndex(boxes).meeting(offsets, lengths):
+    for _, shared in ChunkIndex(boxes).meeting(Box(tuple(offsets), tuple(lengths))):
         counts[tuple(slice(o, o + n) for o, n in zip(shared.offsets, shared.lengths, strict=True))] += 1
     expected = torch.zeros(shape)
     expected[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = 1
@@ -152,4 +151,4 @@ def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
 
 def test_one_expert_of_many_is_found_without_looking_at_the_others() -> None:
     index = ChunkIndex(boxes_of_grid((20, 30, 8, 4), (20, 30, 2, 1)))
-    assert len(list(index.candidates((7, 11, 0, 0), (1, 1, 4, 4)))) == 2
+    assert len(list(index.candidates(Box((7, 11, 0, 0), (1, 1, 4, 4))))) == 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,117 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
-from megatron_fsdp.checkpoint.contents import require_sound
-from megatron_fsdp.checkpoint.extra_optimizer import as_extra
-from megatron_fsdp.checkpoint.extras import ExtraMatch, match_extra
-from megatron_fsdp.checkpoint.flat_state import unflatten
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.live_state import ITERATION, OPTIMIZER, Extras, check_names, device_of
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.matching import Match, asked_sections, match_model, note_left_out
-from megatron_fsdp.checkpoint.ranks import rank_of, together, world_size_of
-from megatron_fsdp.checkpoint.report import LoadReport
-from megatron_fsdp.checkpoint.stages import place_of, report_of_all
-from megatron_fsdp.checkpoint.storage import SafeLoadPlanner, SafeReader
-from megatron_fsdp.checkpoint.stored_optimizer import OptimizerMatch, match_optimizer
+from megatron_fsdp.checkpoint.matching import (
+    ExtraMatch,
+    Match,
+    OptimizerMatch,
+    asked_sections,
+    match_extra,
+    match_model,
+    match_optimizer,
+    note_left_out,
+)
+from megatron_fsdp.checkpoint.naming import place_of, unflatten
+from megatron_fsdp.checkpoint.optimizer_state import as_extra
+from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
+from megatron_fsdp.checkpoint.safe_read import load_object
+from megatron_fsdp.checkpoint.verify import require_sound
+from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checked folder; each chunk once, however many pieces of it are wanted, so at most one is held.
+
+    Args:
+        folder: Opened, and so checked.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        super().__init__(folder.path)
+        self._folder = folder
+        self._chunk_of = {
+            (key, chunk.box.offsets): which
+            for key, entry in folder.tensors.items()
+            for which, chunk in enumerate(entry.chunks)
+            if chunk.box.numel or not entry.numel
+        }
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """What the folder has read and checked already."""
+        found = self._folder.metadata
+        if found.storage_meta is None:
+            found.storage_meta = StorageMeta()
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan wants, file after file in the order of bytes.
+
+        Raises:
+            CheckpointError: Bytes are damaged or ask for code; names key and file.
+        """
+        wanted: dict[tuple[str, int, str], tuple[int, list[ReadItem]]] = {}
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type is LoadItemType.BYTE_IO:
+                place, which = self._folder.objects[key].span, 0
+            else:
+                which = self._chunk_of[key, tuple(item.storage_index.offset or ())]
+                place = self._folder.tensors[key].chunks[which].span
+            wanted.setdefault((place.file, place.offset, key), (which, []))[1].append(item)
+        with self._folder.kept_open():
+            for _, (which, items) in sorted(wanted.items()):
+                self._read_one(which, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_one(self, which: int, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        key = items[0].storage_index.fqn
+        if items[0].type is LoadItemType.BYTE_IO:
+            for item in items:
+                planner.load_bytes(item, io.BytesIO(self._folder.read_bytes(key)))
+            return
+        chunk = self._folder.read_chunk(key, which)  # checks shape and dtype
+        for item in items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(_narrowed(chunk, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """torch's planner, reading objects as data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object where it belongs.
+
+        Raises:
+            CheckpointError: It is damaged or asks for code.
+        """
+        key = read_item.dest_index.fqn
+        found = load_object(value.getvalue(), key)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[key], found)
+        else:
+            self.state_dict[key] = found
+
+
+def _narrowed(chunk: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """A box of a chunk, with an error that `copy_` would hide by broadcasting."""
+    for dim, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
+        chunk = chunk.narrow(dim, first, length)
+    return chunk
 
 
 @dataclass(frozen=True)
@@ -54,31 +149,9 @@ def read_checkpoint(
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> LoadReport:
-    """Load one checkpoint folder; collective.
+    """Load one checkpoint folder, with the arguments, the result and the errors of `load_checkpoint`; collective.
 
-    Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
-    number of ranks, strategy and mesh may have written it; each rank reads what it needs.
-
-    Args:
-        folder: With `.metadata` in it.
-        model: Sharded or not; its tensors are written in place.
-        optimizer: None: the optimizer's part is left out. A fresh one gets its state, without a step being made.
-        extra: More to load, by the names under which it was saved.
-        with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
-        strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
-            fits and reports the rest.
-        verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
-            None: where there is one, and without the sections that are not loaded.
-        group: The ranks; None: all.
-        facts: What else all ranks have to have been asked for alike, by name.
-
-    Returns:
-        What was loaded and what was not.
-
-    Raises:
-        CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
-            same on every rank. Nothing was changed, unless the message says otherwise.
-        ConfigurationError: The arguments do not belong together, or ranks give different ones.
+    `facts` is what else all ranks have to have been asked for alike, by name.
     """
     doing = f"loading {folder}"
     notes: list[str] = []

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint.live_state import collect
-from megatron_fsdp.checkpoint.loading import read_checkpoint
-from megatron_fsdp.checkpoint.sealing import write_state
+from megatron_fsdp.checkpoint.load import read_checkpoint
+from megatron_fsdp.checkpoint.save import write_state
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.parity import assert_equal_tensors, fixed_seed

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +29,26 @@ from torch.futures import Future
 
 from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
-from megatron_fsdp.checkpoint.flat_state import flatten
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
-from megatron_fsdp.checkpoint.objects import load_object_bytes
-from megatron_fsdp.checkpoint.ranks import by_value
-from megatron_fsdp.checkpoint.save_alone import save_alone
-from megatron_fsdp.checkpoint.settle import failures_in_words
-from megatron_fsdp.checkpoint.tensor_archive import TensorArchives
+from megatron_fsdp.checkpoint.naming import flatten
+from megatron_fsdp.checkpoint.safe_read import load_object
+from megatron_fsdp.comm.agreement import by_value, in_short, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
 
 _SEAL = MetadataIndex("\0seal")
+
+
+def save_alone(state: Mapping[str, Any], **options: Any) -> None:
+    """Save from this process alone, whether or not there are others.
+
+    Args:
+        state: What to save.
+        **options: Of `dcp.save`.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        save(dict(state), no_dist=True, **options)
 
 
 @dataclass
@@ -67,7 +77,7 @@ class SealingPlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten by the rule of `flat_state`."""
+        """Flatten by the rule of `naming.flatten`."""
         leaves, paths = flatten(state_dict)
         self.mappings = dict(paths)
         super().set_up_planner(leaves, storage_meta, is_coordinator)
@@ -111,29 +121,46 @@ class SealingPlanner(DefaultSavePlanner):
 class SealingWriter(FileSystemWriter):
     """torch's writer, which also writes the manifest, last but for the metadata.
 
-    Of the data it writes the same bytes to the same file as torch's. But torch's keeps every tensor that it had to copy
-    (and that is every view of a flat buffer) until the file is done; here one tensor is held at a time.
+    torch's keeps every tensor that it had to copy (and that is every view of a flat buffer) until the file is done;
+    here one tensor is held at a time. Its planner keeps a `Seal` as `seal`.
+
+    Args:
+        folder: Where to write.
+        progress: Told the bytes of tensors that this rank has written, after each item.
     """
 
+    def __init__(self, folder: Path, progress: Callable[[int], None] | None = None) -> None:
+        super().__init__(folder)
+        self._progress = progress
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, force it to the disk, and add its sums to the results."""
-        assert isinstance(planner, SealingPlanner), "made together by write_state"
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        archives, results = TensorArchives(), []
-        with (Path(self.path) / name).open("wb") as stream:
-            for item in sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO):
-                offset, data = stream.tell(), planner.resolve_data(item)
-                if isinstance(data, torch.Tensor):
-                    archives.write(data, stream)
-                else:
-                    stream.write(data.getbuffer())
-                length = stream.tell() - offset
-                results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
-            stream.flush()
-            os.fsync(stream.fileno())
+        """Write this rank's file, where it has something to write, force it to the disk, and add its sums."""
+        results: list[WriteResult] = []
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+            with (Path(self.path) / name).open("wb") as stream:
+                results = self._write_items(stream, name, plan, planner)
+                stream.flush()
+                os.fsync(stream.fileno())
         done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, WriteResult(_SEAL, 0, planner.seal)])
+        done.set_result([*results, WriteResult(_SEAL, 0, planner.seal)])  # type: ignore[attr-defined]
         return done
+
+    def _write_items(self, stream: IO[bytes], name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        results, done = [], 0
+        for item in sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO):
+            offset, data = stream.tell(), planner.resolve_data(item)
+            if isinstance(data, torch.Tensor):
+                torch.save(_with_own_storage(data), stream)
+                done += data.nbytes
+            else:
+                stream.write(data.getbuffer())
+            del data
+            length = stream.tell() - offset
+            results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+            if self._progress is not None:
+                self._progress(done)
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On one rank: the manifest, then the metadata, whose presence says that all is there."""
@@ -145,6 +172,15 @@ class SealingWriter(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         super().finish(metadata, written)
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements on the CPU, in a storage of just their size: `torch.save` writes the whole storage."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 def require_alike(plans: Sequence[SavePlan]) -> None:
@@ -200,24 +236,33 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
     """Write a nested state into a folder, with its manifest; collective.
 
     Args:
-        state: Nested dicts; tensors, DTensors (each rank its part) and objects that `objects.load_object` can read.
+        state: Nested dicts; tensors, DTensors (each rank its part) and objects that `safe_read.load_object` can read.
         folder: The same for every rank.
         group: The ranks; None: all.
 
     Raises:
         CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
     """
-    alone = group is None and not dist.is_initialized()
-    if alone:
+    if group is None and not dist.is_initialized():
         _require_whole(state)
+    write_planned(state, SealingWriter(folder), SealingPlanner(), group)
+
+
+def write_planned(
+    state: Mapping[str, Any], writer: SealingWriter, planner: SavePlanner, group: dist.ProcessGroup | None = None
+) -> None:
+    """`dcp.save` over the ranks of a group, or by this process where it is alone; collective.
+
+    Raises:
+        CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
+    """
     try:
-        writer, planner = SealingWriter(folder), SealingPlanner()
-        if alone:
+        if world_size_of(group) == 1:
             save_alone(state, storage_writer=writer, planner=planner)
         else:
             save(dict(state), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
-        raise CheckpointError(f"writing {folder} failed ({failures_in_words(error)})") from error
+        raise in_short(error, f"writing {writer.path}") from error
 
 
 def _require_whole(state: Mapping[str, Any]) -> None:
@@ -233,7 +278,7 @@ def _require_whole(state: Mapping[str, Any]) -> None:
 
 def _require_readable(raw: bytes, key: str) -> None:
     try:
-        load_object_bytes(raw, key)
+        load_object(raw, key)
     except CheckpointError as error:
         raise ConfigurationError(
             f"{key} holds an object that could not be read back ({error}); store numbers, text, lists, dicts, tensors "

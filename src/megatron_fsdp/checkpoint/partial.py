@@ -1,0 +1,94 @@
+"""Read part of a chunk without the rest of it: a chunk may be a stack of layers, and what is wanted one of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from megatron_fsdp.checkpoint.safe_read import load_weights, reading
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
+
+_MAX_AXES = 2  # layers and experts
+_BEHIND_CONTENTS = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # their data descriptor, another record, or the directory
+
+
+class ChunkIndex:
+    """The boxes of one tensor's chunks, by where they lie along its first axes: there may be many thousands.
+
+    Only axes along which all boxes have the same length are used (so they begin at multiples of it, since they cover
+    the tensor); the others do not narrow the search.
+
+    Args:
+        boxes: Of the chunks; those without elements are never found.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        filled = [(i, box) for i, box in enumerate(boxes) if box.numel]
+        self._steps: list[int] = []
+        for axis in range(min(_MAX_AXES, len(filled[0][1].offsets)) if filled else 0):
+            step = filled[0][1].lengths[axis]
+            if any(box.lengths[axis] != step for _, box in filled):
+                break
+            self._steps.append(step)
+        self._cells: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, box in filled:
+            self._cells[tuple(at // step for at, step in zip(box.offsets, self._steps, strict=False))].append(i)
+
+    def candidates(self, wanted: Box) -> Iterator[int]:
+        """Chunks that may meet a box; all that do are among them."""
+        ranges = [
+            range(first // step, (first + length - 1) // step + 1)
+            for first, length, step in zip(wanted.offsets, wanted.lengths, self._steps, strict=False)
+        ]
+        for cell in product(*ranges):
+            yield from self._cells.get(cell, ())
+
+    def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
+        """Chunks that share elements with a box, each with what they share, in global coordinates."""
+        for i in self.candidates(wanted) if wanted.numel else ():
+            shared = self._boxes[i].meet(wanted)
+            if shared is not None:
+                yield i, shared
+
+
+def stretch_of(shape: Sequence[int], box: Box) -> int | None:
+    """First element, where a box is one stretch of the flattened tensor."""
+    partial = max((axis for axis, n in enumerate(box.lengths) if n != shape[axis]), default=0)
+    if any(length != 1 for length in box.lengths[:partial]):
+        return None
+    start = 0
+    for at, length in zip(box.offsets, shape, strict=True):
+        start = start * length + at
+    return start
+
+
+def place_of_elements(stream: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype, where: str) -> int | None:
+    """Where the elements begin in an archive of `torch.save`; None where they are not as they are in memory.
+
+    Args:
+        stream: With the archive; its elements are not read.
+        shape: Of the tensor in it.
+        dtype: Of the elements.
+        where: Names the file (and the entry) in messages.
+
+    Raises:
+        CheckpointError: The archive is damaged.
+    """
+    with reading(where):
+        found = load_weights(stream, where, "meta")
+        is_whole = isinstance(found, Tensor) and (tuple(found.shape), found.dtype) == (shape, dtype)
+        if not is_whole or not found.is_contiguous() or found.storage_offset() or found.is_conj() or found.is_neg():
+            return None
+        storage = found.untyped_storage()
+        place: int = storage._checkpoint_offset
+        stream.seek(place + storage.nbytes())
+        if stream.read(4) not in _BEHIND_CONTENTS:  # the place is told by two lengths that no checksum covers
+            raise CheckpointError(f"{where} is damaged: its elements do not begin where it says; restore it")
+    return place
