@@ -10,7 +10,7 @@ from benchmarks.contenders import Setting
 from benchmarks.readings import Request
 from benchmarks.workloads import build_model
 from megatron_fsdp import MixedPrecisionPolicy
-from megatron_fsdp.plan.front import plan
+from megatron_fsdp.plan import plan
 
 
 def planned_peak(request: Request, setting: Setting) -> int | None:

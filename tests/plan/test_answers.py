@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.answers import Answers
+from megatron_fsdp.plan.activations import Answers
 
 
 class Asked(TorchDispatchMode):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp.plan.flops import operator_bytes, operator_flops
-from megatron_fsdp.plan.live_storages import LiveStorages, tensors_of
+from megatron_fsdp.plan.activations import LiveStorages, operator_bytes, operator_flops, tensors_of
 
 SIZES = st.integers(1, 40)
 

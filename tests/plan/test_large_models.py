@@ -10,12 +10,10 @@ pytest.importorskip("transformers")
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile
-from megatron_fsdp.plan.front import plan
 from megatron_fsdp.plan.machine import GIB, find_machine
-from megatron_fsdp.plan.models import build_meta_model
-from megatron_fsdp.plan.planning import Plan
-from megatron_fsdp.plan.presets import preset_config
-from megatron_fsdp.plan.recompute import Recompute
+from megatron_fsdp.plan.models import build_meta_model, preset_config
+from megatron_fsdp.plan.planning import Plan, plan
+from megatron_fsdp.plan.setup import Recompute
 
 TOKENS, HIDDEN, VOCABULARY = 8192, 16384, 128256
 BF16 = 2

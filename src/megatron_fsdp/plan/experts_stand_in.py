@@ -1,55 +1,43 @@
-"""Mixtures of experts without values: routing is balanced, and other ranks are stood in for.
+"""Mixtures of experts without values: routing is balanced.
 
-Which rows an expert gets is data. What is alive depends on the number of rows of a rank only, where all its experts are
-computed by one grouped product, as transformers 5 does by default: k rows for each token, however they are routed. With
-experts divided over ranks, a rank gets as many rows as it sends when routing is balanced.
+Which rows an expert gets is data. What is alive depends on the number of rows only, where all experts are computed by
+one grouped product, as transformers 5 does by default: k rows for each token, however they are routed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.plan.experts_loop import balanced_loop, loops_plainly
+from megatron_fsdp.errors import ConfigurationError
 
 _GROUPED = "grouped_mm"
 _FIELD = "_experts_implementation"
 
 
 @contextmanager
-def balanced_experts(model: nn.Module, expert_ranks: int = 1) -> Iterator[None]:
-    """Inside of it, fused experts of transformers compute without values, each rank its share.
+def balanced_experts(model: nn.Module) -> Iterator[None]:
+    """Let fused experts of transformers compute without values, each as many rows as any other.
 
-    Experts that are computed one after another ("eager") get as many rows each as any other, up to one; families whose
-    loop is not the common one are computed by grouped products instead. With `expert_ranks` > 1 a layer has the first
-    ``1 / expert_ranks`` of its experts, and tokens travel to their experts and back as in `automodel.expert_parallel`:
-    sorted rows, an exchange, the experts, an exchange.
+    Experts that are computed one after another ("eager") get equally many rows, up to one; families whose loop is not
+    the common one are computed by grouped products instead.
 
     Args:
         model: Changed inside of the block only; without experts nothing is done.
-        expert_ranks: How many ranks share the experts of a layer.
 
     Raises:
-        ConfigurationError: `expert_ranks` > 1, and there are no fused experts.
-        ParallelSizeError: It does not divide the experts.
+        ConfigurationError: Experts have neither a common loop nor a grouped product.
     """
-    experts = fused_experts(model)
-    if expert_ranks > 1 and not experts:
-        raise ConfigurationError(
-            f"{type(model).__name__} has no fused experts, so nothing can be divided over {expert_ranks} ranks; use 1"
-        )
     with ExitStack() as stack:
-        for name, part in experts.items():
+        for part in fused_experts(model).values():
             stack.enter_context(_without_values(part))
-            if expert_ranks > 1:
-                stack.enter_context(_divided(name, part, expert_ranks))
         yield
 
 
@@ -78,9 +66,15 @@ def _without_values(part: nn.Module) -> Iterator[None]:
     before = getattr(config, _FIELD, None)
     if before not in (None, "eager"):
         yield
-    elif loops_plainly(part):
-        with _own_forward(part, functools.partial(balanced_loop, part)):
+    elif _loops_plainly(part):
+        had = part.__dict__.get("forward")
+        part.__dict__["forward"] = functools.partial(_balanced_loop, part)
+        try:
             yield
+        finally:
+            del part.__dict__["forward"]
+            if had is not None:
+                part.__dict__["forward"] = had
     elif config is None:
         raise ConfigurationError(
             f"{type(part).__name__} has no grouped product, so which rows are computed depends on values; profile "
@@ -94,82 +88,56 @@ def _without_values(part: nn.Module) -> Iterator[None]:
             setattr(config, _FIELD, before)
 
 
-@contextmanager
-def _own_forward(part: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    had = part.__dict__.get("forward")
-    part.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del part.__dict__["forward"]
-        if had is not None:
-            part.__dict__["forward"] = had
+def _loops_plainly(part: nn.Module) -> bool:
+    """Whether the module's loop is the common one: gate and up in one stack of matrices, down in another, no biases."""
+    names = {name for name, _ in part.named_parameters()}
+    turned = getattr(part, "is_transposed", False)
+    return names == {"gate_up_proj", "down_proj"} and not turned and hasattr(part, "_apply_gate")
 
 
-@contextmanager
-def _divided(name: str, part: nn.Module, ranks: int) -> Iterator[None]:
-    total = len(next(part.parameters()))
-    if total % ranks:
-        raise ParallelSizeError(f"{name} has {total} experts, which {ranks} ranks cannot share equally; use a divisor")
-    weights = dict(part._parameters)
-    for key, weight in weights.items():
-        if weight is not None:
-            shape = (total // ranks, *weight.shape[1:])
-            part._parameters[key] = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
-    part.__dict__["num_experts"] = total // ranks
-    try:
-        with _own_forward(part, functools.partial(_exchanged, part.forward, ranks, total // ranks)):
-            yield
-    finally:
-        part._parameters.update(weights)
-        part.__dict__["num_experts"] = total
+def _balanced_loop(part: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What the loop keeps and computes where every expert gets as many rows as any other, up to one.
+
+    Args:
+        part: The experts; `loops_plainly`.
+        hidden_states: (tokens, hidden).
+        top_k_index: (tokens, k).
+        top_k_weights: (tokens, k).
+
+    Returns:
+        (tokens, hidden).
+    """
+    final = torch.zeros_like(hidden_states)
+    mask, hit = _masks(top_k_index, part.num_experts)
+    for expert, rows in _rows(top_k_index.numel(), part.num_experts):
+        _ = hit[expert], mask[expert]
+        position, token = top_k_index.new_empty((rows, 2), dtype=torch.int64).unbind(1)
+        current = hidden_states[token]
+        current = _gated(part, linear(current, part.gate_up_proj[expert]))
+        current = linear(current, part.down_proj[expert])
+        current = current * top_k_weights[token, position, None]
+        final.index_add_(0, token, current.to(final.dtype))
+    return final
 
 
-def _exchanged(
-    forward: Callable[..., Tensor], ranks: int, local: int, hidden_states: Tensor, index: Tensor, weights: Tensor
-) -> Tensor:
-    """The steps of a rank's divided experts; rows that come are as many as those that go."""
-    chosen = index.shape[-1]
-    order = torch.argsort(index.flatten(), stable=True)
-    local_index = _arriving(index, ranks, local)
-    rows = hidden_states.repeat_interleave(chosen, dim=0)[order]
-    computed = _compute(forward, _travel(rows), local_index)
-    returned = _travel(computed)[torch.argsort(order)]
-    weighted = returned.view(*index.shape, hidden_states.shape[-1]) * weights.unsqueeze(-1)
-    return weighted.sum(dim=-2).to(hidden_states.dtype)
-
-
-def _compute(forward: Callable[..., Tensor], rows: Tensor, local_index: Tensor) -> Tensor:
-    return forward(rows, local_index.unsqueeze(-1), rows.new_ones(rows.shape[0], 1)).to(rows.dtype)
+def _gated(part: Any, gate_up: Tensor) -> Tensor:
+    gated: Tensor = part._apply_gate(gate_up)
+    return gated
 
 
 @torch.no_grad()
-def _arriving(index: Tensor, ranks: int, local: int) -> Tensor:
-    """The expert of each row that arrives, found by counting; (rows,) int64."""
-    counts = torch.zeros(ranks * local, dtype=torch.int64, device=index.device)
-    chosen = index.flatten().long()
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    arriving = torch.empty_like(counts)
-    per_rank = torch.stack([counts, arriving]).view(2, ranks, local)
-    per_rank.sum(dim=-1)
-    experts = torch.arange(local, device=counts.device).repeat(ranks)
-    return experts.repeat_interleave(arriving, output_size=chosen.shape[0])
+def _masks(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Which choice of which token is which expert, and the experts that are chosen; both only stay alive here."""
+    mask = index.new_zeros((*index.shape, num_experts + 1), dtype=torch.int64)
+    mask = mask.scatter_(-1, index.unsqueeze(-1), 1).permute(2, 1, 0)
+    chosen = torch.greater(mask.sum(dim=(-1, -2)), 0)
+    return mask, chosen.new_empty((min(num_experts, index.numel()), 1), dtype=torch.int64)
 
 
-class _Travel(torch.autograd.Function):
-    """Rows go and as many come: memory of its own on arrival, in forward and in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        del ctx
-        return torch.empty_like(rows.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        del ctx
-        return torch.empty_like(grads[0].contiguous())
-
-
-def _travel(rows: Tensor) -> Tensor:
-    arrived: Tensor = _Travel.apply(rows)  # type: ignore[no-untyped-call]  # torch's own, without hints
-    return arrived
+def _rows(total: int, num_experts: int) -> Iterator[tuple[int, int]]:
+    """Each expert that gets rows, and how many."""
+    least, more = divmod(total, num_experts)
+    for expert in range(num_experts):
+        rows = least + (expert < more)
+        if rows:
+            yield expert, rows
