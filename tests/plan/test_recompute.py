@@ -44,7 +44,7 @@ def test_recomputation_repeats_a_forward_up_to_what_backward_needs() -> None:
     assert full.recomputed_flops == forward - last_products
 
 
-@pytest.mark.parametrize("recompute", ["attention", "mlp"])
+@pytest.mark.parametrize("recompute", ["selective", "attention", "mlp"])
 def test_parts_keep_more_than_units_and_less_than_all(recompute: Recompute) -> None:
     assert profile("full").kept_bytes < profile(recompute).kept_bytes < profile("none").kept_bytes
 
@@ -68,6 +68,6 @@ def test_nothing_to_recompute_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=words), recomputing(Tower(), ["", "floors.0"], "attention"):
         pass
     unknown: Any = "half"
-    words = "'half'; choose none, full, attention or mlp"
+    words = "'half'; choose none, full, selective, attention or mlp"
     with pytest.raises(ConfigurationError, match=words), recomputing(model, [""], unknown):
         pass

@@ -409,7 +409,7 @@ def _per_head(tensors: Sequence[Tensor]) -> list[torch.Size]:
     return [torch.Size((shape[0], heads, *shape[2:])) for shape in (query.shape, key.shape, value.shape)]
 
 
-def _grouped_product(args: Sequence[Any], _: Any) -> int:
+def _grouped_flops(args: Sequence[Any], _: Any) -> int:
     """Each row by one matrix of a stack, or each stretch of columns by its stretch of rows: all columns count once."""
     left, right = args[0], args[1]
     stacked = left.shape[0] if left.dim() == right.dim() == 3 else 1
@@ -419,7 +419,7 @@ def _grouped_product(args: Sequence[Any], _: Any) -> int:
 _OWN: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-    _ATEN._grouped_mm: _grouped_product,
+    _ATEN._grouped_mm: _grouped_flops,
 }
 
 _PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}

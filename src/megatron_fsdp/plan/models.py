@@ -93,6 +93,15 @@ def _read(path: Path) -> Mapping[str, Any]:
     return fields
 
 
+def model_config(name: str) -> Any:
+    """The config of transformers of a preset.
+
+    Raises:
+        ConfigurationError: There is no preset of this name, or transformers is missing.
+    """
+    return _config(require("transformers", f"the preset {name}"), preset_config(name))
+
+
 def read_config(source: str | Path) -> Any:
     """The config of transformers in a local folder or file; code that lies beside it is not run.
 

@@ -241,8 +241,8 @@ def decoder_shape(config: Any, what: str) -> DecoderShape:
     latent = getattr(config, "kv_lora_rank", None)
     width = config.qk_nope_head_dim + config.qk_rope_head_dim if latent else _head_width(config)
     experts = next((n for key in _EXPERT_COUNTS if (n := getattr(config, key, None))), 0)
-    expert_inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", 0)
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    inner = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+    expert_inner = int(getattr(config, "moe_intermediate_size", None) or inner)
     return DecoderShape(
         hidden=hidden,
         layers=config.num_hidden_layers,
@@ -260,7 +260,7 @@ def decoder_shape(config: Any, what: str) -> DecoderShape:
         shared_inner=(getattr(config, "n_shared_experts", 0) or 0) * expert_inner,
         dense_layers=getattr(config, "first_k_dense_replace", 0) or 0,
         latent=LatentAttention(config.q_lora_rank, latent, config.qk_rope_head_dim) if latent else None,
-        **_FAMILIES[kind],  # type: ignore[arg-type]  # all of them are flags
+        **_FAMILIES[kind],
     )
 
 
@@ -350,7 +350,7 @@ class DecoderShare:
             ("experts", shape.experts, ranks.ep, f"ep={ranks.ep}"),
             ("tokens of a sequence", self.sequence_length, pieces, f"2 x cp={ranks.cp}"),
         ):
-            if count % divisor or (ranks.ep > 1 and not shape.experts):
+            if count % divisor or (divisor > 1 and not count):
                 raise ParallelSizeError(f"{count} {what} cannot be divided by {by}; choose a divisor")
 
     @property

@@ -83,7 +83,7 @@ def _wrap(module: nn.Module, is_selective: bool) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
-    module.forward = recomputed  # type: ignore[method-assign]
+    module.forward = recomputed
 
 
 def _keeping_every_second_product() -> tuple[Any, Any]:

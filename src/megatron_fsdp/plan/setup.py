@@ -165,13 +165,14 @@ def resolve_ranks(ranks: Ranks) -> ParallelRanks:
         return ranks
     if isinstance(ranks, int):
         return ParallelRanks(ranks)
-    if not isinstance(ranks, Mapping) or not ranks:
+    given: object = ranks
+    if not isinstance(given, Mapping) or not given:
         raise ConfigurationError(f"ranks={ranks!r}; give their number, or sizes by axis such as dict(dp_shard=8)")
     known = list(ParallelRanks.__dataclass_fields__)
-    for name in ranks:
+    for name in given:
         if name not in known:
             raise ConfigurationError(f"there is no axis {name!r}; {nearest_name(name, known)}")
-    return ParallelRanks(**{"dp_shard": 1, **ranks})
+    return ParallelRanks(**{"dp_shard": 1, **given})
 
 
 def find_member(kind: type[_Choice], given: object, argument: str) -> _Choice:
