@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile
-from megatron_fsdp.plan.experts_stand_in import balanced_experts, fused_experts
+from megatron_fsdp.plan.experts_stand_in import balanced_experts
 from tests.support.measured_compute import measured_peak, on_meta
 from tests.support.small_language_models import build_small
 
@@ -41,17 +41,17 @@ def total(output: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def tokens(count: int = TOKENS) -> Tensor:
-    return torch.linspace(-1, 1, count * HIDDEN).view(count, HIDDEN)
+def tokens() -> Tensor:
+    return torch.linspace(-1, 1, TOKENS * HIDDEN).view(TOKENS, HIDDEN)
 
 
-def profile(implementation: str, count: int = TOKENS) -> ComputeProfile:
+def profile(implementation: str) -> ComputeProfile:
     with torch.device("meta"):
         model = Routed(implementation)
-    return profile_compute(model, on_meta(tokens(count)), unit_names=[""], loss_fn=total, kernels="cpu")
+    return profile_compute(model, on_meta(tokens()), unit_names=[""], loss_fn=total, kernels="cpu")
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_balanced_experts_need_what_those_of_transformers_need(implementation: str) -> None:
     found = profile(implementation)
     assert found.peak_bytes == measured_peak(Routed(implementation), tokens(), total)
@@ -60,20 +60,13 @@ def test_balanced_experts_need_what_those_of_transformers_need(implementation: s
     assert found.forward_flops == rows * 2 * (HIDDEN * 2 * INNER + INNER * HIDDEN) + gate
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_the_loop_gives_the_rest_to_the_first_experts(count: int) -> None:
-    """Of 10 rows, 4 experts get 3, 3, 2 and 2; of 2 rows, two get one each and two are left out."""
-    assert profile("eager", count=count).peak_bytes == measured_peak(Routed("eager"), tokens(count), total)
+def test_loops_are_planned_as_grouped_products() -> None:
+    assert profile("eager").peak_bytes == profile("grouped_mm").peak_bytes
 
 
-def test_experts_are_put_back_as_they_were() -> None:
+def test_configs_are_put_back_as_they_were() -> None:
     with torch.device("meta"):
         model: Any = build_small("mixtral", experts_implementation="eager")
-    experts = fused_experts(model)
-    assert list(experts) == [f"model.layers.{layer}.mlp.experts" for layer in range(3)]
-    before = [(part.num_experts, dict(part._parameters)) for part in experts.values()]
     with balanced_experts(model):
-        assert all("forward" in part.__dict__ for part in experts.values())
-    assert [(part.num_experts, dict(part._parameters)) for part in experts.values()] == before
-    assert all("forward" not in part.__dict__ for part in experts.values())
+        assert model.config._experts_implementation == "grouped_mm"
     assert model.config._experts_implementation == "eager"

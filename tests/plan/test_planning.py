@@ -19,7 +19,6 @@ from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import Wire, Wires
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
 from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, outer_step_traffic, step_traffic, transient_bytes
-from tests.support.ends_models import TOKENS, Block, EndsDecoder, Shape
 from tests.support.tower import FEATURES, Floor, Tower
 
 BF16 = torch.bfloat16
@@ -347,12 +346,3 @@ def test_tokens_that_hide_do_not_depend_on_the_batch() -> None:
         plan("llama-3.2-1b", 64, sequence_length=2048, micro_batch=count).hidden_from_tokens for count in (1, 4, 16)
     ]
     assert all(each is not None and each == pytest.approx(hidden[0], rel=0.1) for each in hidden)
-
-
-def test_large_ends_hide_nothing_and_need_nothing_to_hide_behind() -> None:
-    with torch.device("meta"):
-        model, tokens = EndsDecoder(Shape()), torch.empty(2, TOKENS, dtype=torch.long)
-    found, given = (plan(model, 2, inputs=tokens, loss_fn=_sum, fsdp_unit_modules=units) for units in (None, [Block]))
-    assert "large ends tokens, head" in found.model.source
-    assert found.hidden_from_tokens == given.hidden_from_tokens
-    assert found.hidden_from_tokens is not None

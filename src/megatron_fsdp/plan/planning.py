@@ -27,7 +27,6 @@ from megatron_fsdp.plan.replay import (
     exchange_s,
     replay_step,
     step_costs,
-    tokens_where_hidden,
 )
 from megatron_fsdp.plan.setup import (
     Accumulation,
@@ -341,8 +340,6 @@ class Plan:
         step: The replayed step of this rank.
         memory: Its bytes.
         traffic: Per axis.
-        hidden_from_tokens: Tokens per rank and microbatch from which communication hides behind compute; None where
-            nothing travels.
     """
 
     workload: Workload
@@ -352,7 +349,6 @@ class Plan:
     step: ReplayedStep
     memory: RankMemory
     traffic: tuple[AxisTraffic, ...]
-    hidden_from_tokens: float | None
 
     @property
     def setup(self) -> Setup:
@@ -402,6 +398,15 @@ class Plan:
         return self.model_flops * self.setup.microbatches / (self.step_s * self.machine.flops)
 
     @property
+    def hidden_from_tokens(self) -> float | None:
+        """Tokens per rank and microbatch from which compute takes as long as the sharding axis communicates.
+
+        Compute grows with the number of samples, and communication does not. None where nothing travels.
+        """
+        travel_s = sum(axis.seconds for axis in self.traffic if axis.axis == "dp_shard")
+        return self.workload.tokens * travel_s / self.step.compute_s or None
+
+    @property
     def exposed_fraction(self) -> float:
         """Part of the step that waits for data-parallel collectives."""
         return self.step.exposed_s / self.step.seconds if self.step.seconds else 0.0
@@ -427,7 +432,6 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
         raise ConfigurationError(f"virtual_stages={setup.virtual_stages} need as many layers on a rank; give fewer")
     saved = 0.0 if share is None else microbatches_in_flight(setup, share.stage) - 1
     step = replay_step(model, profile, step_costs(model, profile, exchanges, machine, saved))
-    prompt = step_costs(model, profile, exchanges, machine.but({"operator_s": 0.0}))
     return Plan(
         workload,
         model,
@@ -441,7 +445,6 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
             saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
         ),
         (*_data_parallel(step.transfers), *_model_parallel(exchanges, setup, machine)),
-        tokens_where_hidden(model, profile, prompt, workload.tokens),
     )
 
 

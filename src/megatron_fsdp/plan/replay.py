@@ -131,6 +131,7 @@ class ReplayedStep:
         moments: In order of time.
         transfers: All collectives, in order of their start; times since the step began.
         seconds: From the first event to the end of the optimizer's step.
+        compute_s: Of these, forward and backward.
         exposed_s: Of these, waiting for collectives.
         borrowed_bytes: The most that gathered weights, buckets and scratch took, each at a time.
     """
@@ -138,6 +139,7 @@ class ReplayedStep:
     moments: tuple[Moment, ...]
     transfers: tuple[Transfer, ...]
     seconds: float
+    compute_s: float
     exposed_s: float
     borrowed_bytes: int
 
@@ -296,7 +298,7 @@ class _Replay:
         self._epochs: dict[int, int] = {}
         self._moments: list[Moment] = []
         self._passing_bytes = self._most_passing_bytes = self._cast_bytes = 0
-        self._began_s = self._began_exposed_s = 0.0
+        self._began_s = self._began_exposed_s = self._compute_s = 0.0
         self._first_transfer = 0
 
     def _pool(self, count: int, units: Sequence[_Unit]) -> BucketPool:
@@ -326,6 +328,7 @@ class _Replay:
             tuple(self._moments),
             tuple(shifted),
             self._wires.now_s - began,
+            self._compute_s,
             self._wires.exposed_s - self._began_exposed_s,
             self._weights.peak_bytes + sum(pool.peak_bytes for pool in self._pools),
         )
@@ -354,7 +357,7 @@ class _Replay:
 
     def step(self, profile: ComputeProfile) -> None:
         """All microbatches and the optimizer."""
-        self._cast_bytes = 0
+        self._cast_bytes, self._compute_s = 0, 0.0
         for unit in self._units:
             unit.has_main = False
         for microbatch in range(self._setup.microbatches):
@@ -377,7 +380,9 @@ class _Replay:
             self._most_passing_bytes = self._passing_bytes
             self._event(segment.event, self._index[profile.unit_names[segment.unit]])
             self._note(str(segment), segment.begin_bytes + saved_bytes)
-            self._wires.now_s += self._costs.compute(segment)
+            seconds = self._costs.compute(segment)
+            self._wires.now_s += seconds
+            self._compute_s += seconds
             for name in segment.gradients:
                 self._arrive(self._owners[name])
             if segment.peak_bytes > segment.begin_bytes:
@@ -632,45 +637,3 @@ def step_costs(
         optimizer_bytes=step_bytes(model, profile.used),
         saved_microbatches=saved_microbatches,
     )
-
-
-def tokens_where_hidden(model: PlannedModel, profile: ComputeProfile, costs: StepCosts, tokens: int) -> float | None:
-    """Tokens per rank and microbatch from which communication of the sharding axis can hide behind compute.
-
-    From then on each unit computes longer than its neighbours' weights and gradients travel: a forward than the next
-    gather, a backward than a gather and a reduction. The time of compute is taken to be in proportion to the tokens, as
-    it is to samples of the same length. Large ends of a model are left out, as the root is: they come once in a pass,
-    and an embedding computes next to nothing. None where nothing travels.
-
-    Args:
-        model: The units.
-        profile: One microbatch.
-        costs: On a machine where starting an operator takes no time.
-        tokens: Of that microbatch.
-    """
-    forward: dict[int, float] = {}
-    backward: dict[int, float] = {}
-    is_backward = False
-    for segment in profile.segments:
-        is_backward |= segment.event is Event.BACKWARD_BEGINS
-        times = backward if is_backward else forward
-        times[segment.computing] = times.get(segment.computing, 0.0) + costs.compute(segment)
-    needed = [0.0]
-    for index, unit in enumerate(model.units):
-        if not index or unit.is_end:
-            continue
-        gather, reduce = _travel_s(unit, costs.transfer)
-        if forward.get(index):
-            needed.append(gather / forward[index])
-        if backward.get(index):
-            needed.append((gather * (model.setup.strategy == 3) + reduce) / backward[index])
-    return max(needed) * tokens or None
-
-
-def _travel_s(unit: PlannedUnit, transfer: Cost) -> tuple[float, float]:
-    """Seconds of a unit's gathers and of its reductions over the inner ranks."""
-
-    def seconds(plans: Iterable[GroupPlan], sent: Callable[[GroupPlan], int]) -> float:
-        return sum(transfer(Wire.INNER, sent(plan), plan.spec.key.is_expert) for plan in plans if sent(plan))
-
-    return seconds(unit.groups, _gather_sent), seconds((p for p in unit.groups if p.requires_grad), _reduce_sent)
