@@ -19,6 +19,8 @@ from megatron_fsdp.plan.parallel import (
     decoder_shape,
     layers_of_stage,
     microbatches_in_flight,
+    share_exchanges,
+    share_profile,
 )
 from megatron_fsdp.plan.setup import ParallelRanks, Recompute, Setup
 from tests.plan.test_models import PUBLISHED, ROUTER_BIASES
@@ -40,7 +42,7 @@ def names_of(own: DecoderShare) -> list[str]:
 
 
 def profile(own: DecoderShare, **choices: Any) -> ComputeProfile:
-    return own.profile(Setup(own.ranks, **choices), names_of(own))
+    return share_profile(own, Setup(own.ranks, **choices), names_of(own))
 
 
 def kept_by_a_layer(shape: DecoderShape, recompute: Recompute = "none", *, sequence: bool = True, **ranks: int) -> int:
@@ -140,7 +142,7 @@ def sent(shape: DecoderShape, **choices: Any) -> dict[str, int]:
     ranks = {name: choices.pop(name) for name in ("tp", "cp", "pp", "ep", "dp_shard") if name in choices}
     own = share(shape, **ranks)
     found: dict[str, int] = {}
-    for exchange in own.exchanges(Setup(own.ranks, **choices)):
+    for exchange in share_exchanges(own, Setup(own.ranks, **choices)):
         found[exchange.axis] = found.get(exchange.axis, 0) + exchange.count * exchange.sent_bytes
     return found
 

@@ -16,7 +16,7 @@ every key (kernels skip half and reach about half the speed of products), balanc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -338,11 +338,10 @@ class DecoderShare:
     sequence_length: int
     dtype: torch.dtype = torch.bfloat16
     stage: int = 0
-    layers: range = field(init=False)
 
     def __post_init__(self) -> None:
         ranks, shape = self.ranks, self.shape
-        object.__setattr__(self, "layers", layers_of_stage(shape.layers, ranks.pp, self.stage))
+        layers_of_stage(shape.layers, ranks.pp, self.stage)
         pieces = ranks.cp * (2 if ranks.cp > 1 else 1)
         for what, count, divisor, by in (
             ("attention heads", shape.heads, ranks.tp, f"tp={ranks.tp}"),
@@ -352,6 +351,11 @@ class DecoderShare:
         ):
             if count % divisor or (divisor > 1 and not count):
                 raise ParallelSizeError(f"{count} {what} cannot be divided by {by}; choose a divisor")
+
+    @property
+    def layers(self) -> range:
+        """Of this stage."""
+        return layers_of_stage(self.shape.layers, self.ranks.pp, self.stage)
 
     @property
     def tokens(self) -> int:
@@ -385,26 +389,13 @@ class DecoderShare:
 
     def slowdown(self, setup: Setup) -> float:
         """How much longer the busiest stage computes than this one."""
-        own = self._forward_flops(setup)
-        stages = (DecoderShare(**{**self._given, "stage": stage}) for stage in {1 % setup.ranks.pp, setup.ranks.pp - 1})
-        return max(1.0, *(share._forward_flops(setup) / own for share in stages))
-
-    @property
-    def _given(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "layers"}
+        ends = {self.stage, 1 % self.ranks.pp, self.ranks.pp - 1}
+        times = {stage: replace(self, stage=stage)._forward_flops(setup) for stage in ends}
+        return max(times.values()) / times[self.stage]
 
     def _forward_flops(self, setup: Setup) -> float:
-        pieces = [_layer_piece(self, setup, layer) for layer in self.layers]
-        return sum(piece.flops for piece in pieces) + (_head_piece(self).flops if self.is_last else 0.0)
-
-    def exchanges(self, setup: Setup) -> tuple[Exchange, ...]:
-        """Collectives and messages of a microbatch."""
-        layers = [exchange for layer in self.layers for exchange in _layer_exchanges(self, setup, layer)]
-        return (*_end_exchanges(self, setup), *layers, *_stage_exchanges(self, setup))
-
-    def profile(self, setup: Setup, unit_names: Sequence[str]) -> ComputeProfile:
-        """Events, bytes and operations of a microbatch, for units with these names."""
-        return _profile(self, setup, unit_names)
+        layers = sum(_layer_piece(self, setup, layer).flops for layer in self.layers)
+        return layers + (_head_piece(self, setup).flops if self.is_last else 0.0)
 
     def notes(self, setup: Setup) -> tuple[str, ...]:
         """What was assumed, in words."""
@@ -498,83 +489,62 @@ def _outside(share: DecoderShare, setup: Setup) -> float:
     return share.shape.hidden * share.dtype.itemsize / (share.ranks.tp if setup.sequence_parallel else 1)
 
 
-@dataclass(frozen=True)
-class _PartBytes:
-    """Bytes that one part of a layer saves for one token besides its own input."""
+def _part_bytes(share: DecoderShare, layer: int) -> tuple[float, float, float]:
+    """Bytes that attention and the MLP save for one token besides their inputs, and those of attention's result.
 
-    attention: float
-    mlp: float
-    result_of_attention: float
-
-
-def _part_bytes(share: DecoderShare, layer: int) -> _PartBytes:
-    """Korthikanti et al. 2022, section 4, for fused attention and gated products, in bytes per token."""
+    Korthikanti et al. 2022, section 4, for fused attention and gated products.
+    """
     shape, tp, itemsize = share.shape, share.ranks.tp, share.dtype.itemsize
-    key_parts = min(tp, shape.key_heads)
     queries = shape.heads * shape.score_width / tp
-    keys = shape.key_heads * (shape.score_width + shape.value_width) / key_parts
+    keys = shape.key_heads * (shape.score_width + shape.value_width) / min(tp, shape.key_heads)
     waists = 0.0 if shape.latent is None else 2.0 * (shape.latent.query + shape.latent.key_value) + queries
     result = shape.heads * shape.value_width / tp * itemsize + _FP32 * shape.heads / tp
-    copies = 3 if shape.is_gated else 2
     if not shape.is_mixture(layer):
-        mlp = copies * shape.inner / tp * itemsize
+        mlp = (3 if shape.is_gated else 2) * shape.inner / tp * itemsize
     else:  # rows that arrive and return, and what is inside of experts
         rows = shape.chosen * (2 * shape.hidden + 3 * shape.expert_inner / tp) * itemsize
         mlp = rows + 3 * shape.shared_inner / tp * itemsize + 2 * _FP32 * shape.experts
-    return _PartBytes((queries + keys + waists) * itemsize + result, mlp, result)
+    return (queries + keys + waists) * itemsize + result, mlp, result
 
 
 def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
+    """A layer under the recomputation that was chosen."""
     shape, tp, tokens = share.shape, share.ranks.tp, share.tokens
-    parts, outside = _part_bytes(share, layer), _outside(share, setup)
+    (attention, mlp, result), outside = _part_bytes(share, layer), _outside(share, setup)
     products = [weight for weight in shape.layer(layer) if weight.flops(tp)]
-    product_flops = sum(weight.flops(tp) for weight in products)
+    flops = [weight.flops(tp) for weight in products]
+    out = [weight.name for weight in products].index("out")
     scores = shape.score_flops(share.sequence_length) / tp
-    everything = 4 * outside + parts.attention + parts.mlp  # two norms keep what they get and what they give
-    kept, again, again_scores = everything, 0.0, 0.0
-    of_attention = _flops_before(products, "out", tp)
-    of_mlp = sum(weight.flops(tp) for weight in products[_after_attention(products) :][:-1])
-    if setup.recompute == "full":
-        kept, again, again_scores = outside, product_flops - products[-1].flops(tp), scores
-    elif setup.recompute == "attention":
-        kept, again, again_scores = everything - parts.attention, of_attention, scores
-    elif setup.recompute == "mlp":
-        kept, again = everything - parts.mlp, of_mlp
-    elif setup.recompute == "selective":
-        results = sum(weight.output_width(tp) for weight in products[::2]) * share.dtype.itemsize
-        kept = outside + parts.result_of_attention + results
-        again = sum(weight.flops(tp) for weight in products[1::2])
+    everything = 4 * outside + attention + mlp  # two norms keep what they get and what they give
+    results = sum(weight.output_width(tp) for weight in products[::2]) * share.dtype.itemsize
+    choices: dict[Recompute, tuple[float, float, float]] = {  # bytes kept, operations repeated: products, attention
+        "none": (everything, 0.0, 0.0),
+        "full": (outside, sum(flops[:-1]), scores),
+        "attention": (everything - attention, sum(flops[:out]), scores),
+        "mlp": (everything - mlp, sum(flops[out + 1 : -1]), 0.0),
+        "selective": (outside + result + results, sum(flops[1::2]), 0.0),
+    }
+    kept, again, again_scores = choices[setup.recompute]
     wide = shape.chosen * shape.expert_inner if shape.is_mixture(layer) else shape.inner
-    moved = 10 * outside + 2 * parts.result_of_attention + parts.mlp
     return _Piece(
         kept * tokens,
         everything * tokens,
         (shape.hidden + 2 * wide / tp) * share.dtype.itemsize * tokens,
-        (product_flops + scores) * tokens,
-        product_flops * tokens,
+        (sum(flops) + scores) * tokens,
+        sum(flops) * tokens,
         (again + again_scores) * tokens,
         again * tokens,
         scores * tokens,
-        moved * tokens,
+        (10 * outside + 2 * result + mlp) * tokens,
     )
 
 
-def _after_attention(products: Sequence[Weight]) -> int:
-    return 1 + next(index for index, weight in enumerate(products) if weight.name == "out")
-
-
-def _flops_before(products: Sequence[Weight], name: str, tp: int) -> float:
-    stop = next(index for index, weight in enumerate(products) if weight.name == name)
-    return sum(weight.flops(tp) for weight in products[:stop])
-
-
-def _head_piece(share: DecoderShare, setup: Setup | None = None) -> _Piece:
+def _head_piece(share: DecoderShare, setup: Setup) -> _Piece:
     """Final norm, logits and their loss in fp32, over a divided vocabulary."""
-    shape, tp, itemsize, tokens = share.shape, share.ranks.tp, share.dtype.itemsize, share.tokens
-    outside = shape.hidden * itemsize if setup is None else _outside(share, setup)
-    logits = -(-shape.vocabulary // tp)
-    flops = sum(weight.flops(tp) for weight in shape.head()) * tokens
-    kept = (2 * outside + (itemsize + _FP32) * logits) * tokens
+    shape, itemsize, tokens = share.shape, share.dtype.itemsize, share.tokens
+    logits = -(-shape.vocabulary // share.ranks.tp)
+    flops = sum(weight.flops(share.ranks.tp) for weight in shape.head()) * tokens
+    kept = (2 * _outside(share, setup) + (itemsize + _FP32) * logits) * tokens
     passing = (itemsize + _FP32) * logits * tokens
     return _Piece(kept, kept, passing, flops, flops, moved=(itemsize + 3 * _FP32) * logits * tokens)
 
@@ -582,9 +552,8 @@ def _head_piece(share: DecoderShare, setup: Setup | None = None) -> _Piece:
 class _Pass:
     """Collects the segments of a microbatch: events end the open segment, work goes into it."""
 
-    def __init__(self, unit_names: Sequence[str], setup: Setup) -> None:
+    def __init__(self, unit_names: Sequence[str]) -> None:
         self._units = {name: index for index, name in enumerate(unit_names)}
-        self._setup = setup
         self._alive = 0.0
         self._segments: list[Segment] = []
 
@@ -629,7 +598,8 @@ class _Pass:
         self._segments[-1] = self._segments[-1].but(end_bytes=int(self._alive))
 
 
-def _profile(share: DecoderShare, setup: Setup, unit_names: Sequence[str]) -> ComputeProfile:
+def share_profile(share: DecoderShare, setup: Setup, unit_names: Sequence[str]) -> ComputeProfile:
+    """Find the events, bytes and operations of a microbatch, for units with these names."""
     names = [name for name, _ in share.module().named_parameters()]
     layers = {f"layers.{place}": _layer_piece(share, setup, layer) for place, layer in enumerate(share.layers)}
     pieces: dict[str, _Piece] = {}
@@ -639,7 +609,7 @@ def _profile(share: DecoderShare, setup: Setup, unit_names: Sequence[str]) -> Co
     pieces |= layers
     if share.is_last:
         pieces["head"] = _head_piece(share, setup)
-    found = _Pass(unit_names, setup)
+    found = _Pass(unit_names)
     found.event(Event.FORWARD_BEGINS, "")
     for name, piece in pieces.items():
         found.event(Event.FORWARD_BEGINS, name)
@@ -659,6 +629,12 @@ def _profile(share: DecoderShare, setup: Setup, unit_names: Sequence[str]) -> Co
 
 
 # ---- what is sent --------------------------------------------------------------------------------------------------
+
+
+def share_exchanges(share: DecoderShare, setup: Setup) -> tuple[Exchange, ...]:
+    """Find the collectives and messages of a microbatch."""
+    layers = [exchange for layer in share.layers for exchange in _layer_exchanges(share, setup, layer)]
+    return (*_end_exchanges(share, setup), *layers, *_stage_exchanges(share, setup))
 
 
 def _layer_exchanges(share: DecoderShare, setup: Setup, layer: int) -> list[Exchange]:

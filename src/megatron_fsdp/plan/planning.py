@@ -18,7 +18,14 @@ from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Exchange
 from megatron_fsdp.plan.machine import Machine, find_machine
 from megatron_fsdp.plan.models import ModelSpec, build_meta_model, comes_from_config
-from megatron_fsdp.plan.parallel import DecoderShare, decoder_shape, microbatches_in_flight, not_modelled
+from megatron_fsdp.plan.parallel import (
+    DecoderShare,
+    decoder_shape,
+    microbatches_in_flight,
+    not_modelled,
+    share_exchanges,
+    share_profile,
+)
 from megatron_fsdp.plan.replay import (
     Moment,
     ReplayedStep,
@@ -388,9 +395,10 @@ class Plan:
         return self.profile.forward_flops + self.profile.backward_flops
 
     @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """Collectives of model parallelism of a microbatch."""
-        return _exchanges(self.workload, self.setup)
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed, in words."""
+        share = self.workload.share
+        return (*self.workload.notes, *(() if share is None else share.notes(self.setup)))
 
     @property
     def utilisation(self) -> float:
@@ -452,7 +460,7 @@ def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
     """Find out what a microbatch keeps and computes, by formulas or by running it once without memory."""
     setup, names = model.setup, [unit.name for unit in model.units]
     if workload.share is not None:
-        return workload.share.profile(setup, names)
+        return share_profile(workload.share, setup, names)
     return profile_compute(
         workload.module,
         workload.inputs,
@@ -464,7 +472,7 @@ def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
 
 
 def _exchanges(workload: Workload, setup: Setup) -> tuple[Exchange, ...]:
-    return () if workload.share is None else workload.share.exchanges(setup)
+    return () if workload.share is None else share_exchanges(workload.share, setup)
 
 
 def _data_parallel(transfers: tuple[Transfer, ...]) -> list[AxisTraffic]:

@@ -33,7 +33,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         },
         "setup": setup_dict(setup),
         "machine": asdict(plan.machine),
-        "workload": {"tokens_per_rank_and_microbatch": plan.workload.tokens, "notes": list(plan.workload.notes)},
+        "workload": {"tokens_per_rank_and_microbatch": plan.workload.tokens, "notes": list(plan.notes)},
         "memory": {
             "held": {**vars(memory.held), "total": memory.held.total},
             "inputs": memory.input_bytes,
@@ -98,6 +98,10 @@ def setup_dict(setup: Setup) -> dict[str, Any]:
         "optimizer": setup.optimizer.name,
         "recompute": setup.recompute,
         "backend": setup.backend.value,
+        "sequence_parallel": setup.sequence_parallel,
+        "virtual_stages": setup.virtual_stages,
+        "fp8": setup.fp8,
+        "overlap_exchanges": setup.overlap_exchanges,
         "allocator": setup.memory.allocator.value,
     }
 
@@ -121,7 +125,7 @@ def facts(plan: Plan) -> list[Row]:
         ("strategy", f"{setup.strategy.name}{outer}; recompute {setup.recompute}; {setup.optimizer.name}"),
         ("batch", f"{work.tokens:,} tokens per rank and microbatch, {batches} per step"),
         ("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"),
-        *(("note", note) for note in work.notes),
+        *(("note", note) for note in plan.notes),
     ]
 
 
