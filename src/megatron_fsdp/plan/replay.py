@@ -15,18 +15,24 @@ from enum import Enum
 
 import torch
 
-from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory, pack_bytes
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, step_bytes
-from megatron_fsdp.sharding.accounting import UNITS_CROSSING, passing_bytes
-from megatron_fsdp.sharding.placement import Placement, held_region
+from megatron_fsdp.sharding.accounting import (
+    UNITS_CROSSING,
+    GroupFootprint,
+    exchange_scratch_bytes,
+    outer_step_traffic,
+    part_numel,
+    passing_bytes,
+    persistent_bytes,
+    step_traffic,
+)
 
 _META = torch.device("meta")
-_SUM_ITEMSIZE = torch.float32.itemsize
 
 
 class Wire(Enum):
@@ -185,74 +191,52 @@ def replay_step(model: PlannedModel, profile: ComputeProfile, costs: StepCosts) 
     return replay.recorded()
 
 
-# ---- what the collectives of a group send, and what they allocate ---------------------------------------------------
+# ---- what the collectives of a unit send, and what they allocate: by the engine's formulas --------------------------
 
 
-def _others(full_bytes: int, ranks: int) -> int:
-    return full_bytes - full_bytes // ranks
+@dataclass(frozen=True)
+class _Group:
+    """Bytes that one collective of a parameter group sends, and that crossing the outer axis allocates."""
+
+    is_expert: bool
+    gather: int
+    reduce: int
+    gather_across: int
+    reduce_across: int
+    allocated_across: int
 
 
-def _gather_sent(plan: GroupPlan) -> int:
-    full = plan.layout.numel * plan.precision.compute.itemsize
-    return _others(full, plan.axis.num_ranks) if plan.is_gathered else 0
-
-
-def _outer_gather_sent(plan: GroupPlan) -> int:
-    part = plan.inner_region.numel * plan.precision.compute.itemsize
-    return _others(part, plan.axes[0].num_ranks) if plan.gathers_outer else 0
-
-
-def _scatters(plan: GroupPlan) -> bool:
-    return plan.inner_gradient_region.numel < plan.layout.numel
-
-
-def _reduce_sent(plan: GroupPlan) -> int:
-    full = plan.layout.numel * plan.precision.grad_comm.itemsize
-    return (1 if _scatters(plan) else 2) * _others(full, plan.axis.num_ranks)
-
-
-def _outer_reduce(plan: GroupPlan, backend: Backend) -> tuple[int, int]:
-    """Bytes sent over the outer axis, and bytes allocated for it."""
-    on_wire = plan.inner_gradient_region.numel * plan.precision.grad_comm.itemsize
-    ranks = plan.axes[0].num_ranks
-    extra = on_wire if plan.precision.grad_comm != plan.precision.main_grads else 0
-    if plan.placements.main_grad[0] is not Placement.SHARD:
-        return 2 * _others(on_wire, ranks), extra
-    return _others(on_wire, ranks), extra + (on_wire if backend is Backend.GLOO else on_wire // ranks)
-
-
-def _result_bytes(plan: GroupPlan, backend: Backend) -> int:
-    """What a reduction over the inner ranks allocates: its output, or on gloo a sum wider than what came in."""
-    if not _scatters(plan) or plan.axis.num_ranks == 1:
-        return 0
-    itemsize = plan.precision.grad_comm.itemsize
-    if backend is Backend.GLOO:
-        itemsize = _SUM_ITEMSIZE if itemsize < _SUM_ITEMSIZE else 0
-    return plan.inner_gradient_region.numel * itemsize
+def _group(group: GroupFootprint, is_expert: bool, setup: Setup) -> _Group:
+    inside, across = step_traffic([group], setup.strategy), outer_step_traffic([group], setup.strategy)
+    on_wire = part_numel(group, setup.strategy) * group.grad_comm.itemsize
+    allocated = on_wire if group.grad_comm != group.main_grads else 0
+    if group.outer_shares and not group.is_whole:
+        allocated += on_wire if setup.backend is Backend.GLOO else on_wire // group.outer_ranks
+    sent = inside.gather_bytes, inside.reduce_bytes, across.gather_bytes, across.reduce_bytes
+    return _Group(is_expert, *sent, allocated if group.requires_grad else 0)
 
 
 class _Unit:
     """The sizes of a unit's collectives and gradients, and what is known of them now."""
 
-    def __init__(self, index: int, unit: PlannedUnit, backend: Backend) -> None:
-        plans = unit.groups
-        trained = [plan for plan in plans if plan.requires_grad]
+    def __init__(self, index: int, unit: PlannedUnit, setup: Setup) -> None:
+        groups, strategy = [plan.footprint(index) for plan in unit.groups], setup.strategy
+        trained = [group for group in groups if group.requires_grad]
+        exchanged = [group for group in trained if exchange_scratch_bytes([group], strategy)]
+        held, deferred = persistent_bytes(groups, strategy), persistent_bytes(groups, strategy, deferred=True)
         self.index = index
-        self.plans, self.trained = plans, trained
-        self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in plans])[1]
-        self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in plans])[1]
-        self.whole_bytes = sum(plan.layout.numel * plan.precision.main_grads.itemsize for plan in trained)
-        self.main_bytes = sum(
-            held_region(plan.layout.numel, plan.placements.main_grad, plan.axes).numel
-            * plan.precision.main_grads.itemsize
-            for plan in trained
-        )
-        self.pending_bytes = sum(
-            plan.inner_gradient_region.numel * plan.precision.main_grads.itemsize for plan in trained
-        )
-        self.result_bytes = [_result_bytes(plan, backend) for plan in trained]
-        self.exchanges_inside = backend is Backend.GLOO and any(map(_scatters, trained))
-        self.crosses = any(len(plan.axes) > 1 and plan.axes[0].num_ranks > 1 for plan in trained)
+        self.groups = [
+            _group(group, plan.spec.key.is_expert, setup) for group, plan in zip(groups, unit.groups, strict=True)
+        ]
+        self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in unit.groups])[1]
+        self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
+        self.main_bytes = held.main_grad
+        self.whole_bytes = deferred.main_grad - held.main_grad
+        self.pending_bytes = sum(part_numel(group, strategy) * group.main_grads.itemsize for group in trained)
+        self.output_bytes = sum(group.shard_numel * group.grad_comm.itemsize for group in exchanged)
+        self.local_sum_bytes = passing_bytes(groups, strategy).local_sum
+        self.exchanges_inside = setup.backend is Backend.GLOO and bool(exchanged)
+        self.crosses = any(group.outer_ranks > 1 for group in trained)
         self.is_filling = self.is_deferred = self.is_pending = self.has_main = self.is_behind = False
         self.gathered_s = self.gathered_across_s = 0.0
 
@@ -265,7 +249,6 @@ class _Reduction:
     reach: Reach
     end_s: float
     bucket: Block
-    pool: BucketPool
     scratch: Block | None
 
 
@@ -277,7 +260,7 @@ class _Replay:
         self._setup = setup
         self._costs = costs
         self._wires = Wires(costs.transfer)
-        self._units = tuple(_Unit(index, unit, setup.backend) for index, unit in enumerate(model.units))
+        self._units = tuple(_Unit(index, unit, setup) for index, unit in enumerate(model.units))
         self._index = {unit.name: index for index, unit in enumerate(model.units)}
         self._owners = {
             info.name: self._units[index]
@@ -434,20 +417,21 @@ class _Replay:
         """Bring over the outer axis what the last step changed."""
         if unit.is_behind:
             unit.is_behind = False
-            for plan in unit.plans:
-                end_s = self._send(Wire.OUTER, "gather across", unit, plan, _outer_gather_sent(plan))
-                unit.gathered_across_s = max(unit.gathered_across_s, end_s)
+            sent = [(group.is_expert, group.gather_across) for group in unit.groups]
+            unit.gathered_across_s = max(unit.gathered_across_s, self._send(Wire.OUTER, "gather across", unit, sent))
 
     def _gather(self, unit: _Unit, slot: int | None) -> None:
         self._gather_across(unit)
         if unit.gathered_bytes:
             self._weights.take(unit.index, slot)
         self._wires.wait(unit.gathered_across_s)
-        for plan in unit.plans:
-            unit.gathered_s = max(unit.gathered_s, self._send(Wire.INNER, "gather", unit, plan, _gather_sent(plan)))
+        sent = [(group.is_expert, group.gather) for group in unit.groups]
+        unit.gathered_s = max(unit.gathered_s, self._send(Wire.INNER, "gather", unit, sent))
 
-    def _send(self, wire: Wire, purpose: str, unit: _Unit, plan: GroupPlan, sent_bytes: int) -> float:
-        return self._wires.send(wire, purpose, unit.index, sent_bytes, plan.spec.key.is_expert)
+    def _send(self, wire: Wire, purpose: str, unit: _Unit, sent: Iterable[tuple[bool, int]]) -> float:
+        """Start the collectives of all groups; returns when the last one is done."""
+        ends = (self._wires.send(wire, purpose, unit.index, count, is_expert) for is_expert, count in sent)
+        return max(ends, default=0.0)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -487,10 +471,10 @@ class _Replay:
             unit.is_pending = True
             self._pass(unit.pending_bytes)
         if self._setup.backend is Backend.NCCL:
-            self._pass(sum(unit.result_bytes))
-        ends = [self._send(Wire.INNER, "reduce", unit, plan, _reduce_sent(plan)) for plan in unit.trained]
+            self._pass(unit.output_bytes)
+        end_s = self._send(Wire.INNER, "reduce", unit, [(group.is_expert, group.reduce) for group in unit.groups])
         del self._borrowed[unit.index]
-        self._in_flight.append(_Reduction(unit, reach, max(ends), bucket, self._pool_of(unit), scratch))
+        self._in_flight.append(_Reduction(unit, reach, end_s, bucket, scratch))
 
     def _scratch_for(self, unit: _Unit) -> Block | None:
         if not unit.exchanges_inside:
@@ -508,12 +492,11 @@ class _Replay:
         done = self._in_flight.popleft()
         self._wires.wait(done.end_s)
         if self._setup.backend is Backend.NCCL:
-            self._pass(-sum(done.unit.result_bytes))
+            self._pass(-done.unit.output_bytes)
         else:  # one local sum after another
-            most = max(done.unit.result_bytes, default=0)
-            self._pass(most)
-            self._pass(-most)
-        done.pool.give_back(done.bucket)
+            self._pass(done.unit.local_sum_bytes)
+            self._pass(-done.unit.local_sum_bytes)
+        self._pool_of(done.unit).give_back(done.bucket)
         if done.scratch is not None:
             self._scratch.give_back(done.scratch)
         if done.reach is Reach.EVERYWHERE:
@@ -526,13 +509,11 @@ class _Replay:
         while len(self._crossing) >= UNITS_CROSSING:
             self._finish_crossing()
         unit.is_pending, unit.has_main = False, True
-        end_s, allocated = 0.0, unit.pending_bytes
-        for plan in unit.trained:
-            sent, extra = _outer_reduce(plan, self._setup.backend)
-            self._pass(extra)
-            allocated += extra
-            end_s = max(end_s, self._send(Wire.OUTER, "reduce across", unit, plan, sent))
-        self._crossing.append((end_s, allocated))
+        allocated = sum(group.allocated_across for group in unit.groups)
+        self._pass(allocated)
+        sent = [(group.is_expert, group.reduce_across) for group in unit.groups]
+        end_s = self._send(Wire.OUTER, "reduce across", unit, sent)
+        self._crossing.append((end_s, allocated + unit.pending_bytes))
 
     def _finish_crossing(self) -> None:
         end_s, allocated = self._crossing.popleft()
