@@ -28,6 +28,7 @@ from megatron_fsdp.sharding.accounting import (
     outer_step_traffic,
     part_numel,
     passing_bytes,
+    pending_bytes,
     persistent_bytes,
     step_traffic,
 )
@@ -232,7 +233,7 @@ class _Unit:
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
         self.main_bytes = held.main_grad
         self.whole_bytes = deferred.main_grad - held.main_grad
-        self.pending_bytes = sum(part_numel(group, strategy) * group.main_grads.itemsize for group in trained)
+        self.pending_bytes = pending_bytes(groups, strategy, deferred=True)
         self.output_bytes = sum(group.shard_numel * group.grad_comm.itemsize for group in exchanged)
         self.local_sum_bytes = passing_bytes(groups, strategy).local_sum
         self.exchanges_inside = setup.backend is Backend.GLOO and bool(exchanged)

@@ -6,8 +6,8 @@ holds between steps is counted from the layouts, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import nlargest
 from typing import Any
@@ -188,9 +188,7 @@ def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> P
         raise ParallelSizeError(
             f"{name} has {rows} experts, which ep={setup.ranks.ep} does not divide; give a divisor of their number"
         )
-    return ParameterInfo(
-        name, (rows // setup.ranks.ep, *rest), info.dtype, info.requires_grad, True, info.sums_in_fp32, info.granularity
-    )
+    return replace(info, shape=(rows // setup.ranks.ep, *rest))
 
 
 class _Layouts:
@@ -206,12 +204,7 @@ class _Layouts:
         if alike not in self._known:
             originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in spec.parameters]
             self._known[alike] = self._sharding.plan_group(spec, originals)
-        known = self._known[alike]
-        return GroupPlan(**{**_fields(known), "spec": spec})
-
-
-def _fields(plan: GroupPlan) -> Mapping[str, Any]:
-    return {name: getattr(plan, name) for name in GroupPlan.__dataclass_fields__}
+        return replace(self._known[alike], spec=spec)
 
 
 def _sharding(setup: Setup) -> Sharding:
