@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,3 +175,40 @@ def test_bad_input_is_refused_in_one_line(
     assert words in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+def test_published_runs_are_shown_beside_predictions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--published", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {"run", "predicted", "published", "error", "source"} <= set(rows[0])
+    assert main(["plan", "--published"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(rows)
+    assert lines[1].split("  ")[0] == rows[0]["run"]
+
+
+def test_other_axes_are_planned_by_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", *SMALL, "--tp", "2", "--pp", "2", "--microbatches", "4", "--strategy", "2", "--json"]
+
+    def told(*more: str) -> dict[str, Any]:
+        assert main([*args, *more]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    plain = told()
+    assert [axis["axis"] for axis in plain["traffic_per_step"]] == ["dp_shard", "tp", "pp"]
+    kept = [each["memory"]["activations_kept_for_backward"] for each in (plain, told("--no-sequence-parallel"))]
+    assert kept[0] < kept[1]
+    reductions = [each["traffic_per_step"][0]["reductions"] for each in (plain, told("--defer-reduction"))]
+    assert reductions[0] == 4 * reductions[1]
+    assert told("--overlap-exchanges")["time"]["step_s"] < plain["time"]["step_s"]
+    assert told("--virtual-stages", "2")["time"]["step_s"] < plain["time"]["step_s"]
+    assert told("--fp8")["time"]["step_s"] < plain["time"]["step_s"]
+
+
+def test_where_nothing_fits_the_advice_is_how_many_ranks_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = ["--machine-set", "memory_bytes=1.1e6", "--machine-set", "reserved_bytes=0"]
+    args = ["plan", small_config(tmp_path), "--sequence-length", "16", *machine]
+    assert main([*args, "--ranks", "2"]) == 1
+    assert "use more ranks (about 8 with every rank holding a share)" in capsys.readouterr().out
+    assert main([*args, "--ranks", "8"]) == 0

@@ -15,7 +15,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
 from megatron_fsdp.plan.kernels import kernels_of
-from megatron_fsdp.plan.recompute import Recompute
+from megatron_fsdp.plan.setup import Recompute
 from tests.support.measured_compute import measured_peak, on_meta, token_batch
 from tests.support.small_language_models import LAYERS, SMALL_MODELS, build_small, unit_names
 from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, HIDDEN, Floor, Tower
@@ -110,7 +110,7 @@ def without_bandwidth(segment: Segment) -> Segment:
 
 
 @pytest.mark.full(cover=2)
-@pytest.mark.parametrize("recompute", ["none", "full", "attention", "mlp"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "attention", "mlp"])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2-dropout"])
 def test_segments_without_memory_are_those_of_real_tensors(name: str, recompute: Recompute) -> None:
     found, expected = profile_on_meta(CASES[name], recompute), profile_on_cpu(CASES[name], recompute)
@@ -160,7 +160,7 @@ def test_model_is_left_as_it_was() -> None:
     with torch.device("meta"):
         model = build_small("mixtral")
     before = [(name, id(param), param.grad) for name, param in model.named_parameters()]
-    profile_compute(model, on_meta(token_batch()), unit_names=unit_names("mixtral"), recompute="full", expert_ranks=2)
+    profile_compute(model, on_meta(token_batch()), unit_names=unit_names("mixtral"), recompute="full")
     assert [(name, id(param), param.grad) for name, param in model.named_parameters()] == before
     for module in model.modules():
         assert "forward" not in module.__dict__

@@ -10,7 +10,7 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.checking import check_by_simulation
-from megatron_fsdp.plan.front import plan
+from megatron_fsdp.plan.planning import plan
 from tests.support.tower import FEATURES, Floor, Tower
 from tests.support.transformer import Block, TinyTransformer
 

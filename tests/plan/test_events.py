@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.plan.activations import profile_compute
-from megatron_fsdp.plan.recompute import Recompute, recomputing
+from megatron_fsdp.plan.recompute import recomputing
+from megatron_fsdp.plan.setup import Recompute
 from tests.conftest import RunRanks
 from tests.support.tower import FEATURES, FLOORS, Floor, Tower, tower_loss
 

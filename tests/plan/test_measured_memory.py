@@ -15,11 +15,11 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.activations import profile_compute
-from megatron_fsdp.plan.memory import RankMemory, memory_of, step_bytes
-from megatron_fsdp.plan.planned_model import plan_model
+from megatron_fsdp.plan.planning import RankMemory, Workload
 from megatron_fsdp.plan.replay import StepCosts, replay_step
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
-from megatron_fsdp.plan.workload import Workload
+from megatron_fsdp.plan.sharded import held_bytes as planned_bytes
+from megatron_fsdp.plan.sharded import plan_model, saving_bytes, step_bytes
 from megatron_fsdp.sharding.accounting import passing_bytes
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
@@ -239,8 +239,11 @@ def planned(case: Case, rank: int) -> tuple[RankMemory, int, int]:
     )
     workload = Workload(case.model, module, inputs, 1)
     step = replay_step(model, profile, costs)
-    memory = memory_of(
-        model, step, profile.input_bytes, workload.buffer_bytes, workload.saved_buffer_bytes, profile.used
+    memory = RankMemory(
+        planned_bytes(model, workload.buffer_bytes, profile.used),
+        profile.input_bytes,
+        step.peak,
+        saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
     )
     # where the root's weights were given back, an element of each of its groups stands for them
     stand_ins = sum(group.precision.compute.itemsize for group in model.units[0].groups if group.weights_in_slots)

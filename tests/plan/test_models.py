@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.models import build_from_config, build_meta_model, read_config
-from megatron_fsdp.plan.presets import PRESETS, preset_config
+from megatron_fsdp.plan.models import PRESETS, build_from_config, build_meta_model, preset_config, read_config
 from tests.support.small_language_models import folder_with_code
 from tests.support.tower import Tower
 

@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile
-from megatron_fsdp.plan.recompute import Recompute, recomputing
+from megatron_fsdp.plan.recompute import recomputing
+from megatron_fsdp.plan.setup import Recompute
 from tests.support.measured_compute import on_meta, token_batch
 from tests.support.small_language_models import LAYERS, build_small, unit_names
 from tests.support.tower import FEATURES, FLOORS, Tower
@@ -43,7 +44,7 @@ def test_recomputation_repeats_a_forward_up_to_what_backward_needs() -> None:
     assert full.recomputed_flops == forward - last_products
 
 
-@pytest.mark.parametrize("recompute", ["attention", "mlp"])
+@pytest.mark.parametrize("recompute", ["selective", "attention", "mlp"])
 def test_parts_keep_more_than_units_and_less_than_all(recompute: Recompute) -> None:
     assert profile("full").kept_bytes < profile(recompute).kept_bytes < profile("none").kept_bytes
 
@@ -67,6 +68,6 @@ def test_nothing_to_recompute_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=words), recomputing(Tower(), ["", "floors.0"], "attention"):
         pass
     unknown: Any = "half"
-    words = "'half'; choose none, full, attention or mlp"
+    words = "'half'; choose none, full, selective, attention or mlp"
     with pytest.raises(ConfigurationError, match=words), recomputing(model, [""], unknown):
         pass

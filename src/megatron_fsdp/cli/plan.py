@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.output import write_error, write_facts, write_json, write_line, write_table
-from megatron_fsdp.cli.plan_trainer import build_trainer_model, is_trainer_preset, trainer_presets, trainer_workload
+from megatron_fsdp.cli.plan_config import build_trainer_model, planned_run, trainer_presets, trainer_workload
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.config.precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from megatron_fsdp.plan.machine import Machine
+    from megatron_fsdp.plan.planning import Plan, Recommendation, Workload
+    from megatron_fsdp.plan.setup import ParallelRanks, Setup
+
 _AUTO = "auto"
-_FOLLOW = "auto"
 _MOST_RANKS = 10**7
 _BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "check", "run", "parser")
 
@@ -34,40 +38,54 @@ def add_parser(subparsers: Any) -> None:
         "the cheapest strategy that fits. No weights are allocated. Exit status: 0 it fits, 1 it does not, 2 it cannot "
         "be planned.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         metavar="MODEL",
+        nargs="?",
         help="a preset (llama-3-8b, the trainer's cpu-small, ...; --list), a Hugging Face config.json or its folder, "
         "or package.module:function",
-        nargs="?",
     )
-    parser.add_argument(
+    add(
         "--config",
         metavar="FILE",
         type=Path,
         help="plan what `mfsdp train --config FILE` would run, in place of MODEL; beside it only --ranks, --machine, "
         "--machine-set and the flags of output are possible",
     )
-    parser.add_argument("--list", action="store_true", help="list presets of models and machines")
+    add("--list", action="store_true", help="list presets of models and machines")
+    add("--published", action="store_true", help="plan published runs, and show what was measured beside it")
     _add_ranks(parser)
     _add_batch(parser)
     _add_choices(parser)
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print JSON")
-    out.add_argument("--picture", metavar="FILE", type=Path, help="draw memory over the step (.png, .svg, .pdf)")
-    out.add_argument("--units", action="store_true", help="list units with their parameters and padding")
-    out.add_argument("--check", action="store_true", help="check the plan by a simulated run of the real engine")
+    out = parser.add_argument_group("output").add_argument
+    out("--json", action="store_true", help="print JSON")
+    out("--picture", metavar="FILE", type=Path, help="draw memory over the step (.png, .svg, .pdf)")
+    out("--units", action="store_true", help="list units with their parameters and padding")
+    out("--check", action="store_true", help="check the plan by a simulated run of the real engine")
     parser.set_defaults(run=run, parser=parser)
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ranks")
-    group.add_argument("--ranks", metavar="N", type=int, default=8, help="accelerators in all (8)")
-    group.add_argument("--outer", metavar="M", type=int, help="ranks of the outer axis of hybrid sharding")
+    add = parser.add_argument_group("ranks").add_argument
+    add("--ranks", metavar="N", type=int, default=8, help="accelerators in all (8)")
+    add("--outer", metavar="M", type=int, help="ranks of the outer axis of hybrid sharding")
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
-        group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{words}-parallel ranks (1)")
-    group.add_argument("--machine", default="h100", help="a100, h100, h200 or b200 (h100)")
-    group.add_argument(
+        add(f"--{name}", metavar="N", type=int, default=1, help=f"{words}-parallel ranks (1)")
+    add(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="tensor-parallel ranks share activations between layers along the sequence (yes)",
+    )
+    add("--virtual-stages", metavar="N", type=int, default=1, help="pieces of the model on a pipeline rank (1)")
+    add(
+        "--overlap-exchanges",
+        action="store_true",
+        help="collectives of tensor, context, expert and pipeline parallelism run behind compute",
+    )
+    add("--machine", default="h100", help="a100, h100, h800, h200 or b200 (h100)")
+    add(
         "--machine-set",
         metavar="FIGURE=VALUE",
         action="append",
@@ -77,45 +95,45 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("batch")
-    group.add_argument(
-        "--sequence-length", metavar="N", type=int, help="tokens of a sequence (4096; of a trainer's preset its own)"
-    )
-    group.add_argument(
-        "--micro-batch-size", metavar="N", type=int, help="sequences per rank (1; of a trainer's preset its own)"
-    )
-    group.add_argument(
-        "--inputs", metavar="PATH", help="package.module:function, () -> inputs of a microbatch, or them"
-    )
-    group.add_argument("--loss", metavar="PATH", help="package.module:function, (model's output) -> a scalar")
-    group.add_argument("--microbatches", metavar="N", type=int, default=1, help="per optimizer step (1)")
-    group.add_argument(
+    add = parser.add_argument_group("batch").add_argument
+    add("--sequence-length", metavar="N", type=int, help="tokens of a sequence (4096; of a trainer's preset its own)")
+    add("--micro-batch-size", metavar="N", type=int, help="sequences per rank (1; of a trainer's preset its own)")
+    add("--inputs", metavar="PATH", help="package.module:function, () -> inputs of a microbatch, or them")
+    add("--loss", metavar="PATH", help="package.module:function, (model's output) -> a scalar")
+    add("--microbatches", metavar="N", type=int, default=1, help="per optimizer step (1)")
+    add(
         "--accumulation",
         choices=("every", "outer", "last"),
         default="every",
         help="reduce gradients after every microbatch, over the outer axis at the last, or everything at the last",
     )
+    add(
+        "--defer-reduction",
+        dest="accumulation",
+        action="store_const",
+        const="last",
+        help="the same as --accumulation last",
+    )
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
-    names = [strategy.name for strategy in ShardingStrategy]
-    group = parser.add_argument_group("choices")
-    group.add_argument(
-        "--strategy", default=_AUTO, help=f"{', '.join(names)}, 0 to 3, or auto: the cheapest that fits (auto)"
-    )
-    group.add_argument("--outer-strategy", help="no_shard or optim (no_shard)")
-    group.add_argument(
+    names = ", ".join(strategy.name for strategy in ShardingStrategy)
+    add = parser.add_argument_group("choices").add_argument
+    add("--strategy", default=_AUTO, help=f"{names}, 0 to 3, or auto: the cheapest that fits (auto)")
+    add("--outer-strategy", help="no_shard or optim (no_shard)")
+    add(
         "--recompute",
-        default=None,
-        choices=("none", "full", "attention", "mlp"),
-        help="what is recomputed; with --strategy auto none and full are tried",
+        choices=("none", "full", "selective", "attention", "mlp"),
+        help="what is recomputed (selective: all but attention and every second matrix product); with --strategy auto "
+        "none and full are tried",
     )
-    group.add_argument("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, momentum or sgd (adamw)")
-    group.add_argument("--dtype", help="of the weights that compute uses, for configs (bf16)")
-    for name, default in (("main-params", "fp32"), ("main-grads", _FOLLOW), ("grad-comm", _FOLLOW)):
+    add("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, momentum or sgd (adamw)")
+    add("--dtype", help="of the weights that compute uses, for configs (bf16)")
+    add("--fp8", action="store_true", help="products with weights run in 8 bits")
+    for name, default in (("main-params", "fp32"), ("main-grads", _AUTO), ("grad-comm", _AUTO)):
         known = ", ".join(n for n in DTYPE_NAMES if n in ("fp16", "bf16", "fp32"))
-        group.add_argument(f"--{name}-dtype", default=default, help=f"{known} or auto: follow ({default})")
-    group.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="of collectives (nccl)")
+        add(f"--{name}-dtype", default=default, help=f"{known} or auto: follow ({default})")
+    add("--backend", choices=("nccl", "gloo"), default="nccl", help="of collectives (nccl)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,31 +147,29 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list:
         return _list()
+    if args.published:
+        return _published(as_json=args.json)
     if args.picture is not None and not args.picture.parent.is_dir():
         raise ConfigurationError(f"--picture {args.picture}: there is no folder {args.picture.parent}; make it first")
-    if args.config is not None:
-        return _run_config(args)
-    if args.model is None:
+    if args.model is None and args.config is None:
         raise ConfigurationError(
             "no model was given; name a preset (--list), a config or package.module:function, or give --config"
         )
-    return _run_model(args)
+    if not 1 <= args.ranks <= _MOST_RANKS:
+        raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
+    return _run_model(args) if args.config is None else _run_config(args)
 
 
 def _run_config(args: argparse.Namespace) -> int:
     """Plan a run of the trainer."""
-    from megatron_fsdp.cli.plan_config import planned_run
-    from megatron_fsdp.plan.machine import find_machine
     from megatron_fsdp.plan.planning import plan_workload
 
     for name, default in vars(args.parser.parse_args([])).items():
         if name not in _BESIDE_CONFIG and getattr(args, name) != default:
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"{given} contradicts --config, which says it: leave one of them out")
-    if not 1 <= args.ranks <= _MOST_RANKS:
-        raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
     run = planned_run(args.config, args.ranks)
-    plan = plan_workload(run.workload, run.setup, find_machine(args.machine).but(_figures(args.machine_set)))
+    plan = plan_workload(run.workload, run.setup, _machine(args))
     _show(args, plan, None)
     if not args.json:
         for notice in run.notices:
@@ -164,9 +180,7 @@ def _run_config(args: argparse.Namespace) -> int:
 
 def _run_model(args: argparse.Namespace) -> int:
     """Plan a model with what the command line says."""
-    from megatron_fsdp.plan.machine import find_machine
-    from megatron_fsdp.plan.planning import plan_workload
-    from megatron_fsdp.plan.recommend import recommend
+    from megatron_fsdp.plan.planning import plan_workload, recommend
 
     is_auto = args.strategy == _AUTO
     if is_auto and (args.outer is not None or args.outer_strategy is not None):
@@ -174,8 +188,7 @@ def _run_model(args: argparse.Namespace) -> int:
             "--outer and --outer-strategy are tried by themselves with --strategy auto; name a strategy, or leave them "
             "out"
         )
-    setup = _setup(args)
-    machine = find_machine(args.machine).but(_figures(args.machine_set))
+    setup, machine = _setup(args), _machine(args)
     workload = _workload(args, setup.ranks)
     tried = None
     if is_auto:
@@ -184,21 +197,23 @@ def _run_model(args: argparse.Namespace) -> int:
     else:
         plan = plan_workload(workload, setup, machine)
     _show(args, plan, tried)
-    agrees = not args.check or _check(args, plan)
+    agrees = not args.check or _agrees(args, plan, lambda: _build(args))
     return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
 
 
-def _setup(args: argparse.Namespace) -> Any:
-    from megatron_fsdp.plan.front import find_optimizer
-    from megatron_fsdp.plan.setup import Accumulation, Backend, Setup
+# ---- from flags to what is planned ----------------------------------------------------------------------------------
 
-    is_auto = args.strategy == _AUTO
+
+def _setup(args: argparse.Namespace) -> Setup:
+    from megatron_fsdp.plan.setup import Accumulation, Backend, Setup, find_optimizer
+
     policy = MixedPrecisionPolicy(
         _dtype(args.main_params_dtype), _dtype(args.main_grads_dtype), _dtype(args.grad_comm_dtype)
     )
+    strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
     return Setup(
         _ranks(args),
-        ShardingStrategy.optim_grads_params if is_auto else resolve_strategy(_number(args.strategy), "--strategy"),
+        resolve_strategy(_number(strategy), "--strategy"),
         resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
         policy,
         microbatches=args.microbatches,
@@ -206,27 +221,41 @@ def _setup(args: argparse.Namespace) -> Any:
         optimizer=find_optimizer(args.optimizer),
         recompute=args.recompute or "none",
         backend=Backend(args.backend),
+        sequence_parallel=args.sequence_parallel,
+        virtual_stages=args.virtual_stages,
+        fp8=args.fp8,
+        overlap_exchanges=args.overlap_exchanges,
     )
 
 
-def _workload(args: argparse.Namespace, ranks: Any) -> Any:
-    from megatron_fsdp.plan.front import make_workload
+def _ranks(args: argparse.Namespace) -> ParallelRanks:
+    from megatron_fsdp.plan.setup import ParallelRanks
 
-    if is_trainer_preset(args.model):
+    if args.outer is not None and args.outer < 1:
+        raise ConfigurationError(f"invalid --outer {args.outer}: give 1 or more, or leave it out")
+    divided = args.tp * args.cp * args.pp * (args.outer or 1)
+    if divided < 1 or args.ranks % divided:
+        raise ConfigurationError(
+            f"--ranks {args.ranks} is not a multiple of tp x cp x pp x outer = {args.tp} x {args.cp} x {args.pp} x "
+            f"{args.outer or 1} = {divided}; give sizes whose product divides it"
+        )
+    return ParallelRanks(args.ranks // divided, args.outer or 1, args.tp, args.cp, args.pp, args.ep)
+
+
+def _workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
+    from megatron_fsdp.plan.planning import make_workload
+
+    if args.model in trainer_presets():
         return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, _compute_dtype(args))
     return make_workload(
         args.model,
         ranks,
         inputs=None if args.inputs is None else _inputs(args.inputs),
-        loss_fn=_found(args.loss, "--loss"),
+        loss_fn=None if args.loss is None else _found(args.loss, "--loss"),
         sequence_length=args.sequence_length,
         micro_batch=args.micro_batch_size,
         dtype=None if args.dtype is None else _compute_dtype(args),
     )
-
-
-def _compute_dtype(args: argparse.Namespace) -> Any:
-    return dtype_from_name(args.dtype or "bf16", "--dtype")
 
 
 def _inputs(path: str) -> Any:
@@ -240,24 +269,22 @@ def _inputs(path: str) -> Any:
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, made)
 
 
-def _found(path: str | None, argument: str) -> Any:
-    return None if path is None else import_by_path(path, argument)
+def _found(path: str, argument: str) -> Any:
+    return import_by_path(path, argument)
 
 
-def _ranks(args: argparse.Namespace) -> Any:
-    from megatron_fsdp.plan.setup import ParallelRanks
+def _build(args: argparse.Namespace) -> Any:
+    """The model of the command line, on the default device."""
+    from megatron_fsdp.plan.models import build_meta_model, comes_from_config
 
-    if not 1 <= args.ranks <= _MOST_RANKS:
-        raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
-    if args.outer is not None and args.outer < 1:
-        raise ConfigurationError(f"invalid --outer {args.outer}: give 1 or more, or leave it out")
-    divided = args.tp * args.cp * args.pp * (args.outer or 1)
-    if divided < 1 or args.ranks % divided:
-        raise ConfigurationError(
-            f"--ranks {args.ranks} is not a multiple of tp x cp x pp x outer = {args.tp} x {args.cp} x {args.pp} x "
-            f"{args.outer or 1} = {divided}; give sizes whose product divides it"
-        )
-    return ParallelRanks(args.ranks // divided, args.outer or 1, args.tp, args.cp, args.pp, args.ep)
+    dtype = _compute_dtype(args)
+    if args.model in trainer_presets():
+        return build_trainer_model(args.model, dtype)
+    return build_meta_model(args.model, dtype if comes_from_config(args.model) else None)
+
+
+def _compute_dtype(args: argparse.Namespace) -> Any:
+    return dtype_from_name(args.dtype or "bf16", "--dtype")
 
 
 def _number(text: str) -> int | str:
@@ -265,23 +292,28 @@ def _number(text: str) -> int | str:
 
 
 def _dtype(name: str) -> Any:
-    return None if name == _FOLLOW else dtype_from_name(name)
+    return None if name == _AUTO else dtype_from_name(name)
 
 
-def _figures(given: list[str]) -> dict[str, float]:
-    found = {}
-    for text in given:
+def _machine(args: argparse.Namespace) -> Machine:
+    from megatron_fsdp.plan.machine import find_machine
+
+    figures = {}
+    for text in args.machine_set:
         name, _, value = text.partition("=")
         try:
-            found[name] = float(value)
+            figures[name] = float(value)
         except ValueError:
             raise ConfigurationError(f"--machine-set {text} is not FIGURE=NUMBER") from None
-    return found
+    return find_machine(args.machine).but(figures)
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
 
 
 def _list() -> int:
     from megatron_fsdp.plan.machine import MACHINES
-    from megatron_fsdp.plan.presets import PRESETS
+    from megatron_fsdp.plan.models import PRESETS
     from megatron_fsdp.plan.report import machine_words
 
     write_line("models: " + ", ".join(PRESETS))
@@ -291,9 +323,20 @@ def _list() -> int:
     return EXIT_SAME
 
 
-def _show(args: argparse.Namespace, plan: Any, tried: Any) -> None:
-    from megatron_fsdp.plan.picture import draw_memory
-    from megatron_fsdp.plan.report import flags, plan_dict, summary_dict
+def _published(*, as_json: bool) -> int:
+    """Predictions beside what was published."""
+    from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
+
+    found = compare_published()
+    if as_json:
+        write_json([dict(zip(COLUMNS, published_row(each), strict=True)) for each in found])
+        return EXIT_SAME
+    write_table(COLUMNS, [published_row(each) for each in found], right=COLUMNS[1:-1])
+    return EXIT_SAME
+
+
+def _show(args: argparse.Namespace, plan: Plan, tried: Recommendation | None) -> None:
+    from megatron_fsdp.plan.report import draw_memory, flags, plan_dict, summary_dict
 
     if args.picture is not None:
         draw_memory(plan, args.picture)
@@ -310,8 +353,8 @@ def _show(args: argparse.Namespace, plan: Any, tried: Any) -> None:
         write_line(f"memory over the step: {args.picture}")
 
 
-def _show_tried(tried: Any) -> None:
-    from megatron_fsdp.plan.report import tried_row
+def _show_tried(tried: Recommendation) -> None:
+    from megatron_fsdp.plan.report import advice, tried_row
 
     write_table(
         ("", "strategy", "outer", "ranks", "recompute", "peak", "fits", "step", "exposed"),
@@ -320,58 +363,33 @@ def _show_tried(tried: Any) -> None:
     )
     write_line()
     if tried.best is None:
-        write_line(
-            "Nothing fits; what follows is the arrangement that takes least. Divide the model further (--tp, --pp, "
-            "--ep), shorten or divide sequences (--sequence-length, --cp), or use devices with more memory (--machine)."
-        )
+        write_line(advice(tried.smallest))
         write_line()
 
 
-def _show_plan(plan: Any, *, with_units: bool) -> None:
-    from megatron_fsdp.plan.report import (
-        facts,
-        flags,
-        machine_words,
-        memory_rows,
-        time_rows,
-        traffic_rows,
-        unit_rows,
-        verdict,
-    )
+def _show_plan(plan: Plan, *, with_units: bool) -> None:
+    from megatron_fsdp.plan import report
 
-    write_facts(facts(plan))
+    write_facts(report.facts(plan))
     write_line()
     if with_units:
-        write_table(
-            ("units", "class", "count", "parameters each", "padding each"),
-            unit_rows(plan.model.units),
-            right=("count", "parameters each", "padding each"),
-        )
+        columns: tuple[str, ...] = ("units", "class", "count", "parameters each", "padding each")
+        write_table(columns, report.unit_rows(plan.model.units), right=columns[2:])
         write_line()
-    write_table(("memory of a rank at the peak", "bytes"), memory_rows(plan), right=("bytes",))
+    write_table(("memory of a rank at the peak", "bytes"), report.memory_rows(plan), right=("bytes",))
     write_line()
     if plan.traffic:
         columns = ("traffic of a step", "gathers", "reductions", "sent by a rank", "on the wire")
-        write_table(columns, traffic_rows(plan), right=columns[1:])
+        write_table(columns, report.traffic_rows(plan), right=columns[1:])
         write_line()
-    write_facts(time_rows(plan))
-    write_line(f"assumed: {machine_words(plan.machine)}")
+    write_facts(report.time_rows(plan))
+    write_line(f"assumed: {report.machine_words(plan.machine)}")
     write_line()
-    write_line(verdict(plan))
-    write_line("flags: " + " ".join(flags(plan.setup)))
+    write_line(report.verdict(plan))
+    write_line("flags: " + " ".join(report.flags(plan.setup)))
 
 
-def _check(args: argparse.Namespace, plan: Any) -> bool:
-    from megatron_fsdp.plan.models import build_meta_model, comes_from_config
-
-    dtype = _compute_dtype(args)
-    if is_trainer_preset(args.model):
-        return _agrees(args, plan, lambda: build_trainer_model(args.model, dtype))
-    chosen = dtype if comes_from_config(args.model) else None
-    return _agrees(args, plan, lambda: build_meta_model(args.model, chosen))
-
-
-def _agrees(args: argparse.Namespace, plan: Any, build: Callable[[], Any]) -> bool:
+def _agrees(args: argparse.Namespace, plan: Plan, build: Callable[[], Any]) -> bool:
     """Whether a simulated run of the engine agrees with a plan; shows both."""
     from megatron_fsdp.plan.checking import check_by_simulation
 

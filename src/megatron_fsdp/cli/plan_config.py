@@ -1,4 +1,4 @@
-"""What `mfsdp train --config FILE` would run, as something to plan."""
+"""What the trainer would run, as something to plan: its presets of models, and `mfsdp train --config FILE`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,94 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.model import ModelOptions
+from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.presets import PRESETS, find_preset
 from megatron_fsdp.train.options.resolve import resolve
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-    from megatron_fsdp.plan.setup import OptimizerKind, Setup
-    from megatron_fsdp.plan.workload import Workload
+    from megatron_fsdp.plan.planning import Workload
+    from megatron_fsdp.plan.setup import ParallelRanks, Setup
+    from megatron_fsdp.train.models.decoder import Decoder
 
+_BYTES = 256
+"""The vocabulary of the trainer's default tokens."""
 _RECOMPUTE = {None: "none", "full": "full", "selective": "attention"}
+
+# ---- presets --------------------------------------------------------------------------------------------------------
+
+
+def trainer_presets() -> tuple[str, ...]:
+    """Their names."""
+    return tuple(PRESETS)
+
+
+def build_trainer_model(name: str, dtype: torch.dtype) -> Decoder:
+    """Build the model of a preset with a vocabulary of bytes, on the default device."""
+    return _build(_preset(name)[0], _BYTES, dtype)
+
+
+def trainer_workload(
+    name: str, ranks: ParallelRanks, sequence_length: int | None, micro_batch: int | None, dtype: torch.dtype
+) -> Workload:
+    """Find what one rank of the trainer computes with a preset.
+
+    Args:
+        name: Of the preset.
+        ranks: Data-parallel ones only.
+        sequence_length: Tokens of a sequence; None: the preset's.
+        micro_batch: Sequences per rank; None: the preset's.
+        dtype: Of the weights that compute uses.
+
+    Raises:
+        ConfigurationError: The ranks are those of another parallelism.
+    """
+    options, own_micro_batch = _preset(name)
+    shape = (
+        own_micro_batch if micro_batch is None else micro_batch,
+        (options.seq_length or 1) if sequence_length is None else sequence_length,
+    )
+    return _workload(lambda: build_trainer_model(name, dtype), ranks, shape, name)
+
+
+def _preset(name: str) -> tuple[ModelOptions, int]:
+    """What a preset says of the model, and its microbatch."""
+    options = assemble((Layer(f"preset {name}", find_preset(name)),))
+    return options.model, options.training.micro_batch_size or 1
+
+
+def _build(options: ModelOptions, vocab_size: int, dtype: torch.dtype) -> Decoder:
+    """The trainer's own decoder for these options, on the default device."""
+    from megatron_fsdp.train.models.build import model_shape
+    from megatron_fsdp.train.models.decoder import Decoder
+
+    return Decoder(model_shape(options, vocab_size)).to(dtype)
+
+
+def _workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[int, int], name: str) -> Workload:
+    """What one rank computes with the trainer's own decoder, on (sequences, tokens)."""
+    import torch
+
+    from megatron_fsdp.plan.planning import make_workload
+    from megatron_fsdp.train.models.decoder import Block, next_token_loss
+
+    with torch.device("meta"):
+        model = build()
+    tokens = torch.empty(shape, dtype=torch.long, device="meta")
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        targets = tokens if logits.is_meta else torch.empty_like(tokens, device=logits.device)  # in a simulated run
+        return next_token_loss(logits, targets)
+
+    return make_workload(
+        model, ranks, inputs=tokens, loss_fn=loss, fsdp_unit_modules=[Block], name=name, tokens=tokens.numel()
+    )
+
+
+# ---- configurations -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,31 +128,45 @@ def planned_run(path: Path, num_ranks: int) -> PlannedRun:
     Raises:
         ConfigurationError: The trainer would refuse it, or the planner does not know its engine.
     """
+    from megatron_fsdp.plan.models import build_meta_model
+    from megatron_fsdp.plan.planning import make_workload
+
     job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda", multiplies_bf16=True))
+    _check(job, path)
+    setup, options = _setup(job), job.options
+    model = options.model.hf_config or options.model.hf_model
+    if model is not None:
+        workload = make_workload(
+            model,
+            setup.ranks,
+            sequence_length=job.seq_length,
+            micro_batch=job.batch.micro,
+            dtype=job.dtype,
+            name=str(model),
+        )
+        return PlannedRun(setup, workload, lambda: build_meta_model(model, job.dtype), job.notices)
+    vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
+    if vocab_size is None:
+        raise ConfigurationError(
+            f"--config {path} does not say how many tokens there are: set vocab_size, or tokenizer_type: byte"
+        )
+
+    def build() -> Decoder:
+        return _build(options.model, vocab_size, job.dtype)
+
+    return PlannedRun(
+        setup, _workload(build, setup.ranks, (job.batch.micro, job.seq_length), str(path)), build, job.notices
+    )
+
+
+def _check(job: Job, path: Path) -> None:
+    """Refuse what the planner does not know."""
+    training, model = job.options.training, job.options.model
     if job.engine != "megatron_fsdp":
         raise ConfigurationError(
             f"--config {path} trains with {'FSDP2' if job.engine == 'torch_fsdp2' else 'buckets'}, which cannot be "
             "planned: set use_megatron_fsdp in it, or plan by MODEL and flags"
         )
-    setup = _setup(job)
-    from megatron_fsdp.plan.models import build_meta_model
-
-    model = job.options.model.hf_config or job.options.model.hf_model
-    if model is None:
-        return _of_decoder(job, setup, path)
-    return PlannedRun(
-        setup,
-        _of_transformers(job, setup, model),
-        lambda: build_meta_model(model, job.dtype),
-        job.notices,
-    )
-
-
-def _setup(job: Job) -> Setup:
-    from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Setup
-
-    sizes, training = job.sizes, job.options.training
-    resolved = resolve_ddp(job.ddp, sizes.data * sizes.context, 1)
     if job.ddp.delay_wgrad_compute:
         raise ConfigurationError(
             "--delay-wgrad-compute cannot be planned, since it keeps what is planned to be freed: leave it out of the "
@@ -83,21 +176,27 @@ def _setup(job: Job) -> Setup:
         raise ConfigurationError(
             "--recompute-num-layers cannot be planned, only all blocks or none: leave it out of the configuration"
         )
+    if not (model.hf_config or model.hf_model) and model.transformer_impl != "local":
+        raise ConfigurationError(
+            f"--config {path} gives the shape of a model of transformers, which is planned by its configuration: set "
+            "hf_config in it"
+        )
+
+
+def _setup(job: Job) -> Setup:
+    from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Setup, find_optimizer
+
+    sizes, chosen = job.sizes, job.options.optimizer
+    resolved = resolve_ddp(job.ddp, sizes.data * sizes.context, 1)
     if sizes.data % resolved.num_instances:
         raise ConfigurationError(
             f"{resolved.num_instances} instances of the optimizer do not divide the {sizes.data} data-parallel ranks "
             "that are left: give a divisor"
         )
-    defers = resolved.strategy <= ShardingStrategy.optim  # as the trainer's engine accumulates
+    instances, defers = resolved.num_instances, resolved.strategy <= ShardingStrategy.optim  # as the trainer's engine
+    momentum = "momentum" if chosen.sgd_momentum else "sgd"
     return Setup(
-        ParallelRanks(
-            sizes.data // resolved.num_instances,
-            resolved.num_instances,
-            sizes.tensor,
-            sizes.context,
-            sizes.pipeline,
-            sizes.expert,
-        ),
+        ParallelRanks(sizes.data // instances, instances, sizes.tensor, sizes.context, sizes.pipeline, sizes.expert),
         resolved.strategy,
         resolved.outer_strategy,
         resolved.policy,
@@ -105,56 +204,12 @@ def _setup(job: Job) -> Setup:
         overlap_grad_reduce=resolved.config.overlap_grad_reduce,
         microbatches=job.batch.microbatches,
         accumulation=Accumulation.LAST if defers else Accumulation.EVERY,
-        optimizer=_optimizer(job),
-        recompute=_RECOMPUTE[training.recompute_granularity],  # type: ignore[arg-type]
+        optimizer=find_optimizer("adamw-fused" if chosen.optimizer == "adam" else momentum),
+        recompute=_RECOMPUTE[job.options.training.recompute_granularity],  # type: ignore[arg-type]
+        sequence_parallel=job.options.parallel.sequence_parallel,
     )
 
 
 def _unsaid() -> dict[str, Any]:
     """Arguments of the engine that the trainer leaves at their defaults; its configuration says the rest."""
     return {name: each.default for name, each in inspect.signature(MegatronFSDP.__init__).parameters.items()}
-
-
-def _optimizer(job: Job) -> OptimizerKind:
-    from megatron_fsdp.plan.front import find_optimizer
-
-    chosen = job.options.optimizer
-    if chosen.optimizer == "adam":
-        return find_optimizer("adamw-fused")
-    return find_optimizer("momentum" if chosen.sgd_momentum else "sgd")
-
-
-def _of_transformers(job: Job, setup: Setup, model: Path) -> Workload:
-    from megatron_fsdp.plan.front import make_workload
-
-    return make_workload(
-        model,
-        setup.ranks,
-        sequence_length=job.seq_length,
-        micro_batch=job.batch.micro,
-        dtype=job.dtype,
-        name=str(model),
-    )
-
-
-def _of_decoder(job: Job, setup: Setup, path: Path) -> PlannedRun:
-    """The package's own decoder; its vocabulary is that of the tokens, as far as options tell."""
-    from megatron_fsdp.cli.plan_trainer import BYTES, build_decoder_model, decoder_workload
-
-    options = job.options
-    if options.model.transformer_impl != "local":
-        raise ConfigurationError(
-            f"--config {path} gives the shape of a model of transformers, which is planned by its configuration: set "
-            "hf_config in it"
-        )
-    vocab_size = BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
-    if vocab_size is None:
-        raise ConfigurationError(
-            f"--config {path} does not say how many tokens there are: set vocab_size, or tokenizer_type: byte"
-        )
-
-    def build() -> Any:
-        return build_decoder_model(options.model, vocab_size, job.dtype)
-
-    workload = decoder_workload(build, setup.ranks, (job.batch.micro, job.seq_length), str(path))
-    return PlannedRun(setup, workload, build, job.notices)

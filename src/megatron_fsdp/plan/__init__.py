@@ -1,9 +1,7 @@
 """What a run will need, worked out without hardware by the layout, grouping and schedule code that runs it."""
 
-from megatron_fsdp.plan.front import plan
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
-from megatron_fsdp.plan.planning import Plan
-from megatron_fsdp.plan.recommend import Recommendation, recommend
+from megatron_fsdp.plan.planning import Plan, Recommendation, plan, recommend
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
 
 __all__ = [

@@ -7,7 +7,10 @@ step; only what kernels allocate inside themselves and give back is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,19 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.engine.hooks import tensors_in
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.answers import Answers
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
 from megatron_fsdp.plan.experts_stand_in import balanced_experts
-from megatron_fsdp.plan.flops import operator_bytes, operator_flops
 from megatron_fsdp.plan.kernels import Kernels, kernels_of
-from megatron_fsdp.plan.live_storages import LiveStorages, tensors_of
-from megatron_fsdp.plan.recompute import Recompute, recomputing
+from megatron_fsdp.plan.recompute import recomputing
+from megatron_fsdp.plan.setup import Recompute
 
 ROOT = 0
+_ATEN = torch.ops.aten
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def profile_compute(
@@ -39,7 +43,6 @@ def profile_compute(
     loss_fn: Callable[[Any], Tensor] | None = None,
     kernels: Kernels = "cuda",
     recompute: Recompute = "none",
-    expert_ranks: int = 1,
 ) -> ComputeProfile:
     """Run forward, loss and backward once and write down what is alive and what is computed between the units' events.
 
@@ -56,7 +59,6 @@ def profile_compute(
             attention keep queries, keys, values, results and one number per row ("cuda", "cpu"), or all scores
             ("math").
         recompute: What runs again in backward instead of being kept; see `recomputing`.
-        expert_ranks: How many ranks share the experts of a layer; see `balanced_experts`.
 
     Returns:
         The profile; sizes in bytes.
@@ -66,7 +68,7 @@ def profile_compute(
             nothing to recompute or to share.
     """
     recorder = _Recorder()
-    with balanced_experts(model, expert_ranks), recomputing(model, unit_names, recompute):
+    with balanced_experts(model), recomputing(model, unit_names, recompute):
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -112,6 +114,7 @@ class _Open:
     begin_bytes: int
     peak_bytes: int
     flops: int = 0
+    product_flops: int = 0
     recomputed_flops: int = 0
     moved_bytes: int = 0
     operators: int = 0
@@ -148,6 +151,7 @@ class _Recorder(TorchDispatchMode):
         segment.moved_bytes += moved
         segment.operators += moved > 0
         segment.flops += flops
+        segment.product_flops += flops * (func.overloadpacket in _PRODUCTS)
         if self.in_backward and torch.is_grad_enabled():  # backward itself computes without a graph
             segment.recomputed_flops += flops
         return result
@@ -229,3 +233,198 @@ class _Once:
 def _take_gradient(recorder: _Recorder, name: str, param: Tensor) -> None:
     recorder.gradient(name)
     param.grad = None
+
+
+# ---- what is alive --------------------------------------------------------------------------------------------------
+
+
+def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
+    """The plain tensors among the arguments or results of an operator, also one list deep."""
+    for value in values:
+        if type(value) in _PLAIN:
+            assert isinstance(value, Tensor)
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
+
+
+class LiveStorages:
+    """Follows storages until they die. Views share a storage; on the meta device storages have sizes, too.
+
+    Attributes:
+        now_bytes: Alive now.
+    """
+
+    def __init__(self) -> None:
+        self.now_bytes = 0
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+
+    def note(self, operands: Iterable[Tensor], results: Iterable[Tensor]) -> None:
+        """An operator has run: follow the storages of its results that are not those of its operands.
+
+        Those of operands are from before, or they are followed already.
+        """
+        known = {tensor.untyped_storage()._cdata for tensor in operands}
+        for tensor in results:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._sizes:
+                self._measure(key, storage)
+            elif key not in known:
+                self._follow(key, storage)
+
+    def _follow(self, key: int, storage: torch.UntypedStorage) -> None:
+        def dies(_: object) -> None:
+            del self._references[key]
+            self.now_bytes -= self._sizes.pop(key)
+
+        self._references[key] = weakref.ref(storage, dies)
+        self._sizes[key] = storage.nbytes()
+        self.now_bytes += self._sizes[key]
+
+    def _measure(self, key: int, storage: torch.UntypedStorage) -> None:
+        """It may have been resized."""
+        size = storage.nbytes()
+        self.now_bytes += size - self._sizes[key]
+        self._sizes[key] = size
+
+
+# ---- what a model is told when it asks for the value of a tensor that has none ---------------------------------------
+
+
+class Answers:
+    """Runs operators; conditions on tensors of the meta device get the answer of a full, plain batch.
+
+    Models ask whether nothing is padded (`mask.all()`): yes; or whether anything is odd (`x.isnan().any()`): no. So
+    a condition is true, but that anything is so is false.
+    """
+
+    def __init__(self) -> None:
+        self._any: Callable[[], object] = lambda: None  # the storage of the latest result of `any`, while it lives
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The operator's result, or an answer where it would be the value of a meta tensor.
+
+        Grouped products are given their shapes here, because torch's rule for the meta device refuses all dtypes but
+        bf16, which the kernels of devices do not.
+
+        Raises:
+            ConfigurationError: The value is a number, for which there is no plain answer.
+        """
+        if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
+            return self._answer(args[0])
+        if func is _ATEN._grouped_mm.default and args[0].is_meta:
+            return _grouped_product(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise ConfigurationError(
+                f"{func} has no shape without values, or none on the meta device; profile a model whose shapes do not "
+                f"depend on data ({' '.join(str(error).split())[:200]})"
+            ) from error
+        if func.overloadpacket is _ATEN.any and isinstance(result, Tensor):
+            self._any = weakref.ref(result.untyped_storage())
+        return result
+
+    def _answer(self, tensor: Tensor) -> bool:
+        if tensor.dtype != torch.bool:
+            raise ConfigurationError(
+                f"the model asks for the value of a tensor ({tensor.dtype}) in its forward or backward, and a profile "
+                "has shapes but no values; profile a model whose shapes do not depend on data"
+            )
+        return tensor.untyped_storage() is not self._any()
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, _bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Rows by a stack of matrices (2D x 3D, 3D x 2D), a stack by a stack, or stretches of columns by such of rows."""
+    shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
+    if left.dim() == right.dim():
+        groups = left.shape[0] if left.dim() == 3 or offs is None else offs.shape[0]
+        shape = (groups, *shape)
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
+
+
+# ---- what one operator costs: products by torch's formulas (a multiply-add is two), all else as bandwidth ------------
+
+
+def operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Floating point operations of one call.
+
+    Args:
+        func: An operator of torch with its overload, as a dispatch mode gets it.
+        args: Of the call.
+        kwargs: Of the call.
+        result: Of the call.
+    """
+    packet = func.overloadpacket
+    own = _OWN.get(packet)
+    if own is not None:
+        return own(args, result)
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def operator_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Bytes of one call's operands and results; none for views and for memory that is only asked for.
+
+    Rows that are looked up in a table count, not the table.
+    """
+    packet = func.overloadpacket
+    results = list(tensors_of((result,)))
+    if packet in _WRITES_NOTHING or _is_view(func):
+        return 0
+    if packet in _LOOKS_UP:
+        return 2 * sum(map(_size, results))
+    return sum(map(_size, (*tensors_of(args), *tensors_of(tuple(kwargs.values())), *results)))
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether results share memory with operands without being written."""
+    infos = [returned.alias_info for returned in func._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes that it covers; what is expanded is read once."""
+    lengths = [length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or length == 0]
+    return math.prod(lengths) * tensor.element_size()
+
+
+def _cpu_attention(args: Sequence[Any], _: Any) -> int:
+    return int(sdpa_flop_count(*_per_head(args[:3])))
+
+
+def _cpu_attention_backward(args: Sequence[Any], _: Any) -> int:
+    return int(sdpa_backward_flop_count(args[0].shape, *_per_head(args[1:4])))
+
+
+def _per_head(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    """Shapes of query, key and value where each query head has a key head of its own."""
+    query, key, value = tensors
+    heads = query.shape[1]
+    return [torch.Size((shape[0], heads, *shape[2:])) for shape in (query.shape, key.shape, value.shape)]
+
+
+def _grouped_flops(args: Sequence[Any], _: Any) -> int:
+    """Each row by one matrix of a stack, or each stretch of columns by its stretch of rows: all columns count once."""
+    left, right = args[0], args[1]
+    stacked = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return int(2 * stacked * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+_OWN: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    _ATEN._grouped_mm: _grouped_flops,
+}
+
+_PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
+"""With weights, where 8-bit formats are used."""
+
+_WRITES_NOTHING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+
+_LOOKS_UP = {_ATEN.embedding, _ATEN.index_select, _ATEN.index, _ATEN.gather}

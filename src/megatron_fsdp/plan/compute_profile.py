@@ -6,8 +6,10 @@ the backward is over (`E`). What happens between two of them is a segment. The s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 
 class Event(Enum):
@@ -37,6 +39,7 @@ class Segment:
         peak_bytes: The most alive in it, looked up after each operator; at least `begin_bytes`.
         end_bytes: Alive when it ends.
         flops: Floating point operations of matrix products, attention and convolutions (a multiply-add is two).
+        product_flops: Those among `flops` that 8-bit formats speed up: products with weights, without attention.
         recomputed_flops: Those among `flops` that repeat a forward.
         moved_bytes: Operands read and results written by all operators, as if none was fused or found in a cache.
         operators: How many operators ran, views not counted.
@@ -51,6 +54,7 @@ class Segment:
     peak_bytes: int
     end_bytes: int
     flops: int = 0
+    product_flops: int = 0
     recomputed_flops: int = 0
     moved_bytes: int = 0
     operators: int = 0
@@ -63,6 +67,10 @@ class Segment:
             return self.event.value
         kind = self.event.value
         return f"{kind[0]}{self.unit}{kind[1:]}"
+
+    def but(self, **changes: Any) -> Segment:
+        """The same with other values."""
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -127,3 +135,27 @@ class ComputeProfile:
     def events(self) -> str:
         """All events in compact form, such as `F0> F1> F1< F0< B0 B1 E`."""
         return " ".join(str(segment) for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives (or messages) of model parallelism that the compute of one unit waits for in every microbatch.
+
+    Attributes:
+        axis: "tp", "cp", "ep" or "pp".
+        unit: Name of the unit's module.
+        sent_bytes: By this rank, in one of them.
+        in_backward: Whether in backward, else in forward.
+        count: How many of them.
+    """
+
+    axis: str
+    unit: str
+    sent_bytes: int
+    in_backward: bool
+    count: int = 1
+
+
+def unit_around(name: str, unit_names: Iterable[str]) -> str:
+    """The unit that holds a module; the root, "", where no other does."""
+    return next((unit for unit in unit_names if unit and f"{name}.".startswith(f"{unit}.")), "")

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.names import nearest_name
+from megatron_fsdp.plan.setup import nearest_name
 
 GIB = 1 << 30
+_MAY_BE_ZERO = {"reserved_bytes", "link_latency_s", "network_latency_s", "operator_s", "fp8_flops"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Machine:
         link_latency_s: For one hop inside of a node.
         network_latency_s: For one hop between nodes.
         operator_s: Time to start one operator, below which none is done.
+        fp8_flops: Dense 8-bit floating point operations per second, at best; 0: there are none.
+        fp8_efficiency: Part of it that matrix products reach, casts and scales included.
     """
 
     name: str
@@ -51,15 +54,16 @@ class Machine:
     link_latency_s: float = 2e-6
     network_latency_s: float = 8e-6
     operator_s: float = 4e-6
+    fp8_flops: float = 0.0
+    fp8_efficiency: float = 0.45
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in ("reserved_bytes", "link_latency_s", "network_latency_s", "operator_s") else None
-            if isinstance(value, str) or (value >= 0 if least == 0 else value > 0):
+            if isinstance(value, str) or (value >= 0 if field.name in _MAY_BE_ZERO else value > 0):
                 continue
             raise ConfigurationError(f"invalid {field.name}={value} of machine {self.name!r}: give a positive number")
-        for name in ("flops_efficiency", "memory_efficiency", "network_efficiency"):
+        for name in ("flops_efficiency", "memory_efficiency", "network_efficiency", "fp8_efficiency"):
             if getattr(self, name) > 1:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)} of machine {self.name!r} is a part; give 0 to 1"
@@ -80,12 +84,27 @@ class Machine:
         """Floating point operations per second in matrix products."""
         return self.flops * self.flops_efficiency
 
-    def compute_s(self, flops: float, moved_bytes: float, operators: int = 0) -> float:
+    def compute_s(self, flops: float, moved_bytes: float, operators: int = 0, fp8_flops: float = 0.0) -> float:
         """Time of some operators one after another: matrix products, then what only moves memory.
 
         A roofline per kind of work (Williams, Waterman and Patterson, 2009), with a floor for starting operators.
+
+        Args:
+            flops: Floating point operations.
+            moved_bytes: Read and written.
+            operators: How many are started.
+            fp8_flops: Those among `flops` that run in 8 bits.
+
+        Raises:
+            ConfigurationError: The machine has no 8-bit products.
         """
-        work = flops / self.reached_flops + moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
+        work = (flops - fp8_flops) / self.reached_flops + moved_bytes / (
+            self.memory_bytes_per_s * self.memory_efficiency
+        )
+        if fp8_flops:
+            if not self.fp8_flops:
+                raise ConfigurationError(f"machine {self.name!r} has no fp8 products: leave fp8 out, or set fp8_flops")
+            work += fp8_flops / (self.fp8_flops * self.fp8_efficiency)
         return max(work, operators * self.operator_s)
 
     def bytes_per_s(self, ranks: int, stride: int = 1) -> float:
@@ -123,6 +142,21 @@ class Machine:
             return 0.0
         return sent_bytes / self.bytes_per_s(ranks, stride) + self.latency_s(ranks, stride)
 
+    def all_to_all_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of an all-to-all: what leaves the node goes over each rank's own adapter, the rest over the link.
+
+        Args:
+            sent_bytes: By one rank, equally much to every other.
+            ranks: Of the group.
+            stride: As for `bytes_per_s`.
+        """
+        if ranks == 1:
+            return 0.0
+        near = min(ranks, max(1, self.devices_per_node // stride)) - 1
+        inside = sent_bytes * near / (ranks - 1) / self.link_bytes_per_s
+        outside = sent_bytes * (ranks - 1 - near) / (ranks - 1) / self.network_bytes_per_s
+        return max(inside, outside) / self.network_efficiency + self.latency_s(ranks, stride)
+
     def but(self, changes: Mapping[str, float]) -> Machine:
         """The same with other figures.
 
@@ -147,9 +181,10 @@ MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
         Machine("a100", 8, 80 * GIB, 4 * GIB, 312e12, 2.0e12, 300e9, 25e9),
-        Machine("h100", 8, 80 * GIB, 4 * GIB, 989e12, 3.35e12, 450e9, 50e9),
-        Machine("h200", 8, 141 * 10**9, 5 * GIB, 989e12, 4.8e12, 450e9, 50e9),
-        Machine("b200", 8, 180 * 10**9, 6 * GIB, 2250e12, 8.0e12, 900e9, 50e9),
+        Machine("h100", 8, 80 * GIB, 4 * GIB, 989e12, 3.35e12, 450e9, 50e9, fp8_flops=1979e12),
+        Machine("h800", 8, 80 * GIB, 4 * GIB, 989e12, 3.35e12, 200e9, 50e9, fp8_flops=1979e12),
+        Machine("h200", 8, 141 * 10**9, 5 * GIB, 989e12, 4.8e12, 450e9, 50e9, fp8_flops=1979e12),
+        Machine("b200", 8, 180 * 10**9, 6 * GIB, 2250e12, 8.0e12, 900e9, 50e9, fp8_flops=4500e12),
     )
 }
 """Nodes of eight accelerators with one 400 Gb/s adapter each (a100: 200 Gb/s)."""
@@ -164,16 +199,3 @@ def find_machine(name: str) -> Machine:
     if name not in MACHINES:
         raise ConfigurationError(f"machine {name!r} is not known; {nearest_name(name, MACHINES)}")
     return MACHINES[name]
-
-
-def tokens_to_hide(flops_per_s: float, bytes_per_s: float) -> float:
-    """Tokens per rank and microbatch from which communication of full sharding can hide behind compute.
-
-    A rank computes 6 P T operations on T tokens and sends about 6 P bytes (two gathers and a reduction of P 16-bit
-    values), so T = F / B, whatever the model.
-
-    Args:
-        flops_per_s: Reached by one rank.
-        bytes_per_s: Sent by one rank.
-    """
-    return flops_per_s / bytes_per_s

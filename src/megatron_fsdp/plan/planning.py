@@ -1,22 +1,319 @@
-"""The plan of one run: what a rank holds, sends and waits for, from a workload, a setup and a machine."""
+"""From a model, a number of ranks and a machine to what a run will need: `plan`, and `recommend` for the choices."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import profile_compute
-from megatron_fsdp.plan.compute_profile import ComputeProfile
-from megatron_fsdp.plan.experts_stand_in import fused_experts
-from megatron_fsdp.plan.kernels import Kernels
-from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.memory import RankMemory, memory_of
-from megatron_fsdp.plan.planned_model import PlannedModel, plan_model
-from megatron_fsdp.plan.replay import ReplayedStep, replay_step
-from megatron_fsdp.plan.setup import Setup
-from megatron_fsdp.plan.timing import groups_of, step_costs, tokens_where_hidden
-from megatron_fsdp.plan.wires import Transfer, Wire
-from megatron_fsdp.plan.workload import Exchange, Workload
+from megatron_fsdp.plan.compute_profile import ComputeProfile, Exchange
+from megatron_fsdp.plan.machine import Machine, find_machine
+from megatron_fsdp.plan.models import ModelSpec, build_meta_model, comes_from_config
+from megatron_fsdp.plan.parallel import (
+    DecoderShare,
+    decoder_shape,
+    microbatches_in_flight,
+    not_modelled,
+    share_exchanges,
+    share_profile,
+)
+from megatron_fsdp.plan.replay import (
+    Moment,
+    ReplayedStep,
+    Transfer,
+    Wire,
+    exchange_s,
+    replay_step,
+    step_costs,
+)
+from megatron_fsdp.plan.setup import (
+    Accumulation,
+    Backend,
+    OptimizerKind,
+    ParallelRanks,
+    Ranks,
+    Recompute,
+    Setup,
+    find_member,
+    find_optimizer,
+    resolve_ranks,
+)
+from megatron_fsdp.plan.sharded import HeldBytes, PlannedModel, UnitModules, held_bytes, plan_model, saving_bytes
+from megatron_fsdp.sharding.memory_plan import MemoryOptions
+
+_SEQUENCE_LENGTH = 4096
+_MOST_TOKENS = 2**30
+"""More would not be counted right: torch's sizes are 64-bit numbers."""
+_ALMOST = 1.02  # of the fastest: what is simpler wins
+
+
+def plan(
+    model: ModelSpec,
+    ranks: Ranks,
+    strategy: str | int | ShardingStrategy = ShardingStrategy.optim_grads_params,
+    *,
+    outer_strategy: str | int | ShardingStrategy = ShardingStrategy.no_shard,
+    machine: Machine | str = "h100",
+    sequence_length: int | None = None,
+    micro_batch: int | None = None,
+    microbatches: int = 1,
+    recompute: Recompute = "none",
+    dtype: torch.dtype | None = None,
+    policy: MixedPrecisionPolicy | None = None,
+    optimizer: OptimizerKind | str = "adamw",
+    backend: Backend | str = Backend.NCCL,
+    accumulation: Accumulation | str = Accumulation.EVERY,
+    memory: MemoryOptions | None = None,
+    fsdp_unit_modules: UnitModules = None,
+    inputs: Any = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    stage: int = 0,
+    sequence_parallel: bool = True,
+    virtual_stages: int = 1,
+    fp8: bool = False,
+    overlap_exchanges: bool = False,
+) -> Plan:
+    """Work out what a run will need, without hardware and without memory for weights.
+
+    Args:
+        model: A preset's name, a Hugging Face config (mapping, file or folder), an import path of a function that
+            builds a model, the function, or a model on the meta device.
+        ranks: Their number; or sizes by axis: `dp_shard`, `dp_outer`, `tp`, `cp`, `pp`, `ep`.
+        strategy: On the sharding axis, as `zero_dp_strategy` of `fully_shard`.
+        outer_strategy: On the outer axis, as `outer_dp_sharding_strategy`.
+        machine: A preset's name or a machine.
+        sequence_length: Tokens of a sequence, over all context-parallel ranks; None: 4096. Not with `inputs`.
+        micro_batch: Sequences per rank and microbatch; None: 1. Not with `inputs`.
+        microbatches: Per optimizer step.
+        recompute: "none", "full" (every unit), "selective" (all but the results of attention and of every second
+            product), "attention" or "mlp".
+        dtype: Of models that are built from a config; None: bfloat16. Functions and models have their own.
+        policy: Dtypes of main weights and gradients; None: the default of `fully_shard`.
+        optimizer: One of `OPTIMIZERS` or its name.
+        backend: "nccl" or "gloo".
+        accumulation: When gradients of several microbatches are reduced: "every", "outer" or "last".
+        memory: How gathered weights borrow memory; None: the default of `fully_shard`.
+        fsdp_unit_modules: As for `fully_shard`.
+        inputs: Of one rank and microbatch, on the meta device, for models that do not take tokens.
+        loss_fn: Scalar loss of the model's output, for models that return none.
+        stage: The pipeline stage to look at; the first keeps most activations.
+        sequence_parallel: Whether tensor-parallel ranks share activations between layers along the sequence.
+        virtual_stages: Pieces of the model on each pipeline rank (interleaved 1F1B).
+        fp8: Whether products with weights run in 8 bits.
+        overlap_exchanges: Whether collectives of tensor, context, expert and pipeline parallelism run behind compute.
+
+    Raises:
+        ConfigurationError: Something is not known or cannot be; sizes raise its subclass ParallelSizeError.
+    """
+    setup = Setup(
+        resolve_ranks(ranks),
+        resolve_strategy(strategy, "strategy"),
+        resolve_strategy(outer_strategy, "outer_strategy"),
+        policy or MixedPrecisionPolicy(),
+        memory or MemoryOptions(),
+        microbatches=microbatches,
+        optimizer=optimizer if isinstance(optimizer, OptimizerKind) else find_optimizer(optimizer),
+        recompute=recompute,
+        backend=find_member(Backend, backend, "backend"),
+        accumulation=find_member(Accumulation, accumulation, "accumulation"),
+        sequence_parallel=sequence_parallel,
+        virtual_stages=virtual_stages,
+        fp8=fp8,
+        overlap_exchanges=overlap_exchanges,
+    )
+    workload = make_workload(
+        model,
+        setup.ranks,
+        sequence_length=sequence_length,
+        micro_batch=micro_batch,
+        dtype=dtype,
+        fsdp_unit_modules=fsdp_unit_modules,
+        inputs=inputs,
+        loss_fn=loss_fn,
+        stage=stage,
+    )
+    return plan_workload(workload, setup, machine if isinstance(machine, Machine) else find_machine(machine))
+
+
+# ---- what a rank computes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One rank's share of the model and of a microbatch.
+
+    Attributes:
+        name: For people.
+        module: On the meta device; of one tensor-parallel rank of one pipeline stage, with the experts of all
+            expert-parallel ranks.
+        inputs: Of one microbatch, on the meta device, as `profile_compute` takes them.
+        tokens: Tokens (or samples) of one microbatch on this rank.
+        loss_fn: As `profile_compute` takes it.
+        unit_modules: As `fully_shard` takes them.
+        total_numel: Parameters of the whole model.
+        share: Where formulas stand for the module's forward; None: it is run without memory.
+        notes: What was assumed, in words.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: Any
+    tokens: int
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    unit_modules: UnitModules = None
+    total_numel: int = 0
+    share: DecoderShare | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def saved_buffer_bytes(self) -> int:
+        """Of the module's buffers that state dicts hold."""
+        saved = self.module.state_dict()
+        return sum(saved[name].nbytes for name, _ in self.module.named_buffers() if name in saved)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the module's buffers."""
+        return sum(buffer.nbytes for buffer in self.module.buffers())
+
+
+def make_workload(
+    model: ModelSpec,
+    ranks: ParallelRanks,
+    *,
+    sequence_length: int | None = None,
+    micro_batch: int | None = None,
+    dtype: torch.dtype | None = None,
+    fsdp_unit_modules: UnitModules = None,
+    inputs: Any = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    stage: int = 0,
+    name: str | None = None,
+    tokens: int | None = None,
+) -> Workload:
+    """Find one rank's share of a model and of a microbatch; arguments as for `plan`.
+
+    With inputs of their own, `tokens` says how many tokens they hold (None: as many as the first tensor has samples);
+    `name` is what to call the model.
+
+    Raises:
+        ConfigurationError: The model is not known, or the formulas do not know how it is divided.
+    """
+    for argument, count in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
+        if count is not None and inputs is not None:
+            raise ConfigurationError(f"{argument}={count} has no effect on inputs of your own; leave one of them out")
+        if count is not None and not (_is_whole(count) and 1 <= count <= _MOST_TOKENS):
+            raise ConfigurationError(f"invalid {argument}={count!r}: give a whole number from 1 to {_MOST_TOKENS:,}")
+    module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
+    config: Any = getattr(module, "config", None)
+    label = name or (model if isinstance(model, str) else getattr(config, "model_type", None) or type(module).__name__)
+    total = sum(param.numel() for param in module.parameters())
+    divided = [f"{axis}={size}" for axis in ("tp", "cp", "pp", "ep") if (size := getattr(ranks, axis)) > 1]
+    if stage and not divided:
+        raise ConfigurationError(f"stage={stage} does not exist; with pp=1 there is stage 0")
+    if inputs is not None:
+        if divided:
+            raise not_modelled(divided[0], "it has inputs of its own")
+        _check_inputs(inputs)
+        count = _samples(inputs) if tokens is None else tokens
+        return Workload(label, module, inputs, count, loss_fn, fsdp_unit_modules, total)
+    rows, length = micro_batch or 1, _SEQUENCE_LENGTH if sequence_length is None else sequence_length
+    notes = _notes(module, length)
+    if not divided:
+        given = _token_inputs(module, rows, length)
+        return Workload(label, module, given, rows * length, None, fsdp_unit_modules, total, notes=notes)
+    shape = decoder_shape(config, divided[0])
+    if shape.numel != total:
+        raise not_modelled(divided[0], f"it has {total:,} parameters where the formulas count {shape.numel:,}")
+    weights = next(param.dtype for param in module.parameters())
+    return share_workload(label, DecoderShare(shape, ranks, rows, length, weights, stage), notes)
+
+
+def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) -> Workload:
+    """What a rank computes, where formulas say it."""
+    return Workload(name, share.module(), None, share.tokens, total_numel=share.shape.numel, share=share, notes=notes)
+
+
+def _notes(module: nn.Module, sequence_length: int) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if not module.training:
+        notes += ("The model is in evaluation mode, so nothing is dropped out; call train().",)
+    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and sequence_length > longest:
+        notes += (f"The model was made for {longest:,} tokens, and the sequences have {sequence_length:,}.",)
+    return notes
+
+
+def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, Any]:
+    """Tokens and labels for a causal language model of transformers, without memory.
+
+    A cache of keys and values is for generation; in training it would grow when layers are computed again.
+    """
+    if not hasattr(getattr(module, "config", None), "vocab_size"):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no config.vocab_size, so what it takes is not known; give inputs= (tensors "
+            "on the meta device) and, where it does not return a loss, loss_fn="
+        )
+    tokens = torch.empty((micro_batch, sequence_length), dtype=torch.long, device="meta")
+    without_cache = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    return {"input_ids": tokens, "labels": tokens, **without_cache}
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_inputs(inputs: Any) -> None:
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    real = next((tensor for tensor in tensors if not tensor.is_meta), None)
+    if real is not None or isinstance(inputs, list):
+        what = f"are a {type(inputs).__name__}" if real is None else f"lie on {real.device}"
+        raise ConfigurationError(
+            f"inputs {what}; give tensors on the meta device, one, a tuple (positional) or a dict (by name)"
+        )
+
+
+def _samples(inputs: Any) -> int:
+    """Samples of a microbatch: the first dimension of the first tensor."""
+    leaves = tree_leaves(inputs)
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+    if first is None or not first.shape[0]:
+        raise ConfigurationError("inputs hold no tensor with a dimension of samples; give tensors on the meta device")
+    return int(first.shape[0])
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank over a step.
+
+    Attributes:
+        held: At all times, main gradients excepted.
+        input_bytes: Of a microbatch.
+        peak: The moment at which most is there on top.
+        saving_bytes: Host memory that a checkpoint in the background takes for its copy; saving at once takes none.
+    """
+
+    held: HeldBytes
+    input_bytes: int
+    peak: Moment
+    saving_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is there at a time."""
+        return self.held.at_all_times + self.input_bytes + self.peak.total_bytes
 
 
 @dataclass(frozen=True)
@@ -50,8 +347,6 @@ class Plan:
         step: The replayed step of this rank.
         memory: Its bytes.
         traffic: Per axis.
-        hidden_from_tokens: Tokens per rank and microbatch from which communication hides behind compute; None where
-            nothing travels.
     """
 
     workload: Workload
@@ -61,7 +356,6 @@ class Plan:
     step: ReplayedStep
     memory: RankMemory
     traffic: tuple[AxisTraffic, ...]
-    hidden_from_tokens: float | None
 
     @property
     def setup(self) -> Setup:
@@ -74,11 +368,17 @@ class Plan:
         return self.memory.peak_bytes <= self.machine.usable_bytes
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step; of the busiest pipeline stage, with the bubble (Huang et al., GPipe, 2019)."""
+    def bubble(self) -> float:
+        """Time that a pipeline idles over the time that it works, (p - 1) / (v m) (Narayanan et al. 2021)."""
         setup = self.setup
-        bubble = (setup.microbatches + setup.ranks.pp - 1) / setup.microbatches
-        return self.step.seconds * bubble
+        return (setup.ranks.pp - 1) / (setup.virtual_stages * setup.microbatches)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; of the busiest pipeline stage, with the bubble."""
+        share = self.workload.share
+        slowdown = 1.0 if share is None else share.slowdown(self.setup)
+        return self.step.seconds * slowdown * (1 + self.bubble)
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,12 +390,29 @@ class Plan:
     @property
     def model_flops(self) -> float:
         """Operations of one microbatch on this rank, recomputation left out (the F of MFU)."""
+        if self.workload.share is not None:
+            return self.workload.share.model_flops
         return self.profile.forward_flops + self.profile.backward_flops
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed, in words."""
+        share = self.workload.share
+        return (*self.workload.notes, *(() if share is None else share.notes(self.setup)))
 
     @property
     def utilisation(self) -> float:
         """Model operations over what the devices could do in the time of a step (MFU; Chowdhery et al., PaLM, 2022)."""
         return self.model_flops * self.setup.microbatches / (self.step_s * self.machine.flops)
+
+    @property
+    def hidden_from_tokens(self) -> float | None:
+        """Tokens per rank and microbatch from which compute takes as long as the sharding axis communicates.
+
+        Compute grows with the number of samples, and communication does not. None where nothing travels.
+        """
+        travel_s = sum(axis.seconds for axis in self.traffic if axis.axis == "dp_shard")
+        return self.workload.tokens * travel_s / self.step.compute_s or None
 
     @property
     def exposed_fraction(self) -> float:
@@ -118,42 +435,44 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     model = plan_model(workload.module, setup, workload.unit_modules)
     if profile is None:
         profile = profile_workload(workload, model)
-    step = replay_step(model, profile, step_costs(model, profile, workload, machine))
-    received = setup.microbatches * workload.received_bytes
+    exchanges, share = _exchanges(workload, setup), workload.share
+    if share is not None and len(share.layers) + share.is_first + share.is_last < setup.virtual_stages:
+        raise ConfigurationError(f"virtual_stages={setup.virtual_stages} need as many layers on a rank; give fewer")
+    saved = 0.0 if share is None else microbatches_in_flight(setup, share.stage) - 1
+    step = replay_step(model, profile, step_costs(model, profile, exchanges, machine, saved))
     return Plan(
         workload,
         model,
         machine,
         profile,
         step,
-        memory_of(
-            model,
-            step,
-            profile.input_bytes + received,
-            workload.buffer_bytes,
-            workload.saved_buffer_bytes,
-            profile.used,
+        RankMemory(
+            held_bytes(model, workload.buffer_bytes, profile.used),
+            profile.input_bytes,
+            step.peak,
+            saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
         ),
-        (*_data_parallel(step.transfers), *_model_parallel(workload.exchanges, setup, machine)),
-        tokens_where_hidden(model, profile, workload, machine),
+        (*_data_parallel(step.transfers), *_model_parallel(exchanges, setup, machine)),
     )
 
 
 def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
-    """Run a workload once without memory, with the kernels of the back end's devices."""
-    setup = model.setup
-    kernels: Kernels = "cpu" if setup.backend.is_on_cpu else "cuda"
-    may_lack_experts = setup.ranks.pp > 1 and not fused_experts(workload.module)  # as first stages do
-    with nullcontext() if workload.surroundings is None else workload.surroundings(kernels):
-        return profile_compute(
-            workload.module,
-            workload.inputs,
-            unit_names=[unit.name for unit in model.units],
-            loss_fn=workload.loss_fn,
-            kernels=kernels,
-            recompute=setup.recompute,
-            expert_ranks=1 if may_lack_experts else setup.ranks.ep,
-        )
+    """Find out what a microbatch keeps and computes, by formulas or by running it once without memory."""
+    setup, names = model.setup, [unit.name for unit in model.units]
+    if workload.share is not None:
+        return share_profile(workload.share, setup, names)
+    return profile_compute(
+        workload.module,
+        workload.inputs,
+        unit_names=names,
+        loss_fn=workload.loss_fn,
+        kernels="cpu" if setup.backend.is_on_cpu else "cuda",
+        recompute=setup.recompute,
+    )
+
+
+def _exchanges(workload: Workload, setup: Setup) -> tuple[Exchange, ...]:
+    return () if workload.share is None else share_exchanges(workload.share, setup)
 
 
 def _data_parallel(transfers: tuple[Transfer, ...]) -> list[AxisTraffic]:
@@ -174,20 +493,125 @@ def _data_parallel(transfers: tuple[Transfer, ...]) -> list[AxisTraffic]:
     return found
 
 
-def _model_parallel(exchanges: tuple[Exchange, ...], setup: Setup, machine: Machine) -> list[AxisTraffic]:
-    groups = groups_of(setup.ranks)
+def _model_parallel(exchanges: Sequence[Exchange], setup: Setup, machine: Machine) -> list[AxisTraffic]:
     found = []
     for axis in dict.fromkeys(exchange.axis for exchange in exchanges):
-        own = [exchange for exchange in exchanges if exchange.axis == axis]
-        repeats = [setup.microbatches * sum(exchange.runs(setup.recompute)) for exchange in own]
-        seconds = [machine.collective_s(exchange.sent_bytes, *groups[axis]) for exchange in own]
+        own = [(setup.microbatches * exchange.count, exchange) for exchange in exchanges if exchange.axis == axis]
         found.append(
             AxisTraffic(
                 axis,
                 0,
-                sum(repeats),
-                sum(count * exchange.sent_bytes for count, exchange in zip(repeats, own, strict=True)),
-                sum(count * each for count, each in zip(repeats, seconds, strict=True)),
+                sum(count for count, _ in own),
+                sum(count * exchange.sent_bytes for count, exchange in own),
+                sum(count * exchange_s(exchange, setup, machine) for count, exchange in own),
             )
         )
     return found
+
+
+# ---- the choice among plans -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to choose.
+
+    Attributes:
+        plans: All that were tried, in the order in which they were tried: simple ones first.
+        best: The simplest of those that fit and are at most 2 % slower than the fastest; None where none fits.
+    """
+
+    plans: tuple[Plan, ...]
+    best: Plan | None
+
+    @property
+    def smallest(self) -> Plan:
+        """The one that takes least memory."""
+        return min(self.plans, key=lambda plan: plan.memory.peak_bytes)
+
+
+def recommend(
+    workload: Workload, setup: Setup, machine: Machine, recomputes: Sequence[Recompute] = ("none", "full")
+) -> Recommendation:
+    """Plan every strategy on every useful division of the data-parallel ranks, with and without recomputation.
+
+    Args:
+        workload: What one rank computes.
+        setup: What is given: tensor, context, pipeline and expert ranks, dtypes, optimizer and the number of
+            data-parallel ranks; strategies, the division into inner and outer ranks and recomputation are varied.
+        machine: What it runs on.
+        recomputes: The recomputations to try.
+
+    Raises:
+        ConfigurationError: No arrangement is possible at all.
+    """
+    profiles: dict[Recompute, ComputeProfile] = {}
+    plans = []
+    problems: list[str] = []
+    for recompute in recomputes:
+        for candidate in _candidates(setup, machine, recompute):
+            try:
+                plan = plan_workload(workload, candidate, machine, profiles.get(recompute))
+            except ConfigurationError as error:
+                problems.append(str(error))
+                continue
+            profiles[recompute] = plan.profile
+            plans.append(plan)
+    if not plans:
+        raise ConfigurationError(f"nothing can be recommended, since no arrangement is possible: {problems[0]}")
+    fitting = [plan for plan in plans if plan.fits]
+    fastest = min((plan.step_s for plan in fitting), default=0.0)
+    best = next((plan for plan in fitting if plan.step_s <= fastest * _ALMOST), None)
+    return Recommendation(tuple(plans), best)
+
+
+def _candidates(setup: Setup, machine: Machine, recompute: Recompute) -> Iterator[Setup]:
+    """Flat strategies first, then hybrid ones with the sharding axis as long as a node, twice that, and so on."""
+    data_ranks = setup.ranks.dp_shard * setup.ranks.dp_outer
+    for strategy in ShardingStrategy:
+        if setup.ranks.ep > 1 and strategy is not ShardingStrategy.optim_grads_params:
+            continue  # experts that are divided over ranks are sharded with everything else
+        yield setup.but(
+            ranks=replace(setup.ranks, dp_shard=data_ranks, dp_outer=1),
+            strategy=strategy,
+            outer_strategy=ShardingStrategy.no_shard,
+            recompute=recompute,
+        )
+    for inner in _inner_sizes(setup.ranks, machine, data_ranks):
+        for outer in (ShardingStrategy.no_shard, ShardingStrategy.optim):
+            yield setup.but(
+                ranks=replace(setup.ranks, dp_shard=inner, dp_outer=data_ranks // inner),
+                strategy=ShardingStrategy.optim_grads_params,
+                outer_strategy=outer,
+                recompute=recompute,
+            )
+
+
+def _inner_sizes(ranks: ParallelRanks, machine: Machine, data_ranks: int) -> Iterator[int]:
+    """Divisors of the data-parallel ranks that fill whole nodes, from one node on in steps of two."""
+    inner = max(1, machine.devices_per_node // (ranks.tp * ranks.cp))
+    while inner < data_ranks:
+        if data_ranks % inner == 0 and (inner * ranks.cp) % ranks.ep == 0 and inner > 1:
+            yield inner
+        inner *= 2
+
+
+def ranks_that_fit(plan: Plan) -> int | None:
+    """How many ranks the same plan would need to fit, where every rank holds a share of all state.
+
+    What is held between steps and what an optimizer borrows shrinks with the ranks; gathered weights, buckets and
+    activations do not. None where more ranks do not help, or the strategy does not share everything out.
+
+    Args:
+        plan: Under `optim_grads_params` without an outer axis.
+    """
+    setup, memory = plan.setup, plan.memory
+    if setup.strategy is not ShardingStrategy.optim_grads_params or setup.ranks.dp_outer > 1:
+        return None
+    shared = memory.held.at_all_times - memory.held.module_buffers + memory.peak.gradient_bytes
+    shared += memory.peak.passing_bytes
+    left = plan.machine.usable_bytes - (memory.peak_bytes - shared)
+    if left <= 0:
+        return None
+    nodes = -(-setup.ranks.world * shared // (left * plan.machine.devices_per_node))
+    return max(nodes, 1) * plan.machine.devices_per_node

@@ -5,17 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.setup import Recompute
 
-Recompute = Literal["none", "full", "attention", "mlp"]
-"""Nothing, every unit but the root, or the attention or the MLP (or mixture of experts) inside of each unit."""
-
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
+_ATTENTION = {
+    _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_efficient_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu,
+}
+_KEPT, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 _PARTS: dict[Recompute, tuple[str, ...]] = {
     "attention": ("self_attn", "self_attention", "attention", "attn"),
     "mlp": ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe"),
@@ -40,7 +46,7 @@ def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recomput
     chosen = [model.get_submodule(name) for name in _names(model, unit_names, recompute)]
     had = [module.__dict__.get("forward") for module in chosen]
     for module in chosen:
-        _wrap(module)
+        _wrap(module, recompute == "selective")
     try:
         yield
     finally:
@@ -54,26 +60,42 @@ def _names(model: nn.Module, unit_names: Sequence[str], recompute: Recompute) ->
     if recompute == "none":
         return []
     units = list(unit_names[1:])
-    if recompute == "full":
+    if recompute in ("full", "selective"):
         names, wanted = units, "besides the root"
     elif recompute in _PARTS:
         parts = _PARTS[recompute]
         children = ((unit, child) for unit in units for child, _ in model.get_submodule(unit).named_children())
         names, wanted = [f"{unit}.{child}" for unit, child in children if child in parts], f"with {', '.join(parts)}"
     else:
-        raise ConfigurationError(f"recompute={recompute!r}; choose none, full, {' or '.join(_PARTS)}")
+        raise ConfigurationError(f"recompute={recompute!r}; choose none, full, selective, {' or '.join(_PARTS)}")
     if not names:
         raise ConfigurationError(f"recompute={recompute!r}, but the model has no units {wanted}; use 'none'")
     return names
 
 
-def _wrap(module: nn.Module) -> None:
+def _wrap(module: nn.Module, is_selective: bool) -> None:
     forward = module.forward
+    options: dict[str, Any] = {"context_fn": _keeping_every_second_product} if is_selective else {}
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
-    module.__dict__["forward"] = recomputed
+    module.forward = recomputed
+
+
+def _keeping_every_second_product() -> tuple[Any, Any]:
+    """Keep what attention and the first, third, ... matrix product of a unit give; compute the rest again."""
+    seen = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        packet = operator.overloadpacket
+        if packet in _PRODUCTS:
+            seen[context.is_recompute] += 1
+            return _KEPT if seen[context.is_recompute] % 2 else _AGAIN
+        return _KEPT if packet in _ATTENTION else _AGAIN
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts

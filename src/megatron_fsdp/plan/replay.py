@@ -1,26 +1,104 @@
-"""A training step on paper: the engine's scheduler and executor, driven by the events of a compute profile.
+"""A training step on paper: the engine's scheduler, driven by the events of a compute profile, on simulated wires.
 
-The executor works on units that have no memory (`stand_ins`) and on a simulated clock, so what comes out are the
-collectives of a step in their order, when the compute side waits for them, and what memory is held at each event.
+What is gathered, reduced and released when is decided by the engine's own `Scheduler`; gathered weights and buckets
+live in its own `WeightMemory` and `BucketPool`, on the meta device; what a collective sends follows from its own
+layouts. Left to this file are a clock, and the order in which the executor borrows buckets and waits for reductions,
+which `megatron_fsdp.plan.checking` holds against the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 
-from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
-from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
-from megatron_fsdp.plan.planned_model import PlannedModel
-from megatron_fsdp.plan.stand_ins import PassingMemory, PlannedUnitDriver
-from megatron_fsdp.plan.wires import Cost, Transfer, Wires
+from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory, pack_bytes
+from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
+from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
+from megatron_fsdp.plan.machine import Machine
+from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
+from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, step_bytes
+from megatron_fsdp.sharding.accounting import (
+    UNITS_CROSSING,
+    GroupFootprint,
+    exchange_scratch_bytes,
+    outer_step_traffic,
+    part_numel,
+    passing_bytes,
+    pending_bytes,
+    persistent_bytes,
+    step_traffic,
+)
 
-ComputeTime = Callable[[Segment], float]
-"""Seconds that the operators of a segment take."""
+_META = torch.device("meta")
+
+
+class Wire(Enum):
+    """Whose collectives: those of the ranks of the sharding axis, or of the outer axis."""
+
+    INNER = "inner"
+    OUTER = "outer"
+
+
+Cost = Callable[[Wire, int, bool], float]
+"""(wire, bytes that one rank sends, whether of experts) to seconds."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective.
+
+    Attributes:
+        wire: Where.
+        purpose: "gather", "reduce", "gather across" or "reduce across".
+        unit: For which unit.
+        sent_bytes: By this rank.
+        start_s: When it begins to travel.
+        end_s: When it is done.
+    """
+
+    wire: Wire
+    purpose: str
+    unit: int
+    sent_bytes: int
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Wires:
+    """The clock of the compute side, and two wires; collectives of one wire follow one another.
+
+    Attributes:
+        cost: Duration of a collective.
+        now_s: The clock; waiting for a collective moves it.
+        exposed_s: How long it has waited.
+        transfers: All so far, in the order of their start.
+    """
+
+    cost: Cost
+    now_s: float = 0.0
+    exposed_s: float = 0.0
+    transfers: list[Transfer] = field(default_factory=list)
+    _free_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(Wire, 0.0))
+
+    def send(self, wire: Wire, purpose: str, unit: int, sent_bytes: int, is_expert: bool) -> float:
+        """Start a collective behind those of the same wire; returns when it is done."""
+        if not sent_bytes:
+            return self.now_s
+        start = max(self.now_s, self._free_s[wire])
+        end = start + self.cost(wire, sent_bytes, is_expert)
+        self._free_s[wire] = end
+        self.transfers.append(Transfer(wire, purpose, unit, sent_bytes, start, end))
+        return end
+
+    def wait(self, end_s: float) -> None:
+        """Let the compute side wait until then."""
+        self.exposed_s += max(0.0, end_s - self.now_s)
+        self.now_s = max(self.now_s, end_s)
 
 
 @dataclass(frozen=True)
@@ -60,16 +138,16 @@ class ReplayedStep:
         moments: In order of time.
         transfers: All collectives, in order of their start; times since the step began.
         seconds: From the first event to the end of the optimizer's step.
+        compute_s: Of these, forward and backward.
         exposed_s: Of these, waiting for collectives.
-        operations: What the scheduler decided in the last microbatch, in compact form.
         borrowed_bytes: The most that gathered weights, buckets and scratch took, each at a time.
     """
 
     moments: tuple[Moment, ...]
     transfers: tuple[Transfer, ...]
     seconds: float
+    compute_s: float
     exposed_s: float
-    operations: tuple[str, ...]
     borrowed_bytes: int
 
     @property
@@ -84,7 +162,7 @@ class StepCosts:
 
     Attributes:
         transfer: Of a collective.
-        compute: Of a segment.
+        compute: Seconds of a segment.
         optimizer_s: Of the optimizer's step and of installing the new weights.
         cast_gradient_bytes: Gradients in another dtype than they are accumulated in, from the sync to the next step.
         optimizer_bytes: What the optimizer's step borrows.
@@ -92,11 +170,11 @@ class StepCosts:
     """
 
     transfer: Cost
-    compute: ComputeTime
+    compute: Callable[[Segment], float]
     optimizer_s: float = 0.0
     cast_gradient_bytes: int = 0
     optimizer_bytes: int = 0
-    saved_microbatches: int = 0
+    saved_microbatches: float = 0.0
 
 
 def replay_step(model: PlannedModel, profile: ComputeProfile, costs: StepCosts) -> ReplayedStep:
@@ -114,41 +192,106 @@ def replay_step(model: PlannedModel, profile: ComputeProfile, costs: StepCosts) 
     return replay.recorded()
 
 
+# ---- what the collectives of a unit send, and what they allocate: by the engine's formulas --------------------------
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Bytes that one collective of a parameter group sends, and that crossing the outer axis allocates."""
+
+    is_expert: bool
+    gather: int
+    reduce: int
+    gather_across: int
+    reduce_across: int
+    allocated_across: int
+
+
+def _group(group: GroupFootprint, is_expert: bool, setup: Setup) -> _Group:
+    inside, across = step_traffic([group], setup.strategy), outer_step_traffic([group], setup.strategy)
+    on_wire = part_numel(group, setup.strategy) * group.grad_comm.itemsize
+    allocated = on_wire if group.grad_comm != group.main_grads else 0
+    if group.outer_shares and not group.is_whole:
+        allocated += on_wire if setup.backend is Backend.GLOO else on_wire // group.outer_ranks
+    sent = inside.gather_bytes, inside.reduce_bytes, across.gather_bytes, across.reduce_bytes
+    return _Group(is_expert, *sent, allocated if group.requires_grad else 0)
+
+
+class _Unit:
+    """The sizes of a unit's collectives and gradients, and what is known of them now."""
+
+    def __init__(self, index: int, unit: PlannedUnit, setup: Setup) -> None:
+        groups, strategy = [plan.footprint(index) for plan in unit.groups], setup.strategy
+        trained = [group for group in groups if group.requires_grad]
+        exchanged = [group for group in trained if exchange_scratch_bytes([group], strategy)]
+        held, deferred = persistent_bytes(groups, strategy), persistent_bytes(groups, strategy, deferred=True)
+        self.index = index
+        self.groups = [
+            _group(group, plan.spec.key.is_expert, setup) for group, plan in zip(groups, unit.groups, strict=True)
+        ]
+        self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in unit.groups])[1]
+        self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
+        self.main_bytes = held.main_grad
+        self.whole_bytes = deferred.main_grad - held.main_grad
+        self.pending_bytes = pending_bytes(groups, strategy, deferred=True)
+        self.output_bytes = sum(group.shard_numel * group.grad_comm.itemsize for group in exchanged)
+        self.local_sum_bytes = passing_bytes(groups, strategy).local_sum
+        self.exchanges_inside = setup.backend is Backend.GLOO and bool(exchanged)
+        self.crosses = any(group.outer_ranks > 1 for group in trained)
+        self.is_filling = self.is_deferred = self.is_pending = self.has_main = self.is_behind = False
+        self.gathered_s = self.gathered_across_s = 0.0
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduction over the inner ranks on its way, and the memory that it borrowed."""
+
+    unit: _Unit
+    reach: Reach
+    end_s: float
+    bucket: Block
+    scratch: Block | None
+
+
 class _Replay:
-    """The engine's loop around scheduler and executor, with stand-ins."""
+    """What the executor does with the scheduler's operations."""
 
     def __init__(self, model: PlannedModel, costs: StepCosts) -> None:
         setup = model.setup
         self._setup = setup
         self._costs = costs
         self._wires = Wires(costs.transfer)
-        self._passing = PassingMemory()
-        self._units = tuple(
-            PlannedUnitDriver(index, unit.name or "(root)", unit.groups, self._wires, setup.backend, self._passing)
-            for index, unit in enumerate(model.units)
-        )
-        self._gradients = [
-            group.gradients for unit in self._units for group in unit.groups if group.gradients is not None
-        ]
+        self._units = tuple(_Unit(index, unit, setup) for index, unit in enumerate(model.units))
         self._index = {unit.name: index for index, unit in enumerate(model.units)}
         self._owners = {
-            info.name: (index, position)
+            info.name: self._units[index]
             for index, unit in enumerate(model.units)
-            for position, group in enumerate(unit.groups)
+            for group in unit.groups
             for info in group.spec.parameters
         }
         self._scheduler = Scheduler(model.memory.schedule)
-        self._executor = Executor(
-            cast(Any, self._units), torch.device("meta"), self._finalise, model.memory.weights, model.memory.buckets
-        )
+        self._weights = WeightMemory(model.memory.weights, _META)
+        buckets = model.memory.buckets
+        self._root_bucket = self._pool(1, self._units[: ROOT + 1])
+        self._buckets = self._pool(buckets, self._units[ROOT + 1 :])
+        self._scratch = self._pool(max(1, buckets - 1), self._units)
+        self._borrowed: dict[int, Block] = {}
+        self._in_flight: deque[_Reduction] = deque()
+        self._crossing: deque[tuple[float, int]] = deque()
         self._mode = SyncMode()
-        self._pending_is_sharded = setup.strategy >= 2
-        self._epochs: dict[int, list[int]] = {}
+        self._epochs: dict[int, int] = {}
         self._moments: list[Moment] = []
-        self._operations: list[str] = []
-        self._began_s = self._began_exposed_s = 0.0
+        self._passing_bytes = self._most_passing_bytes = self._cast_bytes = 0
+        self._began_s = self._began_exposed_s = self._compute_s = 0.0
         self._first_transfer = 0
-        self._cast_bytes = 0
+
+    def _pool(self, count: int, units: Sequence[_Unit]) -> BucketPool:
+        most = max((unit.bucket_bytes for unit in units), default=0)
+        return BucketPool(count, most, _META, self._retire_oldest)
+
+    @property
+    def _pools(self) -> tuple[BucketPool, ...]:
+        return self._root_bucket, self._buckets, self._scratch
 
     # ---- what is recorded ---------------------------------------------------------------------------------------
 
@@ -160,112 +303,319 @@ class _Replay:
 
     def recorded(self) -> ReplayedStep:
         """What was recorded since."""
+        began = self._began_s
         shifted = [
-            Transfer(t.wire, t.purpose, t.unit, t.sent_bytes, t.start_s - self._began_s, t.end_s - self._began_s)
+            Transfer(t.wire, t.purpose, t.unit, t.sent_bytes, t.start_s - began, t.end_s - began)
             for t in self._wires.transfers[self._first_transfer :]
         ]
         return ReplayedStep(
             tuple(self._moments),
             tuple(shifted),
-            self._wires.now_s - self._began_s,
+            self._wires.now_s - began,
+            self._compute_s,
             self._wires.exposed_s - self._began_exposed_s,
-            tuple(self._operations),
-            self._executor.transient_bytes,
+            self._weights.peak_bytes + sum(pool.peak_bytes for pool in self._pools),
         )
 
-    def _note(self, label: str, activation_bytes: int, passing_bytes: int) -> None:
-        held = self._executor.weight_memory.held_bytes
+    def _note(self, label: str, activation_bytes: int) -> None:
+        """Write down what is held, with the most that has passed since the last note."""
         self._moments.append(
             Moment(
                 self._wires.now_s - self._began_s,
                 label,
                 activation_bytes,
-                held,
-                self._executor.bucket_bytes,
-                sum(gradients.main_bytes for gradients in self._gradients),
-                passing_bytes + self._cast_bytes,
+                self._weights.held_bytes,
+                sum(pool.held_bytes for pool in self._pools),
+                sum(unit.main_bytes for unit in self._units if unit.has_main),
+                self._most_passing_bytes + self._cast_bytes,
             )
         )
+        self._most_passing_bytes = self._passing_bytes
+
+    def _pass(self, num_bytes: int) -> None:
+        """Shard-sized tensors come, or go."""
+        self._passing_bytes += num_bytes
+        self._most_passing_bytes = max(self._most_passing_bytes, self._passing_bytes)
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def step(self, profile: ComputeProfile) -> None:
         """All microbatches and the optimizer."""
-        self._cast_bytes = 0
-        for gradients in self._gradients:
-            gradients.has_main = False
+        self._cast_bytes, self._compute_s = 0, 0.0
+        for unit in self._units:
+            unit.has_main = False
         for microbatch in range(self._setup.microbatches):
-            is_last = microbatch == self._setup.microbatches - 1
-            self._mode = self._setup.mode(is_last)
-            self._operations.clear()
+            self._mode = self._setup.mode(is_last=microbatch == self._setup.microbatches - 1)
             self._microbatch(profile)
-        self._passing.take(self._costs.optimizer_bytes)
-        self._note("step", 0, self._passing.peak_bytes)
-        self._wires.compute(self._costs.optimizer_s)
-        self._passing.give_back(self._costs.optimizer_bytes)
-        self._passing.forget_peak()
-        self._note("stepped", 0, self._passing.now_bytes)
+        self._pass(self._costs.optimizer_bytes)
+        self._note("step", 0)
+        self._wires.now_s += self._costs.optimizer_s
+        self._pass(-self._costs.optimizer_bytes)
+        self._most_passing_bytes = self._passing_bytes
+        self._note("stepped", 0)
         self._run(self._scheduler.weights_changed())
         for unit in self._units:
-            unit.wait_for_outer()
+            self._wires.wait(unit.gathered_across_s)
             unit.is_behind = True
 
     def _microbatch(self, profile: ComputeProfile) -> None:
-        saved_bytes = profile.kept_bytes * self._costs.saved_microbatches
+        saved_bytes = int(profile.kept_bytes * self._costs.saved_microbatches)
         for segment in profile.segments:
-            self._passing.forget_peak()
-            self._event(segment, self._index[profile.unit_names[segment.unit]])
-            self._note(str(segment), segment.begin_bytes + saved_bytes, self._passing.peak_bytes)
-            self._passing.forget_peak()
-            self._wires.compute(self._costs.compute(segment))
-            self._arrive(segment.gradients)
+            self._most_passing_bytes = self._passing_bytes
+            self._event(segment.event, self._index[profile.unit_names[segment.unit]])
+            self._note(str(segment), segment.begin_bytes + saved_bytes)
+            seconds = self._costs.compute(segment)
+            self._wires.now_s += seconds
+            self._compute_s += seconds
+            for name in segment.gradients:
+                self._arrive(self._owners[name])
             if segment.peak_bytes > segment.begin_bytes:
-                self._note(f"{segment}+", segment.peak_bytes + saved_bytes, self._passing.peak_bytes)
+                self._note(f"{segment}+", segment.peak_bytes + saved_bytes)
 
-    def _event(self, segment: Segment, unit: int) -> None:
-        if segment.event is Event.FORWARD_BEGINS:
-            self._forward_begins(unit)
-        elif segment.event is Event.FORWARD_ENDS:
-            self._epochs.setdefault(unit, []).append(self._scheduler.forward_ends(unit, needs_backward=True))
-            if not self._scheduler.in_forward and not self._scheduler.in_backward:
-                self._executor.wait_for_outer()
-        elif segment.event is Event.BACKWARD_BEGINS:
-            epoch = self._epochs[unit][-1]
-            self._run(self._scheduler.backward_begins(unit, epoch))
-        elif segment.event is Event.BACKWARD_ENDS:
-            self._run(self._scheduler.backward_ends())
+    def _event(self, event: Event, unit: int) -> None:
+        scheduler = self._scheduler
+        if event is Event.FORWARD_BEGINS:
+            if not scheduler.in_forward and not scheduler.in_backward:
+                for each in self._units:
+                    self._gather_across(each)
+            self._run(scheduler.forward_begins(unit))
+        elif event is Event.FORWARD_ENDS:
+            self._epochs[unit] = scheduler.forward_ends(unit, needs_backward=True)
+            if not scheduler.in_forward and not scheduler.in_backward:
+                for each in self._units:
+                    self._wires.wait(each.gathered_across_s)
+        elif event is Event.BACKWARD_BEGINS:
+            self._run(scheduler.backward_begins(unit, self._epochs[unit]))
+        elif event is Event.BACKWARD_ENDS:
+            self._run(scheduler.backward_ends())
 
-    def _forward_begins(self, unit: int) -> None:
-        if not self._scheduler.in_forward and not self._scheduler.in_backward:
-            self._executor.all_gather_outer()
-        self._run(self._scheduler.forward_begins(unit))
-
-    def _arrive(self, names: Iterable[str]) -> None:
-        for name in names:
-            unit, position = self._owners[name]
-            driver = self._units[unit]
-            gradients = driver.groups[position].gradients
-            if gradients is not None and not gradients.is_filling:
-                self._scheduler.gradient_arrives(unit)
-                self._executor.begin_filling(cast(Any, driver), position, self._reach)
+    def _arrive(self, unit: _Unit) -> None:
+        if not unit.is_filling:
+            self._scheduler.gradient_arrives(unit.index)
+            self._fill(unit, self._reach)
 
     @property
     def _reach(self) -> Reach:
-        return self._mode.reach(self._pending_is_sharded)
+        return self._mode.reach(self._setup.strategy >= 2)
 
     def _run(self, operations: Iterable[Operation]) -> None:
-        done = tuple(operations)
-        self._operations += map(str, done)
-        self._executor.run(done, self._reach)
+        for action, index, slot in operations:
+            unit = self._units[index]
+            if action is Action.GATHER:
+                self._gather(unit, slot)
+            elif action is Action.WAIT:
+                self._wires.wait(max(unit.gathered_across_s, unit.gathered_s))
+            elif action is Action.RELEASE:
+                self._weights.give_back(index)
+            elif action is Action.REDUCE:
+                self._reduce(unit, self._reach)
+            else:
+                self._finish_backward()
 
-    def _finalise(self) -> None:
-        """What the wrapper does at the end of a backward: the sync, where it is time for one."""
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def _gather_across(self, unit: _Unit) -> None:
+        """Bring over the outer axis what the last step changed."""
+        if unit.is_behind:
+            unit.is_behind = False
+            sent = [(group.is_expert, group.gather_across) for group in unit.groups]
+            unit.gathered_across_s = max(unit.gathered_across_s, self._send(Wire.OUTER, "gather across", unit, sent))
+
+    def _gather(self, unit: _Unit, slot: int | None) -> None:
+        self._gather_across(unit)
+        if unit.gathered_bytes:
+            self._weights.take(unit.index, slot)
+        self._wires.wait(unit.gathered_across_s)
+        sent = [(group.is_expert, group.gather) for group in unit.groups]
+        unit.gathered_s = max(unit.gathered_s, self._send(Wire.INNER, "gather", unit, sent))
+
+    def _send(self, wire: Wire, purpose: str, unit: _Unit, sent: Iterable[tuple[bool, int]]) -> float:
+        """Start the collectives of all groups; returns when the last one is done."""
+        ends = (self._wires.send(wire, purpose, unit.index, count, is_expert) for is_expert, count in sent)
+        return max(ends, default=0.0)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def _fill(self, unit: _Unit, reach: Reach) -> None:
+        """Give a unit's gradients memory: a bucket, or a whole gradient where reduction is put off."""
+        unit.is_filling = True
+        if unit.is_deferred:
+            return
+        if reach is Reach.NOWHERE:
+            unit.is_deferred = True
+            self._pass(unit.whole_bytes)
+        else:
+            self._bucket(unit)
+
+    def _bucket(self, unit: _Unit) -> Block:
+        if unit.index not in self._borrowed:
+            self._borrowed[unit.index] = self._pool_of(unit).borrow(unit.bucket_bytes)
+        return self._borrowed[unit.index]
+
+    def _pool_of(self, unit: _Unit) -> BucketPool:
+        return self._root_bucket if unit.index == ROOT else self._buckets
+
+    def _reduce(self, unit: _Unit, reach: Reach) -> None:
+        if reach is Reach.NOWHERE:
+            if not unit.is_filling:
+                self._fill(unit, reach)
+            unit.is_filling = False
+            return
+        bucket = self._bucket(unit)
+        scratch = self._scratch_for(unit)
+        if unit.is_deferred:
+            self._pass(-unit.whole_bytes)
+        unit.is_filling = unit.is_deferred = False
+        if not unit.crosses:
+            unit.has_main = True
+        elif not unit.is_pending:
+            unit.is_pending = True
+            self._pass(unit.pending_bytes)
+        if self._setup.backend is Backend.NCCL:
+            self._pass(unit.output_bytes)
+        end_s = self._send(Wire.INNER, "reduce", unit, [(group.is_expert, group.reduce) for group in unit.groups])
+        del self._borrowed[unit.index]
+        self._in_flight.append(_Reduction(unit, reach, end_s, bucket, scratch))
+
+    def _scratch_for(self, unit: _Unit) -> Block | None:
+        if not unit.exchanges_inside:
+            return None
+        if unit.index == ROOT:
+            while self._retire_oldest():
+                pass
+            self._buckets.empty()
+        return self._scratch.borrow(unit.bucket_bytes)
+
+    def _retire_oldest(self) -> bool:
+        """Wait for the oldest reduction; False where none is under way."""
+        if not self._in_flight:
+            return False
+        done = self._in_flight.popleft()
+        self._wires.wait(done.end_s)
+        if self._setup.backend is Backend.NCCL:
+            self._pass(-done.unit.output_bytes)
+        else:  # one local sum after another
+            self._pass(done.unit.local_sum_bytes)
+            self._pass(-done.unit.local_sum_bytes)
+        self._pool_of(done.unit).give_back(done.bucket)
+        if done.scratch is not None:
+            self._scratch.give_back(done.scratch)
+        if done.reach is Reach.EVERYWHERE:
+            self._reduce_across(done.unit)
+        return True
+
+    def _reduce_across(self, unit: _Unit) -> None:
+        if not unit.is_pending:
+            return
+        while len(self._crossing) >= UNITS_CROSSING:
+            self._finish_crossing()
+        unit.is_pending, unit.has_main = False, True
+        allocated = sum(group.allocated_across for group in unit.groups)
+        self._pass(allocated)
+        sent = [(group.is_expert, group.reduce_across) for group in unit.groups]
+        end_s = self._send(Wire.OUTER, "reduce across", unit, sent)
+        self._crossing.append((end_s, allocated + unit.pending_bytes))
+
+    def _finish_crossing(self) -> None:
+        end_s, allocated = self._crossing.popleft()
+        self._wires.wait(end_s)
+        self._pass(-allocated)
+
+    def _retire_all(self) -> None:
+        while self._retire_oldest():
+            pass
+        while self._crossing:
+            self._finish_crossing()
+        for pool in self._pools:
+            pool.empty()
+
+    def _finish_backward(self) -> None:
+        """Retire what is on its way, and sync where it is time for that."""
+        self._retire_all()
         if not self._mode.syncs:
             return
         for unit in reversed(self._units):
-            if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
-                self._executor.run((Operation(Action.REDUCE, unit.index),))
+            if unit.is_deferred:
+                self._reduce(unit, Reach.EVERYWHERE)
             else:
-                self._executor.reduce_outer(cast(Any, unit))
-        self._executor.retire_all()
+                self._reduce_across(unit)
+        self._retire_all()
         self._cast_bytes = self._costs.cast_gradient_bytes
+
+
+# ---- from a machine's figures to durations --------------------------------------------------------------------------
+
+
+def groups_of(ranks: ParallelRanks) -> Mapping[str, tuple[int, int]]:
+    """How the ranks of each axis lie: (ranks of a group, distance of its neighbours in the numbering of all ranks).
+
+    Neighbours along tp, then along cp and dp_shard, dp_outer, pp. Experts are divided over neighbours of the sharding
+    axis ("ep"), and what divides the parameters of one expert are ranks that are so much further apart ("experts").
+    """
+    stride = ranks.tp
+    outer = stride * ranks.inner
+    return {
+        "tp": (ranks.tp, 1),
+        "cp": (ranks.cp, stride),
+        "ep": (ranks.ep, stride),
+        "experts": (ranks.inner // ranks.ep, stride * ranks.ep),
+        "inner": (ranks.inner, stride),
+        "outer": (ranks.dp_outer, outer),
+        "pp": (2 if ranks.pp > 1 else 1, outer * ranks.dp_outer),
+    }
+
+
+def exchange_s(exchange: Exchange, setup: Setup, machine: Machine) -> float:
+    """Seconds of one collective of model parallelism."""
+    group = groups_of(setup.ranks)[exchange.axis]
+    if exchange.axis == "ep":
+        return machine.all_to_all_s(exchange.sent_bytes, *group)
+    return machine.collective_s(exchange.sent_bytes, *group)
+
+
+def step_costs(
+    model: PlannedModel,
+    profile: ComputeProfile,
+    exchanges: Sequence[Exchange],
+    machine: Machine,
+    saved_microbatches: float = 0.0,
+) -> StepCosts:
+    """The durations of one rank on a machine.
+
+    Args:
+        model: Its units.
+        profile: Its compute.
+        exchanges: What it waits for in each microbatch.
+        machine: What it runs on.
+        saved_microbatches: As in `StepCosts`.
+    """
+    setup, groups = model.setup, groups_of(model.setup.ranks)
+
+    def transfer(wire: Wire, sent_bytes: int, is_expert: bool) -> float:
+        name = "outer" if wire is Wire.OUTER else "experts" if is_expert else "inner"
+        return machine.collective_s(sent_bytes, *groups[name])
+
+    waits: dict[tuple[str, bool], float] = {}
+    for exchange in () if setup.overlap_exchanges else exchanges:
+        key = unit_around(exchange.unit, profile.unit_names), exchange.in_backward
+        waits[key] = waits.get(key, 0.0) + exchange.count * exchange_s(exchange, setup, machine)
+
+    def compute(segment: Segment) -> float:
+        fast = segment.product_flops if setup.fp8 else 0
+        own = machine.compute_s(segment.flops, segment.moved_bytes, segment.operators, fast)
+        if segment.event in (Event.FORWARD_BEGINS, Event.BACKWARD_BEGINS):
+            in_backward = segment.event is Event.BACKWARD_BEGINS
+            own += waits.get((profile.unit_names[segment.unit], in_backward), 0.0)
+        return own
+
+    elements = model.optimizer_elements(profile.used)
+    moved = sum(setup.optimizer.passes_per_param * part.elements * part.itemsize for part in elements)
+    moved += sum(part.elements * (part.itemsize + part.compute_itemsize) for part in elements)
+    return StepCosts(
+        transfer,
+        compute,
+        optimizer_s=machine.compute_s(0, moved),
+        cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
+        optimizer_bytes=step_bytes(model, profile.used),
+        saved_microbatches=saved_microbatches,
+    )

@@ -1,19 +1,21 @@
-"""A plan for people and for programs. Pure."""
+"""A plan for people and for programs: tables, JSON and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.planned_model import PlannedUnit
-from megatron_fsdp.plan.planning import Plan
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.plan.machine import GIB, Machine
+from megatron_fsdp.plan.planning import Plan, ranks_that_fit
 from megatron_fsdp.plan.setup import Setup
+from megatron_fsdp.plan.sharded import PlannedUnit
 
-GIB = 1 << 30
 Row = tuple[str, str]
 
 
@@ -31,7 +33,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         },
         "setup": setup_dict(setup),
         "machine": asdict(plan.machine),
-        "workload": {"tokens_per_rank_and_microbatch": plan.workload.tokens, "notes": list(plan.workload.notes)},
+        "workload": {"tokens_per_rank_and_microbatch": plan.workload.tokens, "notes": list(plan.notes)},
         "memory": {
             "held": {**vars(memory.held), "total": memory.held.total},
             "inputs": memory.input_bytes,
@@ -74,7 +76,7 @@ def tried_row(plan: Plan) -> Sequence[str]:
         setup.outer.name if setup.outer is not None else "",
         f"{setup.ranks.dp_outer} x {setup.ranks.inner}" if setup.ranks.dp_outer > 1 else str(setup.ranks.inner),
         setup.recompute,
-        in_gib(plan.memory.peak_bytes),
+        in_bytes(plan.memory.peak_bytes),
         "yes" if plan.fits else "no",
         f"{plan.step_s:.3f} s",
         f"{100 * plan.exposed_fraction:.1f} %",
@@ -96,6 +98,10 @@ def setup_dict(setup: Setup) -> dict[str, Any]:
         "optimizer": setup.optimizer.name,
         "recompute": setup.recompute,
         "backend": setup.backend.value,
+        "sequence_parallel": setup.sequence_parallel,
+        "virtual_stages": setup.virtual_stages,
+        "fp8": setup.fp8,
+        "overlap_exchanges": setup.overlap_exchanges,
         "allocator": setup.memory.allocator.value,
     }
 
@@ -119,7 +125,7 @@ def facts(plan: Plan) -> list[Row]:
         ("strategy", f"{setup.strategy.name}{outer}; recompute {setup.recompute}; {setup.optimizer.name}"),
         ("batch", f"{work.tokens:,} tokens per rank and microbatch, {batches} per step"),
         ("padding", f"{100 * plan.model.padding_fraction:.4f} % of what is sharded"),
-        *(("note", note) for note in work.notes),
+        *(("note", note) for note in plan.notes),
     ]
 
 
@@ -138,7 +144,7 @@ def memory_rows(plan: Plan) -> list[Row]:
         ("peak", memory.peak_bytes),
         ("usable", plan.machine.usable_bytes),
     ]
-    return [(name, in_gib(count)) for name, count in rows]
+    return [(name, in_bytes(count)) for name, count in rows]
 
 
 def traffic_rows(plan: Plan) -> list[Sequence[str]]:
@@ -148,7 +154,7 @@ def traffic_rows(plan: Plan) -> list[Sequence[str]]:
             axis.axis,
             f"{axis.gathers:,}",
             f"{axis.reductions:,}",
-            in_gib(axis.sent_bytes),
+            in_bytes(axis.sent_bytes),
             f"{1e3 * axis.seconds:,.1f} ms",
         )
         for axis in plan.traffic
@@ -160,11 +166,15 @@ def time_rows(plan: Plan) -> list[Row]:
     hidden = plan.hidden_from_tokens
     return [
         ("step", f"{plan.step_s:.3f} s"),
+        *([("pipeline bubble", f"{100 * plan.bubble:.1f} % of the work")] if plan.bubble else []),
         ("exposed communication", f"{plan.step.exposed_s:.3f} s ({100 * plan.exposed_fraction:.1f} %)"),
         ("communication hides from", "nothing is sent" if hidden is None else f"{hidden:,.0f} tokens per rank"),
         ("tokens per second", f"{plan.tokens_per_s:,.0f} ({plan.tokens_per_s / plan.setup.ranks.world:,.0f} per rank)"),
         ("model FLOP utilisation", f"{100 * plan.utilisation:.1f} %"),
-        ("save in the background", f"{in_gib(plan.memory.saving_bytes)} of host memory for the copy; none if at once"),
+        (
+            "save in the background",
+            f"{in_bytes(plan.memory.saving_bytes)} of host memory for its copy; none if at once",
+        ),
     ]
 
 
@@ -188,12 +198,23 @@ def unit_rows(units: Sequence[PlannedUnit]) -> list[Sequence[str]]:
     return rows
 
 
+def advice(plan: Plan) -> str:
+    """What to try where nothing fits."""
+    ranks = ranks_that_fit(plan)
+    more = f"use more ranks (about {ranks:,} with every rank holding a share), d" if ranks else "d"
+    return (
+        f"Nothing fits; what follows is the arrangement that takes least. To fit, {more}ivide the model further (--tp, "
+        "--pp, --ep), shorten or divide sequences (--sequence-length, --cp), recompute more (--recompute full), or use "
+        "devices with more memory (--machine)."
+    )
+
+
 def verdict(plan: Plan) -> str:
     """Whether it fits, in one sentence."""
     left = plan.machine.usable_bytes - plan.memory.peak_bytes
     if left >= 0:
-        return f"It fits: {in_gib(left)} of {in_gib(plan.machine.usable_bytes)} are left at the peak."
-    return f"It does not fit: {in_gib(-left)} too much at the peak."
+        return f"It fits: {in_bytes(left)} of {in_bytes(plan.machine.usable_bytes)} are left at the peak."
+    return f"It does not fit: {in_bytes(-left)} too much at the peak."
 
 
 def flags(setup: Setup) -> list[str]:
@@ -220,6 +241,77 @@ def flags(setup: Setup) -> list[str]:
     return found
 
 
-def in_gib(count: float) -> str:
-    """Bytes as GiB."""
-    return f"{count / GIB:,.2f} GiB"
+def in_bytes(count: float) -> str:
+    """Bytes in the unit that fits: KiB, MiB, GiB or TiB."""
+    power = next((power for power in (4, 3, 2) if abs(count) >= 0.995 * 1024**power), 1)
+    return f"{count / 1024**power:,.2f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+_KINDS = (
+    ("held between steps", "#4c566a"),
+    ("main gradients", "#81a1c1"),
+    ("gathered weights", "#5e81ac"),
+    ("buckets and scratch", "#88c0d0"),
+    ("reductions and casts", "#b48ead"),
+    ("activations", "#d08770"),
+)
+
+
+def draw_memory(plan: Plan, path: Path) -> None:
+    """Draw memory over a step, stacked by kind, with what a device has.
+
+    Args:
+        plan: What to draw.
+        path: The file; its suffix says the format, such as .png or .svg.
+
+    Raises:
+        ConfigurationError: matplotlib is missing (MissingPackageError), or knows no such format.
+    """
+    require("matplotlib", "a picture", instead="leave the picture out")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    moments = plan.step.moments
+    times = [1e3 * moment.time_s for moment in moments]
+    held = plan.memory.held.at_all_times + plan.memory.input_bytes
+    rows = [
+        [held] * len(moments),
+        [moment.gradient_bytes for moment in moments],
+        [moment.gathered_bytes for moment in moments],
+        [moment.bucket_bytes for moment in moments],
+        [moment.passing_bytes for moment in moments],
+        [moment.activation_bytes for moment in moments],
+    ]
+    figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    in_gib = [[count / GIB for count in row] for row in rows]
+    axes.stackplot(times, *in_gib, labels=[name for name, _ in _KINDS], colors=[colour for _, colour in _KINDS])
+    peak = plan.memory.peak
+    axes.plot([1e3 * peak.time_s], [plan.memory.peak_bytes / GIB], "o", color="black", markersize=4)
+    axes.annotate(
+        f"{plan.memory.peak_bytes / GIB:.1f} GiB at {peak.label.removesuffix('+')}",
+        (1e3 * peak.time_s, plan.memory.peak_bytes / GIB),
+        textcoords="offset points",
+        xytext=(6, 6),
+    )
+    usable = plan.machine.usable_bytes / GIB
+    top = plan.memory.peak_bytes / GIB
+    if usable < 3 * top:  # else the line would press the rest flat
+        axes.axhline(usable, color="#bf616a", linestyle="--", label=f"usable on {plan.machine.name}")
+        top = max(top, usable)
+    axes.set_xlim(0, max(times) or 1)
+    axes.set_ylim(
+        0, 1.12 * max(plan.memory.peak_bytes / GIB, usable if usable < 3 * plan.memory.peak_bytes / GIB else 0)
+    )
+    axes.set_xlabel("time in the step, ms (assumed machine)")
+    axes.set_ylabel("GiB on one rank")
+    setup = plan.setup
+    axes.set_title(
+        f"{plan.workload.name} on {setup.ranks.world:,} ranks, {setup.strategy.name}, recompute {setup.recompute}",
+        fontsize=11,
+    )
+    axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
+    if path.suffix.lstrip(".") not in canvas.get_supported_filetypes():
+        raise ConfigurationError(f"{path.name} has no suffix of a picture; give .png, .svg or .pdf")
+    figure.savefig(path)

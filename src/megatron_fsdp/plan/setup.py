@@ -1,17 +1,36 @@
-"""What is planned besides the model: ranks, strategy, dtypes, batch and optimizer. Pure."""
+"""What is planned besides the model: ranks, strategy, dtypes, batch, optimizer and recomputation. Pure."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Literal, TypeVar
 
-from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.plan.recompute import Recompute
+from megatron_fsdp.sharding.memory_plan import MemoryOptions
 from megatron_fsdp.sharding.placement import placements_for
+
+Recompute = Literal["none", "full", "selective", "attention", "mlp"]
+"""What backward computes again: nothing, whole layers (every unit but the root), all but the results of attention and
+of every second matrix product (torch's selective checkpoints), or the attention or the MLP (or mixture) of layers."""
+
+
+def nearest_name(given: str, known: Iterable[str]) -> str:
+    """End of an error message: the nearest known name, and all of them.
+
+    Args:
+        given: What does not exist.
+        known: What does.
+    """
+    names = list(known)
+    nearest = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"{hint}choose one of {', '.join(names)}"
 
 
 class Backend(Enum):
@@ -70,6 +89,17 @@ denominator, its loop over parameters (the default on CPU) two for one at a time
 lie side by side; fused kernels nothing."""
 
 
+def find_optimizer(name: str) -> OptimizerKind:
+    """An optimizer by name.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigurationError(f"optimizer {name!r} is not known; {nearest_name(name, OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
 @dataclass(frozen=True)
 class ParallelRanks:
     """Ranks along each axis. Context-parallel ranks share parameters and so belong to the sharding axis.
@@ -120,6 +150,41 @@ class ParallelRanks:
         return self.dp_shard * self.dp_outer
 
 
+Ranks = int | Mapping[str, int] | ParallelRanks
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+def resolve_ranks(ranks: Ranks) -> ParallelRanks:
+    """Sizes of all axes.
+
+    Raises:
+        ParallelSizeError: A size cannot be.
+        ConfigurationError: There is no such axis.
+    """
+    if isinstance(ranks, ParallelRanks):
+        return ranks
+    if isinstance(ranks, int):
+        return ParallelRanks(ranks)
+    given: object = ranks
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigurationError(f"ranks={ranks!r}; give their number, or sizes by axis such as dict(dp_shard=8)")
+    known = list(ParallelRanks.__dataclass_fields__)
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(f"there is no axis {name!r}; {nearest_name(name, known)}")
+    return ParallelRanks(**{"dp_shard": 1, **given})
+
+
+def find_member(kind: type[_Choice], given: object, argument: str) -> _Choice:
+    """A member of an enumeration, or the one of this name."""
+    names = {each.name.lower(): each for each in kind}
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, str) and given.lower() in names:
+        return names[given.lower()]
+    raise ConfigurationError(f"{argument}={given!r} is not known; give one of {', '.join(names)}")
+
+
 def _is_count(size: object) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
@@ -141,6 +206,10 @@ class Setup:
         recompute: Which forwards are repeated.
         backend: What carries collectives.
         device_rank: Which of the data-parallel ranks is looked at, outer axis first; they differ in padding only.
+        sequence_parallel: Whether tensor-parallel ranks share activations between layers along the sequence.
+        virtual_stages: Pieces of the model on each pipeline rank (interleaved 1F1B); 1: plain 1F1B.
+        fp8: Whether products with weights run in 8 bits.
+        overlap_exchanges: Whether collectives of tensor, context, expert and pipeline parallelism run behind compute.
 
     Raises:
         ConfigurationError: Something is not possible, alone or with the rest.
@@ -158,10 +227,18 @@ class Setup:
     recompute: Recompute = "none"
     backend: Backend = Backend.NCCL
     device_rank: int = 0
+    sequence_parallel: bool = True
+    virtual_stages: int = 1
+    fp8: bool = False
+    overlap_exchanges: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ConfigurationError(f"invalid microbatches={self.microbatches}: give 1 or more")
+        if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.ranks.pp == 1):
+            raise ConfigurationError(
+                f"invalid virtual_stages={self.virtual_stages} with pp={self.ranks.pp}: give 1, or more with pp above 1"
+            )
         data_ranks = self.ranks.dp_outer * self.ranks.inner
         if not 0 <= self.device_rank < data_ranks:
             raise ConfigurationError(f"rank {self.device_rank} does not exist; there are ranks 0 to {data_ranks - 1}")

@@ -1,13 +1,15 @@
 """A model as the engine would shard it: units and groups with their layouts, made by the engine's own planning.
 
-Only process groups are missing: an axis is a number of ranks and a place on it. Nothing here takes memory.
+Only process groups are missing: an axis is a number of ranks and a place on it. Nothing here takes memory; what a rank
+holds between steps is counted from the layouts, to the byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import nlargest
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan.setup import Setup
-from megatron_fsdp.sharding.accounting import GroupFootprint
+from megatron_fsdp.sharding.accounting import GroupFootprint, persistent_bytes
 from megatron_fsdp.sharding.units import (
     ParameterGroupSpec,
     ParameterInfo,
@@ -35,6 +37,7 @@ from megatron_fsdp.sharding.units import (
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _META = torch.device("meta")
+_COUNTER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -187,9 +190,7 @@ def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> P
         raise ParallelSizeError(
             f"{name} has {rows} experts, which ep={setup.ranks.ep} does not divide; give a divisor of their number"
         )
-    return ParameterInfo(
-        name, (rows // setup.ranks.ep, *rest), info.dtype, info.requires_grad, True, info.sums_in_fp32, info.granularity
-    )
+    return replace(info, shape=(rows // setup.ranks.ep, *rest))
 
 
 class _Layouts:
@@ -205,12 +206,7 @@ class _Layouts:
         if alike not in self._known:
             originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in spec.parameters]
             self._known[alike] = self._sharding.plan_group(spec, originals)
-        known = self._known[alike]
-        return GroupPlan(**{**_fields(known), "spec": spec})
-
-
-def _fields(plan: GroupPlan) -> Mapping[str, Any]:
-    return {name: getattr(plan, name) for name in GroupPlan.__dataclass_fields__}
+        return replace(self._known[alike], spec=spec)
 
 
 def _sharding(setup: Setup) -> Sharding:
@@ -235,3 +231,83 @@ def _domain(setup: Setup, inner: int) -> Domain:
         names.insert(0, "dp_outer")
     nowhere: Any = None
     return Domain(tuple(axes), tuple(names), None, None, nowhere)
+
+
+# ---- what a rank holds between steps --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What is there when an optimizer steps; without the main gradients at all times.
+
+    Attributes:
+        compute_weights: Weights that forward and backward use.
+        main_weights: Weights that the optimizer updates, where they are memory of their own.
+        main_gradients: Accumulated gradients; only from a backward until they are cleared.
+        optimizer: Optimizer state, counters of steps included.
+        module_buffers: Buffers of modules, which every rank holds.
+    """
+
+    compute_weights: int
+    main_weights: int
+    main_gradients: int
+    optimizer: int
+    module_buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(vars(self).values())
+
+    @property
+    def at_all_times(self) -> int:
+        """What is there also when gradients are cleared."""
+        return self.total - self.main_gradients
+
+
+def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0, used: Collection[str] | None = None) -> HeldBytes:
+    """Count what is there between steps.
+
+    Args:
+        model: Its layouts are those of the engine, so that the bytes are too.
+        module_buffer_bytes: Of buffers.
+        used: Names of the parameters that get gradients; None: all.
+    """
+    setup = model.setup
+    found = persistent_bytes(model.footprints, setup.strategy, setup.optimizer.states_per_param)
+    return HeldBytes(
+        found.compute_weight,
+        found.main_weight,
+        found.main_grad,
+        optimizer_bytes(model, used),
+        module_buffer_bytes,
+    )
+
+
+def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+    """State of the optimizer on this rank; `used` as for `held_bytes`."""
+    kind = model.setup.optimizer
+    total = 0
+    for group in model.optimizer_elements(used):
+        total += kind.states_per_param * group.elements * group.itemsize
+        total += _COUNTER_BYTES * group.parameters if kind.counts_steps else 0
+    return total
+
+
+def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+    """What the optimizer's step borrows; `used` as for `held_bytes`."""
+    kind = model.setup.optimizer
+    groups = model.optimizer_elements(used)
+    if kind.one_by_one:  # a run of parameters at a time, and the last value of the run before is still there
+        first, second = nlargest(2, [*(group.elements * group.itemsize for group in groups), 0, 0])
+        return kind.temporaries * first + second
+    return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
+
+
+def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
+    """What a checkpoint of this rank holds of parameters and optimizer: main weights without padding, and state."""
+    weights = 0
+    for group in model.groups:
+        ranges = (group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes)))
+        weights += sum(stop - start for start, stop in ranges) * group.precision.main_params.itemsize
+    return weights + optimizer_bytes(model, used)

@@ -1,0 +1,289 @@
+"""Published runs beside what the planner says of them, under one set of assumptions for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.plan.machine import GIB, Machine, find_machine
+from megatron_fsdp.plan.models import model_config
+from megatron_fsdp.plan.parallel import DecoderShape, DecoderShare, decoder_shape
+from megatron_fsdp.plan.planning import Plan, plan_workload, share_workload
+from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A run that somebody has measured.
+
+    Attributes:
+        name: For people.
+        model: A preset's name, or a shape.
+        setup: How it was run, as far as it is told.
+        machine: On what.
+        batch: Sequences of a microbatch, and tokens of each.
+        figure: As published, and its unit: one of `_UNITS`.
+        source: Where.
+        memory_gib: At the peak, as published; None: only that it fitted.
+    """
+
+    name: str
+    model: str | DecoderShape
+    setup: Setup
+    machine: Machine
+    batch: tuple[int, int]
+    figure: tuple[float, str]
+    source: str
+    memory_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A published run and its plan."""
+
+    run: PublishedRun
+    plan: Plan
+
+    @property
+    def predicted(self) -> float:
+        """In the unit of the published figure."""
+        return _UNITS[self.run.figure[1]](self.plan)
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was published."""
+        return self.predicted / self.run.figure[0] - 1
+
+
+def compare_published() -> tuple[Comparison, ...]:
+    """Plan every published run, by formulas throughout: fused kernels stand for compiled ones."""
+    return tuple(Comparison(run, _plan(run)) for run in PUBLISHED)
+
+
+def _plan(run: PublishedRun) -> Plan:
+    shape = run.model if isinstance(run.model, DecoderShape) else decoder_shape(model_config(run.model), run.name)
+    share = DecoderShare(shape, run.setup.ranks, *run.batch)
+    return plan_workload(share_workload(run.name, share), run.setup, run.machine)
+
+
+COLUMNS = ("run", "predicted", "published", "error", "predicted peak", "published peak", "unit", "source")
+
+
+def published_row(found: Comparison) -> tuple[str, ...]:
+    """Cells of the table: `COLUMNS`."""
+    run, (figure, unit) = found.run, found.run.figure
+    digits = 2 if unit == "s per step" else 0
+    limit = f"fits {run.machine.memory_bytes / GIB:.0f} GiB"
+    return (
+        run.name,
+        f"{found.predicted:,.{digits}f}",
+        f"{figure:,.{digits}f}",
+        f"{100 * found.error:+.0f} %",
+        f"{found.plan.memory.peak_bytes / GIB:.1f} GiB",
+        limit if run.memory_gib is None else f"{run.memory_gib:.1f} GiB",
+        unit,
+        run.source,
+    )
+
+
+def _tflops(plan: Plan) -> float:
+    return plan.utilisation * plan.machine.flops / 1e12
+
+
+_UNITS: Mapping[str, Callable[[Plan], float]] = {
+    "tokens/s": lambda plan: plan.tokens_per_s / plan.setup.ranks.world,
+    "s per step": lambda plan: plan.step_s,
+    "TFLOP/s": _tflops,
+    "TFLOP/s with repeats": lambda plan: _tflops(plan) * 4 / 3,
+}
+"""All per rank. Megatron's figures of 2021 count the forward that full recomputation repeats."""
+
+
+# ---- the runs -------------------------------------------------------------------------------------------------------
+
+
+def _gpt(hidden: int, layers: int, heads: int) -> DecoderShape:
+    """Megatron's GPT: a vocabulary of 51,200, 2,048 learned positions."""
+    width = hidden // heads
+    return DecoderShape(
+        hidden, layers, heads, heads, width, width, 4 * hidden, 51200, 2048, False, True, has_biases=True
+    )
+
+
+_BASE = Setup(
+    ParallelRanks(1),
+    policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+    optimizer=OPTIMIZERS["adamw-fused"],
+)
+
+# Gradients are reduced in fp32 there, once for a few microbatches of a virtual stage; in 16 bits for each of them here.
+_NARROW_WIRE = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
+_LLAMA_3 = _BASE.but(strategy=ShardingStrategy.optim_grads, policy=_NARROW_WIRE)
+_LLAMA_3_SOURCE = "Dubey et al. 2024, table 4; 8 virtual stages assumed"
+
+# Torchtitan's H100 have slower memory and less power; its pages put their peak between SXM and NVL, whose stands here.
+_TITAN_H100 = find_machine("h100").but(
+    {"memory_bytes": 96 * GIB, "memory_bytes_per_s": 2.4e12, "flops": 835e12, "fp8_flops": 1671e12}
+)
+_TITAN_8B = _BASE.but(recompute="selective")
+_TITAN_SOURCE = "torchtitan, December 2024, compiled, selective recomputation"
+
+_MEGATRON = _BASE.but(strategy=ShardingStrategy.no_shard, accumulation=Accumulation.LAST)
+_MEGATRON_2021 = _MEGATRON.but(recompute="full", sequence_parallel=False)
+_GPT_175B, _GPT_530B, _GPT_1T = _gpt(12288, 96, 96), _gpt(20480, 105, 128), _gpt(25600, 128, 160)
+_NARAYANAN = "Narayanan et al. 2021, table 1"
+_KORTHIKANTI = "Korthikanti et al. 2022, table 5; fused attention stands for recomputing its core"
+
+_A100, _H100 = find_machine("a100"), find_machine("h100")
+
+PUBLISHED: tuple[PublishedRun, ...] = (
+    PublishedRun(
+        "Llama-3 405B, 8,192 H100, tp 8, pp 16",
+        "llama-3-405b",
+        _LLAMA_3.but(ranks=ParallelRanks(64, tp=8, pp=16), microbatches=32, virtual_stages=8),
+        _H100,
+        (1, 8192),
+        (430, "TFLOP/s"),
+        _LLAMA_3_SOURCE,
+    ),
+    PublishedRun(
+        "Llama-3 405B, 16,384 H100, tp 8, pp 16",
+        "llama-3-405b",
+        _LLAMA_3.but(ranks=ParallelRanks(128, tp=8, pp=16), microbatches=16, virtual_stages=8),
+        _H100,
+        (1, 8192),
+        (400, "TFLOP/s"),
+        _LLAMA_3_SOURCE,
+    ),
+    PublishedRun(
+        "Llama-3 405B, 16,384 H100, tp 8, cp 16, pp 16, 131,072 tokens",
+        "llama-3-405b",
+        _LLAMA_3.but(ranks=ParallelRanks(8, tp=8, cp=16, pp=16), microbatches=16, virtual_stages=8),
+        _H100,
+        (1, 131072),
+        (380, "TFLOP/s"),
+        _LLAMA_3_SOURCE,
+    ),
+    PublishedRun(
+        "Llama-3 70B, 256 H100, fsdp 32, tp 8",
+        "llama-3-70b",
+        _BASE.but(ranks=ParallelRanks(32, tp=8), recompute="full"),
+        _TITAN_H100,
+        (16, 8192),
+        (597, "tokens/s"),
+        "torchtitan, June 2025, page on asynchronous tensor parallelism, full recomputation",
+    ),
+    PublishedRun(
+        "Llama-3 8B, 8 H100",
+        "llama-3-8b",
+        _TITAN_8B.but(ranks=ParallelRanks(8)),
+        _TITAN_H100,
+        (2, 8192),
+        (6667, "tokens/s"),
+        _TITAN_SOURCE,
+        77.0,
+    ),
+    PublishedRun(
+        "Llama-3 8B, 128 H100",
+        "llama-3-8b",
+        _TITAN_8B.but(ranks=ParallelRanks(128)),
+        _TITAN_H100,
+        (2, 8192),
+        (6514, "tokens/s"),
+        _TITAN_SOURCE,
+        62.0,
+    ),
+    PublishedRun(
+        "Llama-3 8B, 8 H100, fp8",
+        "llama-3-8b",
+        _TITAN_8B.but(ranks=ParallelRanks(8), fp8=True),
+        _TITAN_H100,
+        (2, 8192),
+        (8532, "tokens/s"),
+        _TITAN_SOURCE,
+        76.8,
+    ),
+    PublishedRun(
+        "GPT 22B, 8 A100, tp 8",
+        _gpt(6144, 48, 64),
+        _MEGATRON.but(ranks=ParallelRanks(1, tp=8)),
+        _A100,
+        (4, 2048),
+        (1.10, "s per step"),
+        _KORTHIKANTI,
+    ),
+    PublishedRun(
+        "GPT-3 175B, 64 A100, tp 8, pp 8",
+        _GPT_175B,
+        _MEGATRON.but(ranks=ParallelRanks(1, tp=8, pp=8), microbatches=64, virtual_stages=3),
+        _A100,
+        (1, 2048),
+        (13.75, "s per step"),
+        _KORTHIKANTI,
+    ),
+    PublishedRun(
+        "GPT-3 175B, 64 A100, full recomputation",
+        _GPT_175B,
+        _MEGATRON_2021.but(ranks=ParallelRanks(1, tp=8, pp=8), microbatches=64, virtual_stages=3),
+        _A100,
+        (1, 2048),
+        (18.13, "s per step"),
+        _KORTHIKANTI,
+    ),
+    PublishedRun(
+        "GPT 530B, 280 A100, tp 8, pp 35",
+        _GPT_530B,
+        _MEGATRON.but(ranks=ParallelRanks(1, tp=8, pp=35), microbatches=280, virtual_stages=3),
+        _A100,
+        (1, 2048),
+        (37.83, "s per step"),
+        _KORTHIKANTI,
+    ),
+    PublishedRun(
+        "GPT 1T, 512 A100, tp 8, pp 64",
+        _GPT_1T,
+        _MEGATRON.but(ranks=ParallelRanks(1, tp=8, pp=64), microbatches=512),
+        _A100,
+        (1, 2048),
+        (71.49, "s per step"),
+        _KORTHIKANTI,
+    ),
+    PublishedRun(
+        "GPT 530B, 2,520 A100, tp 8, pp 35",
+        _GPT_530B,
+        _MEGATRON_2021.but(ranks=ParallelRanks(9, tp=8, pp=35), microbatches=280),
+        _A100,
+        (1, 2048),
+        (163, "TFLOP/s with repeats"),
+        _NARAYANAN,
+    ),
+    PublishedRun(
+        "GPT 1T, 3,072 A100, tp 8, pp 64",
+        _GPT_1T,
+        _MEGATRON_2021.but(ranks=ParallelRanks(6, tp=8, pp=64), microbatches=512),
+        _A100,
+        (1, 2048),
+        (163, "TFLOP/s with repeats"),
+        _NARAYANAN,
+    ),
+    PublishedRun(
+        "DeepSeek-V3, 2,048 H800, pp 16, ep 64, fp8",
+        "deepseek-v3",
+        _BASE.but(
+            ranks=ParallelRanks(128, pp=16, ep=64),
+            microbatches=120,
+            recompute="selective",
+            virtual_stages=2,
+            fp8=True,
+            overlap_exchanges=True,
+        ),
+        find_machine("h800"),
+        (1, 4096),
+        (1e12 / (180e3 * 3600), "tokens/s"),
+        "technical report of 2024: 180,000 H800 hours per 10^12 tokens; DualPipe as 2 virtual stages",
+    ),
+)

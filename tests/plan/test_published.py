@@ -1,0 +1,38 @@
+"""Predictions beside published runs: one set of assumptions, and how far it is off."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from megatron_fsdp.plan.machine import GIB
+from megatron_fsdp.plan.published import Comparison, compare_published, published_row
+from tests.support.source_tree import ROOT
+
+MOST_ERROR = 0.15
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[Comparison, ...]:
+    return compare_published()
+
+
+def test_speeds_are_within_15_percent_of_what_was_measured(found: tuple[Comparison, ...]) -> None:
+    wrong = {each.run.name: each.error for each in found if abs(each.error) > MOST_ERROR}
+    assert wrong == {}
+    assert sum(abs(each.error) for each in found) / len(found) < 0.08
+
+
+def test_what_ran_fits(found: tuple[Comparison, ...]) -> None:
+    assert [each.run.name for each in found if not each.plan.fits] == []
+
+
+def test_peaks_are_within_16_percent_of_what_was_measured(found: tuple[Comparison, ...]) -> None:
+    measured = [each for each in found if each.run.memory_gib is not None]
+    assert len(measured) == 3
+    for each in measured:
+        assert each.plan.memory.peak_bytes / GIB == pytest.approx(each.run.memory_gib, rel=0.16), each.run.name
+
+
+def test_the_page_shows_what_is_predicted_now(found: tuple[Comparison, ...]) -> None:
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    assert [row for row in map(published_row, found) if f"| {' | '.join(row)} |" not in page] == []
