@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
@@ -48,7 +49,6 @@ from megatron_fsdp.plan.setup import (
     resolve_ranks,
 )
 from megatron_fsdp.plan.sharded import HeldBytes, PlannedModel, UnitModules, held_bytes, plan_model, saving_bytes
-from megatron_fsdp.sharding.memory_plan import MemoryOptions
 
 _SEQUENCE_LENGTH = 4096
 _MOST_TOKENS = 2**30

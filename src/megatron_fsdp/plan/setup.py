@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, TypeVar
 
+from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.sharding.memory_plan import MemoryOptions
 from megatron_fsdp.sharding.placement import placements_for
 
 Recompute = Literal["none", "full", "selective", "attention", "mlp"]
