@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_fsdp.train.options.model import ModelOptions
-from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.options import Layer, ModelOptions, assemble
 from megatron_fsdp.train.options.presets import PRESETS, find_preset
 
 if TYPE_CHECKING:

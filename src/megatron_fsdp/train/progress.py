@@ -11,8 +11,7 @@ import torch
 
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model import ModelOptions
-from megatron_fsdp.train.options.training import OptimizerOptions
+from megatron_fsdp.train.options.options import ModelOptions, OptimizerOptions
 
 _NO_ARITHMETIC = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 

@@ -22,9 +22,7 @@ from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.build import build
 from megatron_fsdp.train.evaluation import evaluate, evaluating
 from megatron_fsdp.train.generate import generate
-from megatron_fsdp.train.launch.failures import note_interruption
-from megatron_fsdp.train.launch.machines import goes_on_without_others
-from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
+from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values, goes_on_without_others
 from megatron_fsdp.train.loop import Outcome, Run, train
 from megatron_fsdp.train.models.flops import model_flops
 from megatron_fsdp.train.options.job import Job
@@ -142,7 +140,6 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
                 recorder.close()
         feed.close()
         if outcome.is_interrupted:
-            note_interruption()
             say(stopped_words(job, outcome.progress.steps))
             return goes_on_without_others(rank, is_asked=keeper.is_interrupted)
         if reason := early_words(job, outcome.progress.steps):

@@ -19,7 +19,7 @@ from megatron_fsdp.train.data.texts import Document
 from megatron_fsdp.train.data.token_file import TokenFile
 from megatron_fsdp.train.data.tokenizer import train_bpe
 from megatron_fsdp.train.data.vocabulary import ByteVocabulary
-from megatron_fsdp.train.options.split import Split, parse_split
+from megatron_fsdp.train.options.job import Split, parse_split
 
 TEXTS = [f"text number {i}" for i in range(400)]
 SPLIT = Split(0.95, 0.05)

@@ -26,8 +26,8 @@ from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Decoder
 from megatron_fsdp.train.models.transformers_config import transformers_config
+from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.model_checks import uses_transformers
 from megatron_fsdp.train.options.options import Layer, assemble
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp.train.options.training import TrainingOptions
+from megatron_fsdp.train.options.options import TrainingOptions
 from tests.train.engines.runs import LLAMA, job_of, plain_model
 
 pytest.importorskip("transformers")

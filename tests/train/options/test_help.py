@@ -10,9 +10,8 @@ from megatron_fsdp.distributed_data_parallel_config import DistributedDataParall
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import make_parser, parse_options
 from megatron_fsdp.train.options.fields import attribute_meanings
-from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED
 from megatron_fsdp.train.options.options import OPTIONS, SECTIONS
-from megatron_fsdp.train.options.spellings import ALIASES
 
 START = """\
 usage: mfsdp train [--config FILE] [--preset NAME] [--FLAG [VALUE]] ...

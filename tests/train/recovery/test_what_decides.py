@@ -9,7 +9,7 @@ import pytest
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model import ModelOptions
+from megatron_fsdp.train.options.options import ModelOptions
 from megatron_fsdp.train.progress import TrainingState, _model_facts, facts_of
 from megatron_fsdp.train.recovery import resuming
 from megatron_fsdp.train.recovery.resuming import Origin, with_saved_batch

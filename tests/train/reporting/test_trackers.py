@@ -12,7 +12,7 @@ import pytest
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.reporting import ReportingOptions
+from megatron_fsdp.train.options.options import ReportingOptions
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.program import start_ranks
 from megatron_fsdp.train.progress import Progress

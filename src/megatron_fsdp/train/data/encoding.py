@@ -16,7 +16,7 @@ from megatron_fsdp.train.data.indexed import IndexedWriter, bin_of, idx_of, open
 from megatron_fsdp.train.data.texts import Document
 from megatron_fsdp.train.data.token_file import TokenFile, dtype_for
 from megatron_fsdp.train.data.vocabulary import Vocabulary
-from megatron_fsdp.train.options.split import Split
+from megatron_fsdp.train.options.job import Split
 
 Side = Literal["training", "held_out", "aside"]
 

@@ -19,8 +19,7 @@ from megatron_fsdp.train.data.order import SampleOrder
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.samples import cut_samples
 from megatron_fsdp.train.data.token_file import TokenArray, TokenFile
-from megatron_fsdp.train.options.batch import BatchPlan
-from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.job import BatchPlan, Job
 
 _STEPS_AHEAD = 2
 _QUIET = "TOKENIZERS_PARALLELISM"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.samples import cut_samples
-from megatron_fsdp.train.options.batch import BatchPlan
+from megatron_fsdp.train.options.job import BatchPlan
 
 
 def held_out_starts(num_tokens: int, length: int, max_samples: int) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.train.models.decoder import split_for_decay
-from megatron_fsdp.train.options.training import OptimizerOptions
+from megatron_fsdp.train.options.options import OptimizerOptions
 
 
 def build_optimizer(

@@ -29,7 +29,7 @@ from megatron_fsdp.train.engines.stepping import Place, call_transformers
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.models.transformers_config import check_fits, transformers_config
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.training import TrainingOptions
+from megatron_fsdp.train.options.options import TrainingOptions
 
 
 def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:

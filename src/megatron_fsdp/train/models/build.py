@@ -7,7 +7,7 @@ import torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape, recompute
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model import ModelOptions
+from megatron_fsdp.train.options.options import ModelOptions
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

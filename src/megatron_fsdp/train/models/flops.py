@@ -18,8 +18,8 @@ from megatron_fsdp.plan.models import build_from_config
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Decoder
 from megatron_fsdp.train.models.transformers_config import transformers_config
+from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model_checks import uses_transformers
 
 
 def sample_flops(model: nn.Module, length: int) -> int:

@@ -8,7 +8,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.models import read_config
 from megatron_fsdp.train.models.build import padded_vocab_size, required_sizes
-from megatron_fsdp.train.options.model import ModelOptions
+from megatron_fsdp.train.options.options import ModelOptions
 
 
 def transformers_config(options: ModelOptions, vocab_size: int) -> Any:

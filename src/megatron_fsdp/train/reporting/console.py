@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatron_fsdp.train.launch.streams import point_nowhere
+from megatron_fsdp.train.launch.failures import point_nowhere
 from megatron_fsdp.train.reporting.comparison import Row
 
 LIBRARY_LOGGER = "megatron_fsdp"

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_fsdp.optional_packages import require_installed
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.reporting import ReportingOptions
+from megatron_fsdp.train.options.options import ReportingOptions
 from megatron_fsdp.train.reporting.writers.json_lines import METRICS_FILE, JsonLines
 from megatron_fsdp.train.reporting.writers.megatron_log import LOG_FILE, MegatronLog
 from megatron_fsdp.train.reporting.writers.mlflow_writer import MlflowWriter
