@@ -17,7 +17,7 @@ from megatron_fsdp.train.data.sources import (
     walk,
 )
 from megatron_fsdp.train.reporting.applied import APPLIED_FILE
-from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE
+from megatron_fsdp.train.results import MARK_FILE, SUMMARY_FILE
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:

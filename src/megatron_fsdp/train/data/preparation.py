@@ -40,7 +40,7 @@ from megatron_fsdp.train.data.vocabulary import ByteVocabulary, IdVocabulary, Vo
 from megatron_fsdp.train.launch.ranks import Rank, require_same, work_on_machines
 from megatron_fsdp.train.options.job import Job, Split, parse_split
 from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.recovery.memory import telling_of_memory_for_data
+from megatron_fsdp.train.recovery.faults import telling_of_memory_for_data
 
 VERSION = 3  # of the folder of tokens; raise it when the same text gives other tokens
 _FORGOTTEN_S = 3600.0  # after so long without a change a preparation was killed, where locks cannot tell

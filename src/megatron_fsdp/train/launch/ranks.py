@@ -22,6 +22,7 @@ T = TypeVar("T")
 STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
 """Names the file by which ranks of one machine find each other; no port is opened for that."""
 _WATCH_S = 0.5
+_STORE_TIMEOUT = timedelta(minutes=30)
 _BEAT_S = 5.0  # well below the time limit of a collective, which the work of `work_on_machines` may exceed by far
 _TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigurationError, OutOfMemoryError)}
 """Errors whose words are for the user."""
@@ -91,11 +92,18 @@ def join_ranks(
 def _meet(backend: str, timeout: timedelta | None) -> None:
     """Join the process group."""
     file = os.environ.get(STORE_FILE_VARIABLE)
-    if file is None:
+    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: dist.Store  # type: ignore[name-defined]  # public, and not in torch's list of names
+    if file is not None:
+        store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # likewise
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        # torchrun's agent keeps one store over restarts, in torch 2.13 with the addresses of ranks that are gone.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        shared = dist.TCPStore(*address, is_master=False, timeout=timeout or _STORE_TIMEOUT)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)  # type: ignore[attr-defined]
+    else:
         dist.init_process_group(backend, timeout=timeout)
         return
-    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # public, and not in torch's list of names
     dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
 
 

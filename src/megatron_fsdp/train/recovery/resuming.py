@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.run_folder import RunFolder
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.options.job import Job, plan_batch
-from megatron_fsdp.train.recovery.memory import is_out_of_memory
+from megatron_fsdp.train.recovery.faults import is_out_of_memory
 
 _FACTS = "trainer.facts"
 _BATCH = "--global-batch-size"
