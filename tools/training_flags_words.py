@@ -22,7 +22,7 @@ things, and where something was adjusted, a notice stands in the header.
     error: --train-samples is not supported: use --train-iters; samples = steps x --global-batch-size
     error: there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?
     $ mfsdp train --preset tiny --save-interval 10
-    error: --save-interval does nothing here, since there is no folder to save to: give --save, or leave it out
+    error: --save-interval does nothing without --save: give both, or leave it out
 
 ## A file
 

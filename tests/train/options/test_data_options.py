@@ -54,14 +54,17 @@ GOOD = [
 BAD = [
     ("--split 1", "invalid --split 1: give"),
     ("--tokenizer-type HuggingFaceTokenizer", "HuggingFaceTokenizer needs --tokenizer-model: give a tokenizer.json"),
-    ("--tokenizer-model x", "--tokenizer-model does nothing here, since no tokenizer is read from a file"),
-    ("--tokenizer-type bpe --tokenizer-model x", "--tokenizer-model does nothing here"),
+    ("--tokenizer-model x", "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer"),
+    (
+        "--tokenizer-type bpe --tokenizer-model x",
+        "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer",
+    ),
     ("--tokenizer-type NullTokenizer --data-path x", "NullTokenizer needs --vocab-size: give how many"),
     ("--tokenizer-type NullTokenizer --vocab-size 9", "NullTokenizer needs --data-path: give the prefix"),
-    ("--vocab-size 300", "--vocab-size does nothing here, since the tokenizer has a vocabulary"),
+    ("--vocab-size 300", "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer"),
     (
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --vocab-size 9",
-        "--vocab-size does nothing here",
+        "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer",
     ),
     ("--tokenizer-type bpe --vocab-size 256", "--vocab-size 256 is less than the 256 bytes and the end of a text"),
     (

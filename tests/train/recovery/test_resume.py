@@ -217,11 +217,11 @@ def test_an_error_names_options_and_no_arguments() -> None:
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        ("--save-interval does nothing here, since there is no folder to save to", ("--save-interval", "3")),
-        ("--verify-integrity does nothing here, since nothing is loaded", ("--no-verify-integrity",)),
+        ("--save-interval does nothing without --save", ("--save-interval", "3")),
+        ("--verify-integrity does nothing without --load", ("--no-verify-integrity",)),
         ("invalid --keep-last 0: give 1 or more", ("--save", "a", "--keep-last", "0")),
         ("--ckpt-format torch_dist is not written or read", ("--ckpt-format", "torch_dist")),
-        ("--max-restarts does nothing here, since there is no folder to save to", ("--max-restarts", "2")),
+        ("--max-restarts does nothing without --save", ("--max-restarts", "2")),
     ],
 )
 def test_options_that_do_nothing_or_do_not_exist_are_refused(words: str, options: tuple[str, ...]) -> None:

@@ -240,5 +240,5 @@ def test_it_is_refused_before_any_rank_starts(
 
 
 def test_a_name_without_a_project_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"--wandb-exp-name does nothing here, .* give --wandb-project"):
+    with pytest.raises(ConfigurationError, match=r"--wandb-exp-name does nothing without --wandb-project: give both"):
         job_of("--wandb-exp-name", "first")

@@ -16,110 +16,42 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _NOT_SHAPE = ("seq_length", "transformer_impl", "hf_config", "hf_model")
 _ONLY_ROTARY = "--transformer-impl transformers builds Llama, Qwen3, Mixtral and Qwen3-MoE, which have"
 
-_Rule = tuple[str, Callable[[Options], bool], str, str]
+_NEEDS: Mapping[str, str] = {
+    "moe_router_topk moe_ffn_hidden_size": "--num-experts",
+    "torch_fsdp2_no_reshard_after_forward": "--use-torch-fsdp2",
+    "initial_loss_scale": "--fp16",
+    "recompute_num_layers recompute_method": "--recompute-granularity full",
+    "adam_beta1 adam_beta2 adam_eps": "--optimizer adam",
+    "sgd_momentum": "--optimizer sgd",
+    "min_lr lr_decay_iters": "--lr-decay-style linear or cosine or inverse-square-root or WSD",
+    "json_key data_cache_path": "--data-path",
+    "tokenizer_model": "--tokenizer-type HuggingFaceTokenizer",
+    "vocab_size": "--tokenizer-type bpe or NullTokenizer",
+    "save_interval keep_last async_save no_save_optim no_save_rng max_failed_saves max_restarts": "--save",
+    "finetune no_load_optim no_load_rng strict_fsdp_dtensor_load verify_integrity": "--load",
+    "wandb_exp_name": "--wandb-project",
+    "sample_tokens": "--prompt",
+}
+"""Options -> the flag without which (or the values of it without one of which) they do nothing: refused."""
 
-_EXPERTS = ("there are no experts", "--num-experts")
-_FULL = "--recompute-granularity full"
-
-IDLE: tuple[_Rule, ...] = (
-    ("moe_router_topk moe_ffn_hidden_size", lambda o: o.model.num_experts is None, *_EXPERTS),
-    (
-        "expert_model_parallel_size",
-        lambda o: o.parallel.expert_model_parallel_size > 1 and o.model.num_experts is None and not o.model.source,
-        *_EXPERTS,
-    ),
-    (
-        "torch_fsdp2_no_reshard_after_forward",
-        lambda o: not o.parallel.use_torch_fsdp2,
-        "FSDP2 is not used",
-        "--use-torch-fsdp2",
-    ),
-    ("initial_loss_scale", lambda o: not o.training.fp16, "the loss is not scaled", "--fp16"),
-    ("recompute_num_layers", lambda o: o.training.recompute_granularity is None, "nothing is recomputed", _FULL),
-    (
-        "recompute_method",
-        lambda o: o.training.recompute_granularity != "full",
-        "no whole blocks are recomputed",
-        _FULL,
-    ),
-    (
-        "adam_beta1 adam_beta2 adam_eps",
-        lambda o: o.optimizer.optimizer == "sgd",
-        "the optimizer is SGD",
-        "--optimizer adam",
-    ),
-    ("sgd_momentum", lambda o: o.optimizer.optimizer == "adam", "the optimizer is Adam", "--optimizer sgd"),
-    (
-        "min_lr lr_decay_iters",
-        lambda o: o.optimizer.lr_decay_style == "constant",
-        "the learning rate does not fall",
-        "another --lr-decay-style",
-    ),
-    (
-        "json_key data_cache_path",
-        lambda o: o.data.data_path is None,
-        "the text is the source of the Python standard library",
-        "--data-path",
-    ),
-    (
-        "tokenizer_model",
-        lambda o: o.data.tokenizer_type != "HuggingFaceTokenizer",
-        "no tokenizer is read from a file",
-        "--tokenizer-type HuggingFaceTokenizer",
-    ),
-    (
-        "vocab_size",
-        lambda o: o.data.tokenizer_type in ("byte", "HuggingFaceTokenizer"),
-        "the tokenizer has a vocabulary",
-        "--tokenizer-type bpe or NullTokenizer",
-    ),
-    (
-        "save_interval keep_last async_save no_save_optim no_save_rng max_failed_saves max_restarts",
-        lambda o: o.checkpoint.save is None,
-        "there is no folder to save to",
-        "--save",
-    ),
-    (
-        "finetune no_load_optim no_load_rng strict_fsdp_dtensor_load verify_integrity",
-        lambda o: o.checkpoint.load is None,
-        "nothing is loaded",
-        "--load",
-    ),
-    (
-        "wandb_exp_name",
-        lambda o: o.reporting.wandb_project is None,
-        "Weights & Biases gets nothing",
-        "--wandb-project",
-    ),
-    ("sample_tokens", lambda o: not o.reporting.prompt, "nothing is written", "--prompt"),
-)
-"""(options, when they do nothing at all, why, what to give): refused."""
-
-_TOLD: tuple[_Rule, ...] = (
+_TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
     (
         "max_position_embeddings",
         lambda o: o.model.position_embedding_type == "rope" and o.model.transformer_impl == "local",
         "rotary positions have no table",
-        "",
     ),
-    ("no_load_optim no_load_rng", lambda o: o.checkpoint.finetune, "--finetune loads weights only", ""),
-    ("save_interval", lambda o: _is_beyond(o, o.checkpoint.save_interval), "training ends before", ""),
-    ("eval_interval", lambda o: _is_beyond(o, o.training.eval_interval), "training ends before", ""),
-    ("exit_interval", lambda o: _is_beyond(o, o.training.exit_interval), "training ends before", ""),
+    ("no_load_optim no_load_rng", lambda o: o.checkpoint.finetune, "--finetune loads weights only"),
+    ("save_interval", lambda o: _is_beyond(o, o.checkpoint.save_interval), "training ends before"),
+    ("eval_interval", lambda o: _is_beyond(o, o.training.eval_interval), "training ends before"),
+    ("exit_interval", lambda o: _is_beyond(o, o.training.exit_interval), "training ends before"),
     (
         "save save_interval exit_interval exit_duration_in_mins eval_interval",
         lambda o: o.training.skip_train,
         "--skip-train takes no step",
-        "",
     ),
-    (
-        "log_exposed_communication",
-        lambda o: o.parallel.use_torch_fsdp2,
-        "FSDP2 does not tell what it waits for",
-        "",
-    ),
+    ("log_exposed_communication", lambda o: o.parallel.use_torch_fsdp2, "FSDP2 does not tell what it waits for"),
 )
-"""Cases that usual scripts have: taken, and told."""
+"""(options, when they do nothing, why): cases that usual scripts have, taken and told."""
 
 _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("bf16", "fp16", "the model computes in one dtype"),
@@ -140,8 +72,10 @@ def check_options(options: Options) -> None:
     Raises:
         ConfigurationError: Names the option, what was given, what is allowed.
     """
-    for name, why, give in _idle(IDLE, options):
-        raise ConfigurationError(f"{flag_for(name)} does nothing here, since {why}: give {give}, or leave it out")
+    for names, needed in _NEEDS.items():
+        for name in _chosen(options, names):
+            if not _has(options, needed):
+                raise ConfigurationError(f"{flag_for(name)} does nothing without {needed}: give both, or leave it out")
     _check_alternatives(options)
     _check_data(options)
     _check_together(options)
@@ -150,16 +84,24 @@ def check_options(options: Options) -> None:
 
 def idle_notices(options: Options) -> Iterator[str]:
     """What was given and does nothing in a way that is usual, in words."""
-    for name, why, _ in _idle(_TOLD, options):
-        yield f"{flag_for(name)} has no effect: {why}"
+    for names, is_idle, why in _TOLD:
+        if is_idle(options):
+            yield from (f"{flag_for(name)} has no effect: {why}" for name in _chosen(options, names))
 
 
-def _idle(rules: tuple[_Rule, ...], options: Options) -> Iterator[tuple[str, str, str]]:
-    for names, is_idle, why, give in rules:
-        for name in names.split():
-            says_something = not OPTIONS[name].is_switch or options.value(name) != OPTIONS[name].default
-            if options.is_chosen(name) and says_something and is_idle(options):
-                yield name, why, give
+def _chosen(options: Options, names: str) -> Iterator[str]:
+    """Those of the options that the user gave, but for switches that say what holds anyway."""
+    for name in names.split():
+        says_something = not OPTIONS[name].is_switch or options.value(name) != OPTIONS[name].default
+        if options.is_chosen(name) and says_something:
+            yield name
+
+
+def _has(options: Options, needed: str) -> bool:
+    """Whether an option has one of the values that `--flag a or b` names; without values, any but none or off."""
+    flag, *values = needed.split()
+    value = options.value(flag[2:].replace("-", "_"))
+    return value in values if values else value not in (None, False, "")
 
 
 def _is_beyond(options: Options, interval: int | None) -> bool:
@@ -329,11 +271,6 @@ def _check_family(model: ModelOptions) -> None:
 
 def _check_recomputation(options: Options) -> None:
     training, model = options.training, options.model
-    if training.recompute_num_layers is not None and training.recompute_granularity == "selective":
-        raise ConfigurationError(
-            "--recompute-num-layers does nothing with --recompute-granularity selective, which is about every block: "
-            "leave it out, or give --recompute-granularity full"
-        )
     if training.recompute_granularity == "selective" and uses_transformers(model):
         raise ConfigurationError(
             "--recompute-granularity selective is not offered for models of transformers, whose attention is not cut "
