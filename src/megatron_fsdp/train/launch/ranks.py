@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -183,15 +184,17 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
         OutOfMemoryError: Likewise.
         RuntimeError: Some machine's work raised something else, named with its rank; or the launcher is gone.
     """
-    task = _Task(work) if is_first_here(rank) else None
+    pool = ThreadPoolExecutor(1, "preparation")
+    task = pool.submit(work) if is_first_here(rank) else None
+    pool.shutdown(wait=False)
     while True:
         if task is not None:
-            task.join(_BEAT_S)
+            wait([task], _BEAT_S)
         rank.require_launcher()
-        is_pending = task is not None and task.is_alive()
+        is_pending = task is not None and not task.done()
         if reduce_values(rank, [float(is_pending)], "max") == [0.0]:
             break
-    error = None if task is None else task.error
+    error = None if task is None else task.exception()
     kind = next((name for name, each in _TOLD.items() if isinstance(error, each)), "")
     said = None if error is None else (kind, str(error) if kind else f"rank {rank.index}: {error!r}")
     answers: list[tuple[str, str] | None] = [None] * rank.count
@@ -244,20 +247,3 @@ def goes_on_without_others(rank: Rank, *, is_asked: bool) -> bool:
     dist.all_gather_object(found, (agent, is_asked))
     starts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return starts < limit and not any(was_asked for theirs, was_asked in found if theirs == agent)
-
-
-class _Task(threading.Thread):
-    """A thread that keeps what was raised; it does not outlive the process."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="preparation", daemon=True)
-        self._work = work
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        """See `Thread`."""
-        try:
-            self._work()
-        except Exception as error:  # noqa: BLE001  # every rank has to hear of it
-            self.error = error
