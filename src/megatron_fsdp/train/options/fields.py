@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import re
 import types
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from megatron_fsdp.config.ddp_config_flags import field_meanings
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -101,16 +101,9 @@ class Option:
         return found
 
 
-def attribute_meanings(cls: type) -> dict[str, str]:
-    """What the docstring of a class says of each field; empty where Python was told to drop docstrings."""
-    text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
-    return {name: " ".join(meaning.split()) for name, meaning in entries}
-
-
 def options_of(cls: type) -> tuple[Option, ...]:
     """The fields of a dataclass as options, in their order."""
-    hints, meanings = typing.get_type_hints(cls, include_extras=True), attribute_meanings(cls)
+    hints, meanings = typing.get_type_hints(cls, include_extras=True), field_meanings(cls)
     return tuple(
         Option(field.name, *_kind_of(hints[field.name]), field.default, meanings.get(field.name, ""))
         for field in dataclasses.fields(cls)
