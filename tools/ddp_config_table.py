@@ -6,12 +6,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.config.ddp_config_checks import CHOICES, EXCLUSIONS, IMPLICATIONS, NEEDS
-from megatron_fsdp.config.ddp_config_flags import (
-    DTYPE_CHOICES,
-    MEGATRON_DEFAULTS,
-    field_meanings,
-    flag_of,
-)
+from megatron_fsdp.config.ddp_config_flags import DTYPE_CHOICES, MEGATRON_DEFAULTS, field_meanings, flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 
 INTRODUCTION = """\

@@ -32,7 +32,7 @@ from megatron_fsdp.train.options.options import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.recovery.nan_guard import NanGuard
+from megatron_fsdp.train.recovery.faults import NanGuard
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 NUM_RANKS, STEPS, MICROBATCHES = 2, 50, 2

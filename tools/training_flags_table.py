@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from megatron_fsdp.config.ddp_config_flags import field_meanings, flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.train.options.fields import Option, options_of
-from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
 from megatron_fsdp.train.options.options import SECTIONS, flag_for
 from megatron_fsdp.train.options.presets import PRESETS
-from megatron_fsdp.train.options.refused_flags import REFUSED
-from megatron_fsdp.train.options.spellings import ALIASES
 from tools.training_flags_words import DIFFERENT_DEFAULTS, INTRODUCTION, RULES, SECTION_WORDS
 
 

@@ -12,7 +12,7 @@ Made by `python -m tools.training_flags_table > docs/training_flags.md` from the
 Flags have the names that Megatron-LM gives them. Later wins: defaults, then a preset (`--preset`), then a file
 (`--config`), then flags. What a preset says gives way where it would contradict what you give (`--preset tiny
 --use-torch-fsdp2`); what a file says does not, and both are named. The header of a run shows
-where each value came from. Of a flag that is given twice the last one holds, and a notice says so.
+where each value came from. Of a flag that is given twice the last one holds.
 
 **Nothing is ignored.** A flag that is unknown is an error that names the nearest one, and all wrong flags are told at
 once. A flag that would do nothing beside the others is an error that says what it lacks. Where usual scripts say such
@@ -22,16 +22,16 @@ things, and where something was adjusted, a notice stands in the header.
     error: --train-samples is not supported: use --train-iters; samples = steps x --global-batch-size
     error: there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?
     $ mfsdp train --preset tiny --save-interval 10
-    error: --save-interval does nothing here, since there is no folder to save to: give --save, or leave it out
+    error: --save-interval does nothing without --save: give both, or leave it out
 
 ## A file
 
-YAML with everything that flags can say, by name, with dashes or underscores; sections (`model:`, `training:`,
+YAML or JSON with everything that flags can say, by name, with dashes or underscores; sections (`model:`, `training:`,
 `ddp:`, ...) are for people. Fields of the engine have the name of their flag or of
 `DistributedDataParallelConfig`. Switches are true or false; `no-...` and Megatron-LM's other spellings work too.
-Numbers and texts mean what they mean on the command line (010 is ten, 1:30 is no number, the text 1.10 stays so), null
-is an option that is not given, and an option that stands twice is an error. All wrong names and values are told at
-once, each with its file and line: `error: run.yaml:7: invalid --lr nan: give a finite number`.
+Whole numbers are decimal (1:30 is no number), a text that looks like a number needs quotes, null is an option that is
+not given, and an option that stands twice is an error. All wrong names and values are told at once, each with its file:
+`error: run.yaml: invalid --lr nan: give a finite number`.
 
     preset: tiny
     training: {global-batch-size: 32, bf16: true}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
 _PRELOADED = ["megatron_fsdp.train.run_job", "megatron_fsdp.train.program", "tests.support.forked_programs"]
 
 
 class ForkedRank:
-    """A rank, forked from its launcher; as much of `subprocess.Popen` as the launcher uses."""
+    """A rank, forked from its launcher; as much of `subprocess.Popen` as torch's launching of processes uses."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
         self._code: int | None = None
         _flush()
         self.pid = os.fork()
@@ -31,7 +34,7 @@ class ForkedRank:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
-            end_with(lambda: self.work(command, env))
+            end_with(lambda: self.work(args, env))
 
     def work(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """What the process does: our launcher's command is one for a rank of the trainer."""
@@ -44,15 +47,14 @@ class ForkedRank:
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """As Popen's."""
-        if self._code is None:
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._code
-
-    def terminate(self) -> None:
-        """As Popen's."""
-        os.kill(self.pid, signal.SIGTERM)
+        until = time.monotonic() + (1e9 if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+            time.sleep(0.02)
+        return code
 
 
 def end_with(work: Callable[[], int]) -> None:
@@ -86,7 +88,8 @@ def trainer(argv: Sequence[str]) -> int:
     """The trainer's program, with ranks that are forked."""
     from megatron_fsdp.train.program import main
 
-    subprocess.Popen = ForkedRank  # type: ignore[assignment,misc]  # of this process alone, which starts nothing else
+    module: Any = subprocess_handler
+    module.Popen = ForkedRank  # of this process alone
     return main(argv)
 
 

@@ -2,10 +2,8 @@
 
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +15,6 @@ from tests.support.forked_programs import ForkedRank
 
 class ForkedCommand(ForkedRank):
     """`python -u -m MODULE ...` or `python -u FILE ...`, forked; as much of `subprocess.Popen` as torchrun uses."""
-
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: object) -> None:
-        super().__init__(args, env)
 
     def work(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Be the program."""
@@ -34,15 +29,6 @@ class ForkedCommand(ForkedRank):
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
         return 0
-
-    def wait(self, timeout: float | None = None) -> int:
-        """As Popen's."""
-        until = time.monotonic() + (1e9 if timeout is None else timeout)
-        while (code := self.poll()) is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
-            time.sleep(0.02)
-        return code
 
 
 def torchrun(argv: Sequence[str]) -> int:

@@ -73,11 +73,12 @@ def destination_of(name: str) -> str:
     return _DESTINATIONS.get(name, flag_of(name).removeprefix("--").replace("-", "_"))
 
 
-def field_meanings() -> dict[str, str]:
-    """Return the docstring's text of each field by name; empty where Python was told to drop docstrings."""
-    text = inspect.cleandoc(DistributedDataParallelConfig.__doc__ or "").partition("\nAttributes:\n")[2]
+def field_meanings(cls: type = DistributedDataParallelConfig) -> dict[str, str]:
+    """Return what the docstring of a dataclass says of each field; empty where Python was told to drop docstrings."""
+    text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
-    return {name: " ".join(meaning.split()) for name, meaning in entries if name in _FIELDS}
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: " ".join(meaning.split()) for name, meaning in entries if name in names}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

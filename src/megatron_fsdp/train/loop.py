@@ -20,8 +20,8 @@ from megatron_fsdp.train.evaluation import evaluate
 from megatron_fsdp.train.launch.ranks import Rank, agree
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.recovery.nan_guard import NanGuard
-from megatron_fsdp.train.recovery.pulse import Pulse
+from megatron_fsdp.train.recovery.faults import NanGuard
+from megatron_fsdp.train.recovery.hangs import Pulse
 from megatron_fsdp.train.reporting.measure import ExposedCommunication, peak_bytes
 from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord
 

@@ -14,15 +14,12 @@ import torch
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require_installed
-from megatron_fsdp.train.launch.crew import tidy_after_launcher
-from megatron_fsdp.train.launch.failures import EXIT_USAGE, MachineLeftError, report_failure
+from megatron_fsdp.train.launch.failures import EXIT_USAGE, MachineLeftError, let_go, report_failure, tell
 from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type, is_rank, launch
 from megatron_fsdp.train.launch.ranks import Rank, join_ranks, reduce_values
-from megatron_fsdp.train.launch.streams import let_go, tell
+from megatron_fsdp.train.options.checks import check_environment, needs_transformers
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.environment import with_environment
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.model_checks import needs_transformers
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import check_backend, resolve
 from megatron_fsdp.train.reporting.writers import require_writers
@@ -73,8 +70,8 @@ def run_rank(argv: Sequence[str]) -> int:
         if is_left:
             raise MachineLeftError("another machine was asked to end: saved, and to be started again without it")
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which comes when a peer has ended first: tell the cause
         code = report_failure(error, index)
-        tidy_after_launcher(os.environ)
         let_go()
         os._exit(code)  # peers may be gone: do not wait for them in destructors
     let_go()
@@ -104,7 +101,8 @@ def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
         ConfigurationError: As `resolve` and `check_environment`.
     """
     world = replace(world_of(options, ranks), restarts=restarts)
-    return with_environment(resolve(options, world), world, os.environ)
+    job = resolve(options, world)
+    return replace(job, notices=(*job.notices, *check_environment(os.environ, job, world)))
 
 
 def collective_timeout(options: Options) -> timedelta:

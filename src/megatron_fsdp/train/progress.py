@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model import ModelOptions
-from megatron_fsdp.train.options.training import OptimizerOptions
+from megatron_fsdp.train.options.options import Options, flag_for
 
+_OF_OPTIMIZER = {"sgd": ("sgd_momentum",), "adam": ("adam_beta1", "adam_beta2", "adam_eps")}
 _NO_ARITHMETIC = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
@@ -87,51 +89,36 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--lr-decay-iters": str(schedule.decay_steps),
         "--lr-warmup-iters": str(schedule.warmup_steps),
         **wsd,
-        **_optimizer_facts(options.optimizer),
         "--global-batch-size": str(job.batch.total),
         "--seq-length": str(job.seq_length),
-        "--weight-decay": str(options.optimizer.weight_decay),
-        "--clip-grad": str(options.optimizer.clip_grad),
-        "--calculate-per-token-loss": str(options.training.calculate_per_token_loss),
-        "--seed": str(options.training.seed),
-        "--eod-mask-loss": str(options.data.eod_mask_loss),
-        **_model_facts(options.model),
+        **{flag_for(name): str(options.value(name)) for name in _deciding(options)},
+        **_source_facts(options.model.source),
         **_dtype_facts(job),
         "--data-path": f"text with checksum {data.checksum[:16]}",
     }
 
 
-def _optimizer_facts(options: OptimizerOptions) -> dict[str, str]:
-    """What the optimizer makes of a gradient; only the options that it has."""
-    if options.optimizer == "sgd":
-        own: dict[str, float] = {"--sgd-momentum": options.sgd_momentum}
-    else:
-        own = {
-            "--adam-beta1": options.adam_beta1,
-            "--adam-beta2": options.adam_beta2,
-            "--adam-eps": options.adam_eps,
-        }
-    return {"--optimizer": options.optimizer, **{name: str(value) for name, value in own.items()}}
+def _deciding(options: Options) -> Iterator[str]:
+    """The options that decide numbers as they were given."""
+    yield from ("optimizer", *_OF_OPTIMIZER[options.optimizer.optimizer])
+    yield from ("weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss")
+    if options.model.source is None:  # what the shapes of weights do not tell
+        yield from ("num_attention_heads", "normalization", "norm_epsilon")
+        if options.model.position_embedding_type == "rope":
+            yield "rotary_base"
+        if options.model.num_experts is not None:
+            yield "moe_router_topk"
 
 
-def _model_facts(options: ModelOptions) -> dict[str, str]:
-    """What the model computes that the shapes of its weights do not tell."""
-    source = options.hf_config or options.hf_model
-    if source is not None:
-        file = source / "config.json" if source.is_dir() else source
-        found = json.loads(file.read_bytes())
-        said = {name: value for name, value in found.items() if name not in _NO_ARITHMETIC}
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-        return {"the configuration of the model": f"one with checksum {digest[:16]}"}
-    rotary = {"--rotary-base": str(options.rotary_base)} if options.position_embedding_type == "rope" else {}
-    experts = {"--moe-router-topk": str(options.moe_router_topk)} if options.num_experts is not None else {}
-    return {
-        "--num-attention-heads": str(options.num_attention_heads),
-        "--normalization": options.normalization,
-        "--norm-epsilon": str(options.norm_epsilon),
-        **rotary,
-        **experts,
-    }
+def _source_facts(source: Path | None) -> dict[str, str]:
+    """The checksum of a model's configuration of transformers, without what changes no number."""
+    if source is None:
+        return {}
+    file = source / "config.json" if source.is_dir() else source
+    found = json.loads(file.read_bytes())
+    said = {name: value for name, value in found.items() if name not in _NO_ARITHMETIC}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return {"the configuration of the model": f"one with checksum {digest[:16]}"}
 
 
 def _dtype_facts(job: Job) -> dict[str, str]:

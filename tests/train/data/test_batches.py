@@ -31,9 +31,8 @@ from megatron_fsdp.train.data.batches import (
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.token_file import TokenFile
 from megatron_fsdp.train.data.tokenizer import ByteVocabulary
-from megatron_fsdp.train.options.batch import BatchPlan
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.job import BatchPlan, Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from tests.support.settling import settled
 

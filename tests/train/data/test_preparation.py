@@ -38,9 +38,8 @@ from megatron_fsdp.train.data.token_file import IndexedWriter, TokenFile
 from megatron_fsdp.train.data.tokenizer import ByteVocabulary, train_bpe
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.job import Job, Split, World, parse_split
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.options.split import Split, parse_split
 from tests.conftest import RunRanks
 
 TEXTS = [f"text number {i} of many\n" for i in range(200)]

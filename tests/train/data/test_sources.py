@@ -14,7 +14,7 @@ from megatron_fsdp.train.data import sources
 from megatron_fsdp.train.data.preparation import SIDE_FILE
 from megatron_fsdp.train.data.sources import LIBRARY_BYTES, Documents, Source, find_source, is_of_a_run
 from megatron_fsdp.train.reporting.recorder import APPLIED_FILE
-from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE
+from megatron_fsdp.train.results import MARK_FILE, SUMMARY_FILE
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:

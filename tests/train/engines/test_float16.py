@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_fsdp.train.engines.trained import GROWTH_INTERVAL, LossScale
 from megatron_fsdp.train.loop import train
-from megatron_fsdp.train.recovery.nan_guard import NonFiniteStepError
+from megatron_fsdp.train.recovery.faults import NonFiniteStepError
 from tests.conftest import RunRanks
 from tests.train.engines.runs import DECODER, LLAMA, NoCheckpoints, Silent, expected, prepare, whole_weights
 

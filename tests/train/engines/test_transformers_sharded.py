@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_fsdp.train.options.training import TrainingOptions
+from megatron_fsdp.train.options.options import TrainingOptions
 from tests.conftest import RunRanks
 from tests.train.engines.runs import IDS, LLAMA, job_of, plain_model, prepare, whole_weights
 

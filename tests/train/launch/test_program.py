@@ -94,6 +94,11 @@ def test_nothing_listens_to_the_outside_and_an_interrupt_ends_all_without_a_trac
     assert metrics(tmp_path)[0]["step"] == 1
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has stopped a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def is_asked_to_end(pid: int) -> bool:
     """Whether SIGTERM waits for a process that is stopped."""
     (waiting,) = re.findall(r"^ShdPnd:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
@@ -106,6 +111,7 @@ def test_a_second_ctrl_c_ends_at_once(text: str, tmp_path: Path) -> None:
     process = started_forever(text, tmp_path / "out", "--save", str(tmp_path / "saved"))
     ranks = children_of(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)  # so that no step can end
+    wait_for(lambda: is_stopped(ranks[1]), process)  # else a later SIGTERM may come first
     process.send_signal(signal.SIGINT)
     wait_for(lambda: is_asked_to_end(ranks[1]), process)
     process.send_signal(signal.SIGINT)

@@ -32,7 +32,7 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
         ({**LLAMA, "recompute_granularity": "selective"}, "selective is not offered for models of transformers"),
         (
             {**DECODER, "recompute_granularity": "selective", "recompute_num_layers": 1},
-            "--recompute-num-layers does nothing with --recompute-granularity selective",
+            "--recompute-num-layers does nothing without --recompute-granularity full",
         ),
         (
             {**DECODER, "recompute_granularity": "full", "recompute_num_layers": 3},
@@ -44,7 +44,7 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
         ({**MIXTRAL, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "give one of the two"),
         ({**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "one of the two"),
         ({**MIXTRAL, **FSDP2, "num_experts": 3, "expert_model_parallel_size": 2}, "does not divide --num-experts 3"),
-        ({**LLAMA, **FSDP2, "expert_model_parallel_size": 2}, "does nothing here, since there are no experts"),
+        ({**LLAMA, **FSDP2, "expert_model_parallel_size": 2}, "does not divide --num-experts None"),
         ({**LLAMA, **FSDP2, "pipeline_model_parallel_size": 4}, "is more than --num-layers 2"),
         (
             {**MIXTRAL, **SHARDED, "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},

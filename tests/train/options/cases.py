@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ class Case:
         seen: What is looked at in the job.
         expected: What it is then; it is something else without the words.
         start: The command line without them.
-        proved: Where a run shows the effect, beside `test_options_in_runs.py`.
         world: Ranks and hardware.
     """
 
@@ -39,7 +38,6 @@ class Case:
     seen: Callable[[Job], Any]
     expected: Any
     start: str = UNITS
-    proved: str = ""
     world: World = field(default_factory=lambda: World(RANKS, "cuda", multiplies_bf16=True))
 
 
@@ -66,8 +64,3 @@ def of(section: str, name: str) -> Callable[[Job], Any]:
 def notices(job: Job) -> tuple[str, ...]:
     """What is told."""
     return job.notices
-
-
-def plain(section: str, start: str, proved: str, values: Mapping[str, tuple[str, Any]]) -> dict[str, Case]:
-    """Options whose value other parts of the trainer read from the job."""
-    return {name: Case(words, of(section, name), expected, start, proved) for name, (words, expected) in values.items()}

@@ -1,9 +1,9 @@
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options.checks import check_options
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.data_checks import check_data
-from megatron_fsdp.train.options.split import Split, parse_split
+from megatron_fsdp.train.options.job import Split, parse_split
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,17 @@ GOOD = [
 BAD = [
     ("--split 1", "invalid --split 1: give"),
     ("--tokenizer-type HuggingFaceTokenizer", "HuggingFaceTokenizer needs --tokenizer-model: give a tokenizer.json"),
-    ("--tokenizer-model x", "--tokenizer-model does nothing with --tokenizer-type byte: leave it out, or"),
-    ("--tokenizer-type bpe --tokenizer-model x", "--tokenizer-model does nothing with --tokenizer-type bpe"),
+    ("--tokenizer-model x", "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer"),
+    (
+        "--tokenizer-type bpe --tokenizer-model x",
+        "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer",
+    ),
     ("--tokenizer-type NullTokenizer --data-path x", "NullTokenizer needs --vocab-size: give how many"),
     ("--tokenizer-type NullTokenizer --vocab-size 9", "NullTokenizer needs --data-path: give the prefix"),
-    ("--vocab-size 300", "--vocab-size does nothing with --tokenizer-type byte"),
+    ("--vocab-size 300", "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer"),
     (
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --vocab-size 9",
-        "--vocab-size does nothing with --tokenizer-type HuggingFaceTokenizer",
+        "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer",
     ),
     ("--tokenizer-type bpe --vocab-size 256", "--vocab-size 256 is less than the 256 bytes and the end of a text"),
     (
@@ -85,10 +88,10 @@ BAD = [
 
 @pytest.mark.parametrize("line", GOOD)
 def test_what_goes_together_passes(line: str) -> None:
-    check_data(parse_options(line.split()))
+    check_options(parse_options(line.split()))
 
 
 @pytest.mark.parametrize(("line", "said"), BAD)
 def test_what_does_not_is_refused(line: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        check_data(parse_options(line.split()))
+        check_options(parse_options(line.split()))

@@ -1,5 +1,7 @@
 """Each option and each field of the engine's configuration changes something that can be seen."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -33,6 +35,24 @@ def test_an_option_changes_what_it_is_said_to(name: str) -> None:
     assert after != before
 
 
-def test_no_option_lacks_a_case() -> None:
-    assert set(OPTION_CASES) == set(OPTIONS)
+SAMPLES = {int: ("7", 7), float: ("0.5", 0.5), str: ("word", "word"), Path: ("place", Path("place"))}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_flag_sets_its_option(name: str) -> None:
+    option = OPTIONS[name]
+    if option.is_switch:
+        words, expected = [option.off_flags[0] if option.default else option.flag], not option.default
+    elif option.choices:
+        expected = next(choice for choice in option.choices if choice != option.default)
+        words = [option.flag, expected]
+    else:
+        text, expected = SAMPLES[option.kind]
+        words = [option.flag, text]
+    options = parse_options(words)
+    assert options.value(name) == expected != option.default
+    assert options.origins == {name: "command line"}
+
+
+def test_no_field_lacks_a_case() -> None:
     assert set(FIELD_CASES) == set(DistributedDataParallelConfig.__dataclass_fields__)

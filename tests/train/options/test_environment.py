@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options.checks import check_environment
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.environment import check_environment, with_environment
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 
@@ -74,11 +74,3 @@ def test_memory_that_grows_is_refused_with_registered_buffers(environment: Mappi
 def test_the_allocator_of_cuda_has_no_effect_on_a_cpu() -> None:
     (notice,) = check_environment(GROWING_NEW_NAME, job_of(REGISTERED, CPU), CPU)
     assert notice == "PYTORCH_ALLOC_CONF=expandable_segments:True has no effect on cpu"
-
-
-def test_notices_come_after_those_of_the_job() -> None:
-    job = with_environment(job_of("--preset tiny --nproc 2", CPU), CPU, ONE)
-    assert job.notices == (
-        "--nproc 2 has no effect: 4 ranks were started",
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 has no effect on cpu",
-    )

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron_fsdp.plan.machine import find_machine
+from megatron_fsdp.train.options.checks import check_environment
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.environment import check_environment
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
 

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from megatron_fsdp.config.ddp_config_flags import flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
 from megatron_fsdp.train.options.options import OPTIONS
-from megatron_fsdp.train.options.refused_flags import REFUSED
-from megatron_fsdp.train.options.spellings import ALIASES
 from tools.training_flags_table import render
 from tools.training_flags_words import RULES
 

@@ -5,14 +5,12 @@ import re
 import pytest
 
 from megatron_fsdp.cli.main import main
-from megatron_fsdp.config.ddp_config_flags import flag_of
+from megatron_fsdp.config.ddp_config_flags import field_meanings, flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import make_parser, parse_options
-from megatron_fsdp.train.options.fields import attribute_meanings
-from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED
 from megatron_fsdp.train.options.options import OPTIONS, SECTIONS
-from megatron_fsdp.train.options.spellings import ALIASES
 
 START = """\
 usage: mfsdp train [--config FILE] [--preset NAME] [--FLAG [VALUE]] ...
@@ -71,7 +69,7 @@ def test_groups_come_in_the_order_of_the_sections(text: str) -> None:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_option_has_a_meaning(section: str) -> None:
     cls = SECTIONS[section]
-    assert list(attribute_meanings(cls)) == list(cls.__dataclass_fields__)
+    assert list(field_meanings(cls)) == list(cls.__dataclass_fields__)
 
 
 def test_a_switch_a_choice_and_a_default_are_shown(text: str) -> None:

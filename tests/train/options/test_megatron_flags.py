@@ -5,11 +5,9 @@ import pytest
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import make_parser, parse_options
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
 from megatron_fsdp.train.options.options import OPTIONS, SPELLINGS
-from megatron_fsdp.train.options.refused_flags import REFUSED
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.options.spellings import ALIASES
 from tests.train.options.megatron_flags import GUIDE, PASTED, SHARDING, USUAL
 
 TAKEN = set(make_parser()._option_string_actions)
@@ -115,6 +113,6 @@ def test_everything_wrong_is_told_at_once() -> None:
     assert [line.split(" is not")[0].split(": nothing")[0] for line in str(caught.value).split("\nerror: ")] == [
         "--vocab-file",
         "--merge-file",
-        "invalid --hidden-dropout 0.1",
         "there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?",
+        "invalid --hidden-dropout 0.1",
     ]

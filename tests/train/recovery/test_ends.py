@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp.train.recovery.memory import is_out_of_memory, memory_told
+from megatron_fsdp.train.recovery.faults import is_out_of_memory, memory_told
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, children_of, trainer
 from tests.support.train_program import (

@@ -10,7 +10,7 @@ import pytest
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.recovery import resuming
-from megatron_fsdp.train.recovery.memory import is_out_of_memory
+from megatron_fsdp.train.recovery.faults import is_out_of_memory
 from megatron_fsdp.train.reporting import measure
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer

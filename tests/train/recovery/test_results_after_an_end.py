@@ -14,8 +14,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.loop import Outcome
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.results_folder import MARK_FILE, SUMMARY_FILE, _take, _take_saves, new_folder
-from megatron_fsdp.train.run_job import Results, early_words, show, stopped_words
+from megatron_fsdp.train.results import MARK_FILE, SUMMARY_FILE, Results, _take, _take_saves, new_folder, show
+from megatron_fsdp.train.run_job import early_words, stopped_words
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
 

@@ -217,11 +217,11 @@ def test_an_error_names_options_and_no_arguments() -> None:
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        ("--save-interval does nothing here, since there is no folder to save to", ("--save-interval", "3")),
-        ("--verify-integrity does nothing here, since nothing is loaded", ("--no-verify-integrity",)),
+        ("--save-interval does nothing without --save", ("--save-interval", "3")),
+        ("--verify-integrity does nothing without --load", ("--no-verify-integrity",)),
         ("invalid --keep-last 0: give 1 or more", ("--save", "a", "--keep-last", "0")),
         ("--ckpt-format torch_dist is not written or read", ("--ckpt-format", "torch_dist")),
-        ("--max-restarts does nothing here, since ranks go on from what they have saved", ("--max-restarts", "2")),
+        ("--max-restarts does nothing without --save", ("--max-restarts", "2")),
     ],
 )
 def test_options_that_do_nothing_or_do_not_exist_are_refused(words: str, options: tuple[str, ...]) -> None:
@@ -263,10 +263,7 @@ def test_one_rank_that_is_asked_to_end_is_enough(data: tuple[str, str], tmp_path
     wait_for(lambda: steps_done(out) >= 2, process)
     os.kill(children_of(process.pid)[1], signal.SIGTERM)
     shown, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, errors) == (
-        143,
-        "stopped, since a rank was asked to end; what was written so far is kept\n",
-    )
+    assert (process.returncode, errors) == (0, "")
     assert "stopped and saved after" in shown
     assert (folder / POINTER).read_text().strip() == str(len(metrics(out)))
 

@@ -9,8 +9,7 @@ import pytest
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model import ModelOptions
-from megatron_fsdp.train.progress import TrainingState, _model_facts, facts_of
+from megatron_fsdp.train.progress import TrainingState, _source_facts, facts_of
 from megatron_fsdp.train.recovery import resuming
 from megatron_fsdp.train.recovery.resuming import Origin, with_saved_batch
 from tests.support.array_tokens import token_data
@@ -76,10 +75,9 @@ def test_another_configuration_of_transformers_is_told(tmp_path: Path) -> None:
     found = []
     for more in ({}, {"transformers_version": "9"}, {"rope_theta": 5.0}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **more}))
-        found.append(_model_facts(ModelOptions(hf_config=tmp_path)))
+        found.append(_source_facts(tmp_path))
     assert found[0] == found[1]
-    assert found[2] == _model_facts(ModelOptions(hf_model=tmp_path))
-    assert found[2] == _model_facts(ModelOptions(hf_config=tmp_path / "config.json"))
+    assert found[2] == _source_facts(tmp_path / "config.json")
     assert found[0].keys() == found[2].keys()
     assert found[0] != found[2]
 

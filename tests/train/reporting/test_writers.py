@@ -16,7 +16,7 @@ import pytest
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.reporting import ReportingOptions
+from megatron_fsdp.train.options.options import ReportingOptions
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.program import start_ranks
 from megatron_fsdp.train.progress import Progress
@@ -409,5 +409,5 @@ def test_it_is_refused_before_any_rank_starts(
 
 
 def test_a_name_without_a_project_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"--wandb-exp-name does nothing here, .* give --wandb-project"):
+    with pytest.raises(ConfigurationError, match=r"--wandb-exp-name does nothing without --wandb-project: give both"):
         job_of("--wandb-exp-name", "first")

@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.token_file import TokenArray, TokenFile
-from megatron_fsdp.train.options.batch import BatchPlan
-from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.job import BatchPlan, Job
 
 _ROUNDS = 6
 _STEPS_AHEAD = 2

@@ -43,12 +43,10 @@ from megatron_fsdp.train.data.tokenizer import (
     tokenizer_file,
     train_bpe,
 )
-from megatron_fsdp.train.launch.machines import require_same, work_on_machines
-from megatron_fsdp.train.launch.ranks import Rank
-from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.launch.ranks import Rank, require_same, work_on_machines
+from megatron_fsdp.train.options.job import Job, Split, parse_split
 from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.options.split import Split, parse_split
-from megatron_fsdp.train.recovery.memory import telling_of_memory_for_data
+from megatron_fsdp.train.recovery.faults import telling_of_memory_for_data
 
 VERSION = 3  # of the folder of tokens; raise it when the same text gives other tokens
 SIDE_FILE = "data.json"

@@ -6,8 +6,8 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.engines.sharded import shard_decoder
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.options.checks import needs_transformers, uses_transformers
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model_checks import needs_transformers, uses_transformers
 
 
 def build(job: Job, vocab_size: int, rank: Rank) -> Trained:

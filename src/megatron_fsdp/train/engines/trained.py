@@ -24,7 +24,7 @@ from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.models.decoder import split_for_decay
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.training import OptimizerOptions
+from megatron_fsdp.train.options.options import OptimizerOptions
 
 Call = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """From a model, token ids [samples, length] and their positions (None: from 0) to logits."""

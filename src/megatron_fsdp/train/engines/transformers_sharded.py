@@ -34,7 +34,7 @@ from megatron_fsdp.train.engines.trained import ContextCut, Place, Trained, call
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.models.build import check_fits, transformers_config
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.training import TrainingOptions
+from megatron_fsdp.train.options.options import TrainingOptions
 
 _EP = "ep"
 

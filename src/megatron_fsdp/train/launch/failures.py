@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 from megatron_fsdp.interruption import EXIT_INTERRUPTED
-from megatron_fsdp.train.launch.streams import tell
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -38,14 +39,14 @@ ENDS: Mapping[int, str] = {
     EXIT_NOT_SAVED: "more saves in a row than --max-failed-saves failed, or the last one",
     EXIT_KILLED: "a rank was ended by a signal from outside",
     EXIT_INTERRUPTED: "Ctrl-C",
-    EXIT_TERMINATED: "SIGTERM, to the launcher or to a rank that could save, or the terminal was closed",
+    EXIT_TERMINATED: "SIGTERM to the launcher, or the terminal was closed",
 }
 """Every exit code of the program, where this package started the ranks, and what it means."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torchrun
 
-INTERRUPTED_FILE_VARIABLE = "MEGATRON_FSDP_INTERRUPTED_FILE"
-"""Names the file that tells our launcher of ranks that saved and ended with 0 because one was asked to end."""
+LAUNCHER_VARIABLE = "MEGATRON_FSDP_LAUNCHER_PID"
+"""Names the process that starts the ranks; it may be gone before a rank can ask the system for its parent."""
 
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
 _USELESS_TO_REPEAT = (EXIT_USAGE, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
@@ -166,7 +167,7 @@ def report_failure(error: BaseException, rank: int) -> int:
 
 
 def _has_our_launcher() -> bool:
-    return INTERRUPTED_FILE_VARIABLE in os.environ
+    return LAUNCHER_VARIABLE in os.environ
 
 
 def _hand_over(error: BaseException, path: Path) -> bool:
@@ -178,14 +179,6 @@ def _hand_over(error: BaseException, path: Path) -> bool:
             path.unlink()  # half a file would hide the exit code
         return False
     return True
-
-
-def note_interruption() -> None:
-    """Leave word for our launcher that ranks end well and not all steps are done; torchrun asks for no such word."""
-    file = os.environ.get(INTERRUPTED_FILE_VARIABLE)
-    if file is not None:
-        with suppress(OSError):  # saved is saved
-            Path(file).touch()
 
 
 def read_failure(rank: int, failure: ProcessFailure) -> Failure:
@@ -211,3 +204,34 @@ def find_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
     """Return the failure that came first; one that cannot be the echo of another comes before those that can."""
     found = [read_failure(rank, failure) for rank, failure in failures.items()]
     return min(found, key=lambda f: (f.is_echo, f.time_ns, f.rank))
+
+
+def tell(text: str) -> None:
+    """Write lines to standard error; on a terminal on a line of their own, with the cursor shown."""
+    if sys.stderr is None:  # closed when the program started
+        return
+    # On a terminal the picture of a run that was ended leaves the cursor at the end of a line.
+    try:
+        new_line = "\r\n\x1b[?25h" if sys.stderr.isatty() else ""
+        sys.stderr.write(f"{new_line}{text.rstrip()}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        point_nowhere(sys.stderr)
+
+
+def let_go() -> None:
+    """Drop what was printed and cannot be written, for which Python would end with a status of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            point_nowhere(stream)
+
+
+def point_nowhere(file: IO[str]) -> None:
+    """Let a file of this process, with what is buffered for it, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError):  # a file of no descriptor
+        os.dup2(nowhere, file.fileno())
+    os.close(nowhere)

@@ -1,35 +1,43 @@
 """Start the ranks of a run on this machine, start them again when one died, end them when the user has had enough.
 
-Ranks find each other by a file and talk over the loopback interface, so that nothing listens to the outside. That is
-why torchrun's agent is not used here: it opens a port on every interface.
+The processes are those of torchrun (`torch.distributed.elastic.multiprocessing`). Its agent is left out: ranks of one
+machine need no rendezvous, which would open a port on every interface. They find each other by a file and talk over the
+loopback interface. Several machines are torchrun's own business (docs/several_machines.md).
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
-from types import FrameType
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch.crew import FOLDER_PREFIX, GRACE_S, POLL_S, Crew, Start
-from megatron_fsdp.train.launch.failures import EXIT_DONE, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, find_cause
-from megatron_fsdp.train.launch.network import loopback_interface
-from megatron_fsdp.train.launch.streams import tell
+from megatron_fsdp.train.launch.failures import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_KILLED,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+    LAUNCHER_VARIABLE,
+    Failure,
+    find_cause,
+    tell,
+)
+from megatron_fsdp.train.launch.ranks import STORE_FILE_VARIABLE, loopback_interface
 
 CPU_RANKS = 2
 MODULE = "megatron_fsdp.train"
+_POLL_S = 0.05
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DIED_OF_IT = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
@@ -89,104 +97,78 @@ def rank_environment(environment: Mapping[str, str], ranks: int, num_cores: int)
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-@dataclass
-class Asked:
-    """What the user, or whoever runs the machine, asked of the launcher.
-
-    Attributes:
-        number: The first signal; 0: none.
-        times: How often Ctrl-C came.
-        is_passed_on: Whether the ranks know.
-    """
-
-    number: int = 0
-    times: int = 0
-    is_passed_on: bool = False
-
-    @property
-    def exit_code(self) -> int:
-        """Of a run that ends for this reason."""
-        return 128 + (signal.SIGINT if self.number == signal.SIGINT else signal.SIGTERM)
-
-
 def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
     """Run this module once per rank, again where a rank died, and return the exit code of the whole.
 
     The first Ctrl-C or SIGTERM is passed on: ranks that have a folder to save to finish the step and save, the others
-    end at once. The second Ctrl-C ends all at once.
+    end at once. The next Ctrl-C ends all at once.
 
     Args:
         argv: Options of the run.
         ranks: How many processes.
         max_restarts: How often all ranks may start again.
     """
-    environment = {**os.environ, **rank_environment(os.environ, ranks, count_cores())}
-    command = (sys.executable, "-m", MODULE, *argv)
-    now = datetime.now().astimezone()
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"  # two may start in a second
-    with _asking() as asked, tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
-        restart = 0
-        while True:
-            crew = Crew(Start(command, ranks, run_id, restart, max_restarts, Path(folder)), environment)
-            try:
-                cause = _watch(crew, asked)
-            finally:
-                crew.end(grace_s=0.0 if asked.times > 1 else GRACE_S)
-            if asked.number:
-                return _report_asked(cause, asked)
-            if cause is None:
-                return _end_of(crew)
-            if restart == max_restarts or not cause.is_worth_repeating:
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we tell it
+    heard = [number.name for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]  # not below nohup
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
+    shared = {
+        **rank_environment(os.environ, ranks, count_cores()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_RUN_ID": os.environ.get("TORCHELASTIC_RUN_ID") or _new_run_id(),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
+    processes: PContext | None = None
+    with tempfile.TemporaryDirectory(prefix="mfsdp-run-") as folder:
+        try:
+            for restart in itertools.count():
+                processes = _start(argv, restart, shared, folder)
+                cause = _wait(processes)
+                if cause is None:
+                    return EXIT_DONE
+                if restart == max_restarts or not cause.is_worth_repeating:
+                    return _report(cause)
+                tell(f"{_told(cause)}\nstarting all ranks again, {restart + 1} of at most {max_restarts} times")
+        except SignalException as asked:
+            return _stop(processes, asked.sigval)
+    raise AssertionError("numbers do not end")
+
+
+def _new_run_id() -> str:
+    return f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"  # two runs may start in one second
+
+
+def _start(argv: Sequence[str], restart: int, shared: Mapping[str, str], folder: str) -> PContext:
+    """Start all ranks, each in a session of its own: what the terminal sends reaches the launcher only."""
+    ranks = range(int(shared["WORLD_SIZE"]))
+    own = {"TORCHELASTIC_RESTART_COUNT": str(restart), STORE_FILE_VARIABLE: f"{folder}/store-{restart}"}
+    environments = {rank: {**shared, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks}
+    commands = dict.fromkeys(ranks, ("-m", MODULE, *argv))
+    return start_processes("mfsdp", sys.executable, commands, environments, DefaultLogsSpecs(folder))
+
+
+def _wait(processes: PContext) -> Failure | None:
+    """Wait for the ranks, and end all when one failed; None: they ended well."""
+    result = processes.wait(period=_POLL_S)
+    return find_cause(result.failures) if result is not None and result.failures else None
+
+
+def _stop(processes: PContext | None, number: signal.Signals) -> int:
+    """Ask the ranks to save and end, and return the exit code; the next Ctrl-C ends them at once."""
+    for other in (signal.SIGTERM, signal.SIGHUP):  # Slurm and torchrun may both send one
+        signal.signal(other, signal.SIG_IGN)
+    if processes is not None:  # else those that were started see that this process is gone
+        try:
+            for pid in processes.pids().values():  # by SIGTERM: while Python starts, SIGINT would show a traceback
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            cause = _wait(processes)
+            if cause is not None and not cause.is_echo and cause.code != EXIT_KILLED:
                 return _report(cause)
-            restart += 1
-            tell(f"{_told(cause)}\nstarting all ranks again, {restart} of at most {max_restarts} times")
-
-
-def _watch(crew: Crew, asked: Asked) -> Failure | None:
-    """Wait for the ranks; None: they ended well."""
-    while (failures := crew.poll()) is None:
-        if asked.times > 1:
-            return None
-        if asked.number and not asked.is_passed_on:
-            asked.is_passed_on = True
-            crew.ask_to_end()  # by SIGTERM: while Python starts, SIGINT would show a traceback
-        time.sleep(POLL_S)
-    if asked.number and {failure.exitcode for failure in failures.values()} <= _DIED_OF_IT:
-        return None
-    return find_cause(failures) if failures else None
-
-
-@contextmanager
-def _asking() -> Iterator[Asked]:
-    """While the block runs, signals are noted, but for those that whoever started us wants ignored, as nohup does."""
-    asked = Asked()
-
-    def note(number: int, _: FrameType | None) -> None:
-        asked.number = asked.number or number
-        asked.times += number == signal.SIGINT
-
-    heard = [number for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heard}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end_of(crew: Crew) -> int:
-    """The exit code of ranks that ended well."""
-    if not crew.is_interrupted:
-        return EXIT_DONE
-    tell("stopped, since a rank was asked to end; what was written so far is kept")
-    return EXIT_TERMINATED
-
-
-def _report_asked(cause: Failure | None, asked: Asked) -> int:
-    if cause is not None and not cause.is_echo:
-        return _report(cause)
+        except SignalException:
+            processes.close(signal.SIGKILL)
     tell("stopped; what was written so far is kept")
-    return asked.exit_code
+    return 128 + signal.SIGINT if number == signal.SIGINT else EXIT_TERMINATED
 
 
 def _told(cause: Failure) -> str:

@@ -1,8 +1,12 @@
-"""What a rank knows of the others: set-up, agreement, small sums. Every function here is called by all ranks."""
+"""Join the process group; agree, reduce and work with the other ranks. Every function here is collective."""
+
+from __future__ import annotations
 
 import os
+import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,16 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch.crew import STORE_FILE_VARIABLE, launcher_of, tidy_after_launcher
-from megatron_fsdp.train.launch.failures import EXIT_FAILED
-from megatron_fsdp.train.launch.meeting import store_of_this_start
-from megatron_fsdp.train.launch.network import loopback_interface
+from megatron_fsdp.train.launch.failures import EXIT_FAILED, LAUNCHER_VARIABLE, OutOfMemoryError
 
 T = TypeVar("T")
 
+STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
+"""Names the file by which ranks of one machine find each other; no port is opened for that."""
 _WATCH_S = 0.5
 _STORE_TIMEOUT = timedelta(minutes=30)
-_AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun where its agent keeps the store of the ranks
+_BEAT_S = 5.0  # well below the time limit of a collective, which the work of `work_on_machines` may exceed by far
+_TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigurationError, OutOfMemoryError)}
+"""Errors whose words are for the user."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def join_ranks(
         for name, interface in loopback_interface().items():
             os.environ.setdefault(name, interface)
     chosen = dist.get_default_backend_for_device(device) if backend == "auto" else backend
-    launcher = launcher_of(os.environ)
+    launcher = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
     with _ending_with(launcher):
         _meet(chosen, timeout)
     yield Rank(dist.get_rank(), dist.get_world_size(), device, launcher)
@@ -87,20 +92,26 @@ def join_ranks(
 
 def _meet(backend: str, timeout: timedelta | None) -> None:
     """Join the process group."""
-    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     file = os.environ.get(STORE_FILE_VARIABLE)
+    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store: dist.Store  # type: ignore[name-defined]  # public, and not in torch's list of names
     if file is not None:
         store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # likewise
-    elif os.environ.get(_AGENT_STORE_VARIABLE) == str(True):
-        longest = _STORE_TIMEOUT if timeout is None else timeout
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        # torchrun's agent keeps one store over restarts, in torch 2.13 with the addresses of ranks that are gone.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        shared = dist.TCPStore(*address, is_master=False, timeout=longest)  # type: ignore[attr-defined]  # likewise
-        store = store_of_this_start(shared, index, count, longest.total_seconds())
+        shared = dist.TCPStore(*address, is_master=False, timeout=timeout or _STORE_TIMEOUT)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)  # type: ignore[attr-defined]
     else:
         dist.init_process_group(backend, timeout=timeout)
         return
     dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
+
+
+def loopback_interface() -> dict[str, str]:
+    """Return the variables that keep traffic of back ends on this machine; none where no loopback is known."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return {} if loopback is None else dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
 
 
 @contextmanager
@@ -108,17 +119,16 @@ def _ending_with(launcher: int) -> Iterator[None]:
     """While the block runs, end this process when its launcher is gone: nobody would end a wait for missing peers."""
     is_over = threading.Event()
 
-    def end_where_it_is_gone() -> None:
+    def end_without_launcher() -> None:
         if os.getppid() != launcher:
-            tidy_after_launcher(os.environ)
             os._exit(EXIT_FAILED)
 
     def watch() -> None:
         while not is_over.wait(_WATCH_S):
-            end_where_it_is_gone()
+            end_without_launcher()
 
-    # A peer may have removed the folder of the store; torch then waits for it without letting other threads run.
-    end_where_it_is_gone()
+    # The launcher may have removed the folder of the store; torch then waits for it and lets no other thread run.
+    end_without_launcher()
     threading.Thread(target=watch, name="launcher watch", daemon=True).start()
     try:
         yield
@@ -157,3 +167,83 @@ def gather_values(rank: Rank, value: int) -> list[int]:
     values: list[int] = [0] * rank.count
     dist.all_gather_object(values, value)
     return values
+
+
+def is_first_here(rank: Rank) -> bool:
+    """Whether this is the first rank of its machine, by torchrun's environment; without it, of all ranks."""
+    return int(os.environ.get("LOCAL_RANK", rank.index)) == 0
+
+
+def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
+    """Let the first rank of each machine do something; collective, and over when all have done it.
+
+    The ranks meet every few seconds, so that no collective runs into its time limit however long the work takes.
+
+    Raises:
+        ConfigurationError: Some machine's work raised it; every rank raises the same.
+        OutOfMemoryError: Likewise.
+        RuntimeError: Some machine's work raised something else, named with its rank; or the launcher is gone.
+    """
+    pool = ThreadPoolExecutor(1, "preparation")
+    task = pool.submit(work) if is_first_here(rank) else None
+    pool.shutdown(wait=False)
+    while True:
+        if task is not None:
+            wait([task], _BEAT_S)
+        rank.require_launcher()
+        is_pending = task is not None and not task.done()
+        if reduce_values(rank, [float(is_pending)], "max") == [0.0]:
+            break
+    error = None if task is None else task.exception()
+    kind = next((name for name, each in _TOLD.items() if isinstance(error, each)), "")
+    said = None if error is None else (kind, str(error) if kind else f"rank {rank.index}: {error!r}")
+    answers: list[tuple[str, str] | None] = [None] * rank.count
+    dist.all_gather_object(answers, said)
+    for name, words in filter(None, answers):
+        raise _TOLD.get(name, RuntimeError)(words) from error
+
+
+def require_same(rank: Rank, value: str | None, error: str | None, what: str) -> None:
+    """Check that all ranks have the same; collective.
+
+    Args:
+        rank: This process.
+        value: Short; None where there is an error.
+        error: What went wrong on this rank.
+        what: Names the value, and says at the end what to do.
+
+    Raises:
+        ConfigurationError: On every rank, with the first rank's error, or with the ranks that have each value.
+    """
+    found: list[tuple[str | None, str | None]] = [(None, None)] * rank.count
+    dist.all_gather_object(found, (value, error))
+    problems = {problem: index for index, (_, problem) in enumerate(found) if problem is not None}
+    for problem, index in problems.items():
+        is_common = len(problems) == 1 and all(theirs is not None for _, theirs in found)
+        raise ConfigurationError(problem if is_common else f"rank {index}: {problem}")
+    ranks_of: dict[str, list[str]] = {}
+    for index, (theirs, _) in enumerate(found):
+        ranks_of.setdefault(str(theirs), []).append(str(index))
+    if len(ranks_of) > 1:
+        groups = "; ".join(f"{theirs} on ranks {', '.join(ranks)}" for theirs, ranks in ranks_of.items())
+        raise ConfigurationError(what.format(groups))
+
+
+def goes_on_without_others(rank: Rank, *, is_asked: bool) -> bool:
+    """Whether ranks that saved and end do so only since another machine leaves; collective.
+
+    torchrun takes ranks that end with 0 for done. So those of a machine whose agent was not asked to end must not, or
+    the run would be over; started again, they go on without the machine that leaves.
+
+    Args:
+        rank: This process.
+        is_asked: Whether this process was asked to end.
+
+    Returns:
+        The same on all ranks of a machine; False where its agent would not start them again.
+    """
+    agent = os.environ.get("GROUP_RANK", "0")
+    found: list[tuple[str, bool]] = [("", False)] * rank.count
+    dist.all_gather_object(found, (agent, is_asked))
+    starts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return starts < limit and not any(was_asked for theirs, was_asked in found if theirs == agent)

@@ -17,9 +17,9 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.experts_stand_in import balanced_experts
 from megatron_fsdp.plan.models import build_from_config, read_config
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape, recompute
+from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.model import ModelOptions
-from megatron_fsdp.train.options.model_checks import uses_transformers
+from megatron_fsdp.train.options.options import ModelOptions
 
 
 def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:

@@ -1,15 +1,16 @@
-"""A run, completed and checked: what the trainer does, the same on every rank. Pure."""
+"""A run, completed and checked: its ranks, batches and text, the same on every rank. Pure."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.learning_rate import Schedule
-from megatron_fsdp.train.options.batch import BatchPlan
 from megatron_fsdp.train.options.options import Options
 
 EngineName = Literal["megatron_fsdp", "ddp", "torch_fsdp2"]
@@ -57,6 +58,100 @@ class Sizes:
     def is_data_only(self) -> bool:
         """Whether there is no parallelism but that of the data."""
         return self.tensor == self.pipeline == self.context == self.expert == 1
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The samples of a step, the same for any number of ranks; what does not come out even is filled up.
+
+    Attributes:
+        micro: Samples per rank and microbatch.
+        total: Samples of a step.
+        ranks: Data-parallel ranks.
+    """
+
+    micro: int
+    total: int
+    ranks: int
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of each rank."""
+        return -(-self.total // (self.micro * self.ranks))
+
+    @property
+    def filled(self) -> int:
+        """Samples that only fill up, over all ranks."""
+        return self.microbatches * self.micro * self.ranks - self.total
+
+    def notices(self) -> tuple[str, ...]:
+        """What to tell the user of the plan, in words."""
+        if not self.filled:
+            return ()
+        told = (
+            f"{self.filled} of {self.total + self.filled} samples of a step only fill up, and do not count: "
+            f"--global-batch-size {self.total} is no multiple of --micro-batch-size {self.micro} x {self.ranks} "
+            "data-parallel ranks"
+        )
+        return (told,)
+
+    def place(self, rank: int, microbatch: int) -> int:
+        """The place, within the step's samples, at which a rank's microbatch begins."""
+        return (microbatch * self.ranks + rank) * self.micro
+
+    def positions(self, rank: int, microbatch: int) -> tuple[int | None, ...]:
+        """The places, within the step's samples, of a rank's microbatch; None fills up."""
+        start = self.place(rank, microbatch)
+        return tuple(place if place < self.total else None for place in range(start, start + self.micro))
+
+
+def plan_batch(micro: int, total: int | None, ranks: int) -> BatchPlan:
+    """Return the plan for `--micro-batch-size`, `--global-batch-size` and so many data-parallel ranks.
+
+    Raises:
+        ConfigurationError: A size is not 1 or more, or a microbatch is larger than the whole.
+    """
+    total = micro * ranks if total is None else total
+    if total < micro:
+        raise ConfigurationError(
+            f"--global-batch-size {total} is less than --micro-batch-size {micro}: give a microbatch that fits in"
+        )
+    return BatchPlan(micro, total, ranks)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares of a text, which add up to 1.
+
+    Attributes:
+        training: To train on.
+        held_out: To evaluate on.
+        aside: For a later test; not read.
+    """
+
+    training: float
+    held_out: float
+    aside: float = 0.0
+
+
+def parse_split(text: str) -> Split:
+    """Read `--split`: two or three numbers, in whatever unit.
+
+    Raises:
+        ConfigurationError: They are not numbers, or leave nothing to train on or to hold out.
+    """
+    try:
+        parts = [float(part) for part in text.split(",")]
+    except ValueError:
+        parts = []
+    total = sum(parts)
+    is_possible = len(parts) in (2, 3) and all(part >= 0 for part in parts) and 0 < total < math.inf
+    if not is_possible or min(part / total for part in parts[:2]) <= 0:
+        raise ConfigurationError(
+            f"invalid --split {text}: give two numbers above 0, to train on and to hold out, such as 95,5, and "
+            "a third for what is left aside, if you like"
+        )
+    return Split(parts[0] / total, parts[1] / total, (parts[2] if len(parts) == 3 else 0.0) / total)
 
 
 @dataclass(frozen=True)

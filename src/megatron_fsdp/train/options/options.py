@@ -1,4 +1,7 @@
-"""All options of a run in one object, put together from defaults, a preset, a configuration file and flags. Pure."""
+"""All options of a run: a frozen dataclass by subject, whose fields are the flags, with Megatron-LM's names. Pure.
+
+They are put together from defaults, a preset, a configuration file and flags (`assemble`).
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,333 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, destination_of, flag_of, off_flag_of
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.checkpoint import CheckpointOptions
-from megatron_fsdp.train.options.data import DataOptions
-from megatron_fsdp.train.options.fields import Option, converter_of, options_of
-from megatron_fsdp.train.options.giving_way import giving_way
-from megatron_fsdp.train.options.known_flags import EXPLAINED, FIXED
-from megatron_fsdp.train.options.model import ModelOptions
-from megatron_fsdp.train.options.parallelism import ParallelOptions
-from megatron_fsdp.train.options.recovery import RecoveryOptions
-from megatron_fsdp.train.options.refused_flags import REFUSED
-from megatron_fsdp.train.options.reporting import ReportingOptions
-from megatron_fsdp.train.options.spellings import Spelling, spellings
-from megatron_fsdp.train.options.training import OptimizerOptions, TrainingOptions
+from megatron_fsdp.train.options.fields import (
+    Count,
+    Duration,
+    Minutes,
+    NotNegative,
+    Option,
+    Positive,
+    Seed,
+    Share,
+    Whole,
+    options_of,
+)
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, Spelling
+from megatron_fsdp.train.options.presets import giving_way
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is trained: a shape, or a configuration or folder of Hugging Face transformers.
+
+    Attributes:
+        num_layers: Transformer blocks.
+        hidden_size: Width of the residual stream.
+        ffn_hidden_size: Width of the feed-forward layer; default: 4 times the hidden size.
+        num_attention_heads: Heads of attention.
+        num_query_groups: Heads of keys and values, which query heads share; default: as many as there are heads.
+        kv_channels: Width of a head; default: the hidden size by the number of heads.
+        seq_length: Tokens of a sample.
+        max_position_embeddings: Positions that the model can have; default: the length of a sample.
+        position_embedding_type: Learned positions, or rotary ones.
+        rotary_base: Base of the rotary frequencies.
+        normalization: Of the layers.
+        norm_epsilon: Added to the variance.
+        qk_layernorm: Normalise queries and keys.
+        swiglu: A gated feed-forward layer with SiLU, in place of GELU.
+        add_bias_linear: Linear layers have a bias; `--disable-bias-linear` turns it off.
+        untie_embeddings_and_output_weights: The output layer has a matrix of its own.
+        init_method_std: Standard deviation of initial weights.
+        make_vocab_size_divisible_by: The vocabulary of the model is rounded up to a multiple of this.
+        num_experts: Experts of each block; default: none. Needs `--transformer-impl transformers`.
+        moe_router_topk: Experts for each token.
+        moe_ffn_hidden_size: Width of an expert; default: that of the feed-forward layer.
+        transformer_impl: Whose classes: this package's decoder, or those of transformers (Llama, Mixtral), which can be
+            cut over tensor-, context-, pipeline- and expert-parallel ranks.
+        hf_config: A config.json of transformers, or a folder with one: that model with new weights.
+        hf_model: A local folder of transformers: that model with its weights, on the tokens of its tokenizer.json.
+    """
+
+    num_layers: Count | None = None
+    hidden_size: Count | None = None
+    ffn_hidden_size: Count | None = None
+    num_attention_heads: Count | None = None
+    num_query_groups: Count | None = None
+    kv_channels: Count | None = None
+    seq_length: Count | None = None
+    max_position_embeddings: Count | None = None
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    rotary_base: Positive = 10000.0
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    norm_epsilon: Positive = 1e-5
+    qk_layernorm: bool = False
+    swiglu: bool = False
+    add_bias_linear: bool = True
+    untie_embeddings_and_output_weights: bool = False
+    init_method_std: Positive = 0.02
+    make_vocab_size_divisible_by: Count = 128
+    num_experts: Count | None = None
+    moe_router_topk: Count = 2
+    moe_ffn_hidden_size: Count | None = None
+    transformer_impl: Literal["local", "transformers"] = "local"
+    hf_config: Path | None = None
+    hf_model: Path | None = None
+
+    @property
+    def source(self) -> Path | None:
+        """The configuration or folder of transformers that says the shape; None: the options do."""
+        return self.hf_config or self.hf_model
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Ranks and engines, beside what `DistributedDataParallelConfig` says.
+
+    Attributes:
+        tensor_model_parallel_size: Ranks that each matrix is cut over.
+        pipeline_model_parallel_size: Ranks that the layers are shared out to.
+        context_parallel_size: Ranks that each sequence is cut over.
+        expert_model_parallel_size: Ranks that the experts are shared out to.
+        sequence_parallel: Cut activations between layers along the sequence, over the tensor-parallel ranks.
+        use_torch_fsdp2: Shard by PyTorch's FSDP2 in place of this package's engine.
+        torch_fsdp2_no_reshard_after_forward: Keep weights gathered from forward to backward, with FSDP2: more memory,
+            fewer gathers.
+        init_model_with_meta_device: Build the model without memory, and initialise shard by shard.
+        device: Where to run; auto is the accelerator if there is one.
+        nproc: Processes to start where torchrun did not start this one; default: one per accelerator, or two on a CPU.
+        distributed_backend: Of the process group; auto fits the device.
+        distributed_timeout_minutes: How long a collective may take.
+    """
+
+    tensor_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Count = 1
+    context_parallel_size: Count = 1
+    expert_model_parallel_size: Count = 1
+    sequence_parallel: bool = False
+    use_torch_fsdp2: bool = False
+    torch_fsdp2_no_reshard_after_forward: bool = False
+    init_model_with_meta_device: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    nproc: Count | None = None
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    distributed_timeout_minutes: Minutes = 10.0
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Batches, precision, and when to evaluate and to end.
+
+    Attributes:
+        micro_batch_size: Samples per rank and microbatch.
+        global_batch_size: Samples of an optimizer step, over all ranks; default: one microbatch of each data-parallel
+            rank. Any number of ranks trains on the same samples: what does not come out even is filled up with samples
+            that do not count.
+        train_iters: Optimizer steps, those of the runs that this one goes on from included.
+        exit_interval: End after a step that is a multiple of this.
+        exit_duration_in_mins: End after a step at which this many minutes of training have passed in all.
+        seed: Fixes the initial weights, the order of the data and the text that is written.
+        bf16: Compute in bfloat16.
+        fp16: Compute in float16, with a scaled loss.
+        initial_loss_scale: Where the scale of the loss begins.
+        auto_bf16: Compute in bfloat16 where the hardware multiplies it, else in float32.
+        grad_reduce_in_bf16: Reduce gradients in bfloat16 in place of float32; they accumulate in float32 anyway.
+        calculate_per_token_loss: Every token counts alike, in place of every sample; gradients are summed over ranks.
+        recompute_granularity: Recompute whole blocks, or the core of attention, in backward.
+        recompute_method: With granularity full: block recomputes the first blocks, uniform all of them, one by one.
+        recompute_num_layers: How many of the first blocks to recompute, with granularity full; default: all. With
+            method uniform it is 1, the blocks that are recomputed together.
+        eval_interval: Steps between evaluations; default: none before the end.
+        eval_iters: Global batches of held-out text for each evaluation.
+        skip_train: Only evaluate, and write a sample.
+    """
+
+    micro_batch_size: Count | None = None
+    global_batch_size: Count | None = None
+    train_iters: Count | None = None
+    exit_interval: Count | None = None
+    exit_duration_in_mins: Duration | None = None
+    seed: Seed = 1234
+    bf16: bool = False
+    fp16: bool = False
+    initial_loss_scale: Positive = 2.0**32
+    auto_bf16: bool = False
+    grad_reduce_in_bf16: bool = False
+    calculate_per_token_loss: bool = False
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: Count | None = None
+    eval_interval: Count | None = None
+    eval_iters: Count = 2
+    skip_train: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Optimizer, clipping and the learning rate over the steps.
+
+    Attributes:
+        optimizer: AdamW, or SGD with momentum.
+        lr: Largest learning rate.
+        min_lr: Smallest learning rate, at the end of the decay.
+        lr_decay_style: How it falls after the warmup.
+        lr_decay_iters: Step at which it has fallen all the way; default: the last one.
+        lr_warmup_iters: Steps in which it rises.
+        lr_warmup_fraction: The same, as a share of the steps of the decay.
+        lr_wsd_decay_iters: Steps of the fall at the end, with style WSD.
+        weight_decay: Of matrices; biases, norms and embeddings have none.
+        adam_beta1: Average of gradients.
+        adam_beta2: Average of their squares.
+        adam_eps: Added to the root of the second average.
+        sgd_momentum: Momentum of SGD.
+        clip_grad: Largest norm of all gradients; 0: they are not scaled.
+    """
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: Positive | None = None
+    min_lr: NotNegative = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    lr_decay_iters: Count | None = None
+    lr_warmup_iters: Whole = 0
+    lr_warmup_fraction: Share | None = None
+    lr_wsd_decay_iters: Count | None = None
+    weight_decay: NotNegative = 0.01
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.999
+    adam_eps: Positive = 1e-8
+    sgd_momentum: Share = 0.9
+    clip_grad: NotNegative = 1.0
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where text comes from and how it becomes samples.
+
+    Attributes:
+        data_path: A text file, a folder of texts or JSONL, a folder of Hugging Face `datasets`, the prefix of
+            Megatron's .bin and .idx, or an .npy of token ids; default: the source of the Python standard library.
+        json_key: The field of JSONL lines and of datasets that holds the text.
+        tokenizer_type: Tokens are bytes; or pieces learned from the text on the spot; or those of `--tokenizer-model`;
+            or the data are token ids already. With `--hf-model` those of its folder are the default.
+        tokenizer_model: A tokenizer.json, or a folder with one.
+        vocab_size: How many pieces to learn; with token ids, how many there are.
+        split: Parts of the text to train on and to hold out, such as `95,5`.
+        data_cache_path: Folder for token files, which later runs use again; default: in the folder of results.
+        eod_mask_loss: The end of a text is not learned.
+        num_workers: Processes of each rank that prepare batches ahead; 0: none.
+    """
+
+    data_path: Path | None = None
+    json_key: str = "text"
+    tokenizer_type: Literal["byte", "bpe", "HuggingFaceTokenizer", "NullTokenizer"] = "byte"
+    tokenizer_model: Path | None = None
+    vocab_size: Count | None = None
+    split: str = "95,5"
+    data_cache_path: Path | None = None
+    eod_mask_loss: bool = False
+    num_workers: Whole = 0
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Saving a run, and going on from what was saved.
+
+    Attributes:
+        save: Folder for checkpoints: one at the end, and one when the run is interrupted (Ctrl-C, SIGTERM). Ranks that
+            are started again (`torchrun --max-restarts`) go on from the latest one by themselves.
+        save_interval: Save after every so many steps, too.
+        keep_last: How many checkpoints to keep; default: all.
+        async_save: Write checkpoints while training goes on.
+        no_save_optim: Save no optimizer state.
+        no_save_rng: Save no random states.
+        load: Go on from the latest checkpoint in this folder, or from this checkpoint. May be the folder of `--save`,
+            which then need not hold one yet.
+        finetune: Load weights only, and begin at step 0; --save is another folder.
+        no_load_optim: Load no optimizer state: the optimizer begins anew.
+        no_load_rng: Load no random states.
+        strict_fsdp_dtensor_load: Refuse a checkpoint that does not fit, in place of loading what fits.
+        verify_integrity: Compare everything in a checkpoint with its checksums before it is loaded; those that it
+            has, or where the flag is given, those that it must have.
+        ckpt_format: Only fsdp_dtensor is written and read here.
+        dump_param_to_param_group_map: Write which parameter group each parameter belongs to into this folder, for the
+            converter.
+    """
+
+    save: Path | None = None
+    save_interval: Count | None = None
+    keep_last: Count | None = None
+    async_save: bool = False
+    no_save_optim: bool = False
+    no_save_rng: bool = False
+    load: Path | None = None
+    finetune: bool = False
+    no_load_optim: bool = False
+    no_load_rng: bool = False
+    strict_fsdp_dtensor_load: bool = True
+    verify_integrity: bool = True
+    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "fsdp_dtensor"
+    dump_param_to_param_group_map: Path | None = None
+
+    @property
+    def is_same_folder(self) -> bool:
+        """Whether there is one folder to load from and to save to, as of a job that is started again and again."""
+        return self.save is not None and self.load is not None and self.save.resolve() == self.load.resolve()
+
+
+@dataclass(frozen=True)
+class ReportingOptions:
+    """What is shown and written.
+
+    Attributes:
+        out: Folder for results; default: below `runs/`, named after the run or the date.
+        log_interval: Steps between updates of the display and lines of the log's files.
+        log_exposed_communication: Measure in one step of each interval how much communication was waited for.
+        tensorboard_dir: Folder for TensorBoard; default: none.
+        wandb_project: Project for Weights & Biases; default: none.
+        wandb_exp_name: Name of the run there; default: they choose one.
+        mlflow_tracking_uri: Where MLflow records the run; default: nowhere.
+        peak_tflops: What one device could do, in 10^12 operations per second, for MFU; default: by the device's name,
+            or measured on a CPU.
+        prompt: Text that the trained model continues; empty: it writes nothing.
+        sample_tokens: Tokens that it adds.
+    """
+
+    out: Path | None = None
+    log_interval: Count = 5
+    log_exposed_communication: bool = True
+    tensorboard_dir: Path | None = None
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    mlflow_tracking_uri: str | None = None
+    peak_tflops: Positive | None = None
+    prompt: str = "def "
+    sample_tokens: Count = 300
+
+
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """When to go on, when to start again, when to give up.
+
+    Attributes:
+        max_restarts: How often all ranks are started again after one died, where torchrun did not start them.
+        max_nan_steps: Steps in a row whose loss or gradient may be NaN or infinite; each is skipped and counted, and
+            the run ends at one more.
+        max_failed_saves: Saves in a row that may fail, as on a full disk; the run ends at one more.
+        hang_timeout_minutes: A rank that has waited for so long explains who is missing, and the run ends; default: the
+            time that a collective may take.
+    """
+
+    max_restarts: Whole = 0
+    max_nan_steps: Whole = 3
+    max_failed_saves: Whole = 3
+    hang_timeout_minutes: Minutes | None = None
+
 
 SECTIONS: Mapping[str, type] = {
     "model": ModelOptions,
@@ -44,8 +357,17 @@ DDP_FIELDS: Mapping[str, str] = {
 }
 """From the key of an option to the field of `DistributedDataParallelConfig` that it sets."""
 
-SPELLINGS: Mapping[str, Spelling] = spellings(OPTIONS)
-"""Flags that set an option and are not named like it."""
+
+def _spellings() -> dict[str, Spelling]:
+    found = {flag: Spelling(option.name, False) for option in OPTIONS.values() for flag in option.off_flags}
+    for name, each in DistributedDataParallelConfig.__dataclass_fields__.items():
+        if each.type in (bool, "bool"):
+            found[off_flag_of(name)] = Spelling(destination_of(name), False)
+    return {**ALIASES, **found}
+
+
+SPELLINGS: Mapping[str, Spelling] = _spellings()
+"""Flags that set an option and are not named like it: switches turned off, and Megatron-LM's own spellings."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +408,12 @@ class Options:
         """Whether the user said an option, in place of a preset."""
         return not self.origins.get(name, "preset").startswith("preset")
 
+    def value(self, name: str) -> Any:
+        """The value of an option, by its name."""
+        if name in DDP_FIELDS:
+            return getattr(self.ddp, DDP_FIELDS[name])
+        return next(getattr(section, name) for section in self.sections() if hasattr(section, name))
+
     def sections(self) -> tuple[object, ...]:
         """The sections but for `ddp`."""
         return tuple(getattr(self, attribute) for attribute in SECTIONS)
@@ -100,27 +428,22 @@ class Layer:
         values: By the name of the option, with dashes or underscores; fields of `DistributedDataParallelConfig` by the
             name of the field or of its flag.
         gives_way: Whether values that fit no value of a later layer are dropped, as those of a preset are.
-        places: File and line of each value, where it has one.
+        place: What messages about its values begin with, such as the name of a file and a colon.
         problems: What is wrong besides, in words.
     """
 
     origin: str
     values: Mapping[str, Any]
     gives_way: bool = False
-    places: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
     problems: tuple[str, ...] = ()
 
-    def at(self, key: str) -> str:
-        """What a message about a value begins with."""
-        return f"{self.places[key]}: " if key in self.places else ""
 
-
-def assemble(layers: tuple[Layer, ...], explained: tuple[str, ...] = (), problems: Iterable[str] = ()) -> Options:
+def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options:
     """Put options together; later layers win.
 
     Args:
         layers: The first one counts least.
-        explained: Flags without an effect, with the reason.
         problems: What was found wrong before.
 
     Raises:
@@ -128,9 +451,10 @@ def assemble(layers: tuple[Layer, ...], explained: tuple[str, ...] = (), problem
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    notices, wrong = list(explained), list(problems)
+    notices: list[str] = []
+    wrong = list(problems)
     for layer in reversed(layers):
-        wrong += layer.problems
+        wrong += [f"{layer.place}{problem}" for problem in layer.problems]
         read = _read(layer, notices, wrong)
         for name in giving_way(read, values) if layer.gives_way else ():
             del read[name]
@@ -139,7 +463,7 @@ def assemble(layers: tuple[Layer, ...], explained: tuple[str, ...] = (), problem
     try:
         ddp = _ddp_config(values, notices)
     except ConfigurationError as error:
-        wrong += [_placed(line, layers) for line in str(error).splitlines()]
+        wrong += str(error).splitlines()
     if wrong:
         raise ConfigurationError("\nerror: ".join(wrong))
     sections = {
@@ -160,55 +484,33 @@ def _read(layer: Layer, notices: list[str], problems: list[str]) -> dict[str, An
             name, value = said
             if name in found:
                 raise ConfigurationError(f"{flag_for(name)} is given twice ({key!r}): give it once")
-            found[name] = converter_of(OPTIONS[name])(value) if _is_single(name) else _many(name, value)
+            found[name] = OPTIONS[name].read(value) if name in OPTIONS else value  # the engine's read their own
         except ConfigurationError as error:
-            problems.append(f"{layer.at(key)}{error}")
+            problems.append(f"{layer.place}{error}")
     return found
-
-
-def _placed(message: str, layers: Iterable[Layer]) -> str:
-    """A message about a flag, after the place in a file that sets it, where one does."""
-    words = message.split()
-    for layer in layers:
-        for key in layer.places:
-            name = DDP_FIELDS.get(key, key)
-            if name in DDP_FIELDS.values() and flag_of(name) in words:
-                return f"{layer.at(key)}{message}"
-    return message
 
 
 def _said(key: str, value: Any, notices: list[str]) -> tuple[str, Any] | None:
     """The option and its value that a key of a layer stands for; None where it sets none."""
-    flag = "--" + key.removeprefix("--").replace("_", "-")
+    flag = f"--{key}" if f"--{key}" in EXPLAINED else "--" + key.replace("_", "-")
     if flag in FIXED:
-        notices.append(fixed_notice(flag, str(value)))
+        if not FIXED[flag].allows(str(value)):
+            allowed = " or ".join(FIXED[flag].values)
+            raise ConfigurationError(f"invalid {flag} {value}: {FIXED[flag].reason}; give {allowed}, or leave it out")
+        notices.append(f"{flag} {value} has no effect: {FIXED[flag].reason}")
         return None
     if flag in EXPLAINED:
         if value is not False:
             notices.append(f"{flag} has no effect: {EXPLAINED[flag].reason}")
         return None
-    if flag not in SPELLINGS:
+    spelling = SPELLINGS.get(flag)
+    if spelling is None:
         return canonical_name(key), value
-    spelling = SPELLINGS[flag]
     if spelling.value is None:
         return spelling.name, value
     if not isinstance(value, bool):
         raise ConfigurationError(f"invalid {flag[2:]}: {value!r}: give true or false")
     return (spelling.name, spelling.value) if value else None
-
-
-def fixed_notice(flag: str, value: str) -> str:
-    """What to tell of a flag of Megatron-LM that may only have one value.
-
-    Raises:
-        ConfigurationError: It has another one.
-    """
-    fixed = FIXED[flag]
-    if not fixed.allows(value):
-        raise ConfigurationError(
-            f"invalid {flag} {value}: {fixed.reason}; give {' or '.join(fixed.values)}, or leave it out"
-        )
-    return f"{flag} {value} has no effect: {fixed.reason}"
 
 
 def canonical_name(key: str) -> str:
@@ -217,34 +519,17 @@ def canonical_name(key: str) -> str:
     Raises:
         ConfigurationError: There is none; names the nearest, or the reason.
     """
-    name = key.removeprefix("--").replace("-", "_")
+    name = key.replace("-", "_")
     if name in OPTIONS or name in DDP_FIELDS:
         return name
-    for destination, field_name in DDP_FIELDS.items():
-        if name == field_name:
-            return destination
+    if name in DDP_FIELDS.values():
+        return destination_of(name)
     flag = "--" + name.replace("_", "-")
     if flag in REFUSED:
         raise ConfigurationError(f"{key!r} is not supported: {REFUSED[flag]}")
     near = difflib.get_close_matches(name, [*OPTIONS, *DDP_FIELDS], 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigurationError(f"{key!r} is no option{hint}")
-
-
-def flag_for(name: str) -> str:
-    """The flag of an option."""
-    return OPTIONS[name].flag if name in OPTIONS else flag_of(DDP_FIELDS[name])
-
-
-def _is_single(name: str) -> bool:
-    return name in OPTIONS and not OPTIONS[name].is_many
-
-
-def _many(name: str, value: Any) -> Any:
-    if name in DDP_FIELDS:
-        return value  # the configuration reads its own values
-    convert = converter_of(OPTIONS[name])
-    return tuple(convert(part) for part in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDataParallelConfig:
@@ -264,6 +549,11 @@ def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDat
         return DistributedDataParallelConfig(**given)
     except ConfigurationError as error:
         raise ConfigurationError(in_flags(str(error))) from None
+
+
+def flag_for(name: str) -> str:
+    """The flag of an option."""
+    return OPTIONS[name].flag if name in OPTIONS else flag_of(DDP_FIELDS[name])
 
 
 def in_flags(message: str) -> str:

@@ -9,14 +9,10 @@ import torch
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.learning_rate import Schedule
-from megatron_fsdp.train.options.batch import plan_batch
-from megatron_fsdp.train.options.checks import check_options
+from megatron_fsdp.train.options.checks import check_options, check_sizes, idle_notices
 from megatron_fsdp.train.options.engine_config import engine_config
-from megatron_fsdp.train.options.idle import idle_notices
-from megatron_fsdp.train.options.job import EngineName, Job, Sizes, World
-from megatron_fsdp.train.options.model_checks import check_model
+from megatron_fsdp.train.options.job import EngineName, Job, Sizes, World, plan_batch
 from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.options.size_checks import check_sizes
 
 
 def resolve(options: Options, world: World) -> Job:
@@ -32,7 +28,6 @@ def resolve(options: Options, world: World) -> Job:
     notices = list(options.explained)
     options = _with_tokenizer_of_model(options, notices)
     check_options(options)
-    check_model(options)
     check_backend(options, world.device_type)
     engine = _engine(options)
     sizes = _sizes(options, world)

@@ -1,4 +1,4 @@
-"""A run that stands still is explained and ended, wherever its ranks are stuck."""
+"""Signs of life of a rank; a run that stands still is explained and ended, wherever its ranks are stuck."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +23,6 @@ from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.failures import EXIT_HUNG, HungError, report_failure
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.recovery.pulse import Pulse
 
 FOLDER = "hang"
 REPORT_FILE = "report.txt"
@@ -30,6 +31,41 @@ _MOST_PAUSE_S = 1.0
 _TURN_S = 0.2
 _MOST_TURNS = 10
 _SILENT_S = 2.5  # a thread of every rank gives a sign every second
+
+
+@dataclass
+class Pulse:
+    """What a rank did last, for whoever asks when it goes no further.
+
+    Attributes:
+        step: The step under way, from 1; 0 before the first.
+        last_s: When it last got somewhere, on the clock `time.monotonic`.
+        is_resting: Whether it does something that may take long, and whose collectives end a wait by themselves.
+    """
+
+    step: int = 0
+    last_s: float = field(default_factory=time.monotonic)
+    is_resting: bool = False
+
+    def beat(self, step: int | None = None) -> None:
+        """Note that this rank goes on, and with which step."""
+        self.step = self.step if step is None else step
+        self.last_s = time.monotonic()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """While the block runs, silence is no standstill: loading, saving and evaluating take what they take."""
+        self.is_resting = True
+        try:
+            yield
+        finally:
+            self.beat()
+            self.is_resting = False
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last sign; 0 while it rests."""
+        return 0.0 if self.is_resting else time.monotonic() - self.last_s
 
 
 class HangWatch:

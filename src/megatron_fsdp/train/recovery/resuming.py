@@ -13,9 +13,8 @@ from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train.options.batch import plan_batch
-from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.recovery.memory import is_out_of_memory
+from megatron_fsdp.train.options.job import Job, plan_batch
+from megatron_fsdp.train.recovery.faults import is_out_of_memory
 
 _FACTS = "trainer.facts"
 _BATCH = "--global-batch-size"

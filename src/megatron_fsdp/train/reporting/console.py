@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_fsdp.train.launch.streams import point_nowhere
+from megatron_fsdp.train.launch.failures import point_nowhere
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import Row
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord

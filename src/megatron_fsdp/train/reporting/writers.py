@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from megatron_fsdp.optional_packages import require_installed
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.reporting import ReportingOptions
+from megatron_fsdp.train.options.options import ReportingOptions
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, from_line, to_line
 

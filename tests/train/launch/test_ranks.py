@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch import machines
+from megatron_fsdp.train.launch import ranks
 from megatron_fsdp.train.launch.failures import OutOfMemoryError
-from megatron_fsdp.train.launch.machines import goes_on_without_others, is_first_here, require_same, work_on_machines
-from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.launch.ranks import Rank, goes_on_without_others, is_first_here, require_same, work_on_machines
 from megatron_fsdp.train.program import agree_on_restarts
 from tests.conftest import RunRanks
 from tests.support.forked_programs import children_of
@@ -39,13 +38,13 @@ def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tupl
                 "no text"
             )
 
-    beat, machines.BEAT_S = machines.BEAT_S, 0.05
+    beat, ranks._BEAT_S = ranks._BEAT_S, 0.05
     try:
         work_on_machines(rank, work)
     except (ConfigurationError, OutOfMemoryError, RuntimeError) as error:
         return bool(done), f"{type(error).__name__} {error}"
     finally:
-        machines.BEAT_S = beat
+        ranks._BEAT_S = beat
         del os.environ["LOCAL_RANK"]
     return bool(done), None
 

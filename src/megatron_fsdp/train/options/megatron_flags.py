@@ -1,0 +1,293 @@
+"""Flags of Megatron-LM that are no options here: told to have no effect, tied to one value, refused, or respelled.
+
+A flag about speed, display or plumbing that this package does by other means is taken, and said to have no effect
+(`EXPLAINED`). A flag that would change numbers is taken if it asks for what happens anyway (`FIXED`). All others are
+refused, with what to do (`REFUSED`). Pure data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KnownFlag:
+    """A flag without an effect.
+
+    Attributes:
+        reason: Why, and what to do in place of it; the end of a sentence that begins with the flag.
+        takes_value: Whether a value (or several) follows it.
+    """
+
+    reason: str
+    takes_value: bool = False
+
+
+@dataclass(frozen=True)
+class FixedFlag:
+    """A flag that may only ask for what happens anyway.
+
+    Attributes:
+        values: What may follow it; numbers may be written in other ways.
+        reason: What happens, and what to do in place of it.
+    """
+
+    values: tuple[str, ...]
+    reason: str
+
+    def allows(self, text: str) -> bool:
+        """Whether a text is one of the values, or the same number."""
+        return text in self.values or _number(text) in [number for each in self.values if (number := _number(each))]
+
+
+def _number(text: str) -> tuple[float] | None:
+    try:
+        return (float(text),)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What a flag that is not the one of an option sets.
+
+    Attributes:
+        name: Of the option.
+        value: What it is set to; None: the value that follows the flag.
+    """
+
+    name: str
+    value: Any = None
+
+
+ALIASES: Mapping[str, Spelling] = {
+    "--disable-bias-linear": Spelling("add_bias_linear", False),
+    "--use-rotary-position-embeddings": Spelling("position_embedding_type", "rope"),
+    "--recompute-activations": Spelling("recompute_granularity", "selective"),
+    "--layernorm-epsilon": Spelling("norm_epsilon"),
+    "--model-parallel-size": Spelling("tensor_model_parallel_size"),
+}
+"""Megatron-LM's spellings, those of earlier versions included, that do not follow from the names of the options."""
+
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "asks the network to reduce, which NCCL does by its own settings (NCCL_COLLNET_ENABLE)": "--use-sharp",
+    "says where --use-sharp holds, which has no effect either": "--sharp-enabled-group=",
+    "all communication has lanes of its own here": "--high-priority-stream-groups=",
+    "NCCL takes NCCL_CONF_FILE": "--nccl-communicator-config-path=",
+    "gathers and reductions travel in lanes of their own already": "--create-all-gather-group",
+    "checkpoints need no group of their own": "--use-gloo-process-groups",
+    "no group over gloo is made beside NCCL's but for the checkpoints": (
+        "--disable-gloo-process-groups --no-use-gloo-process-groups"
+    ),
+    "pipeline stages reduce independently here": "--no-align-grad-reduce --disable-align-grad-reduce",
+    "the schedule of the pipeline decides": (
+        "--overlap-p2p-communication --no-overlap-p2p-communication --defer-embedding-wgrad-compute"
+    ),
+    "PyTorch's tensor parallelism decides what overlaps": "--tp-comm-overlap",
+    "PyTorch's context parallelism decides what travels": "--cp-comm-type=",
+    "transformers and PyTorch decide how tokens travel to experts": (
+        "--overlap-moe-expert-parallel-comm --moe-permute-fusion --moe-token-dispatcher-type= "
+        "--moe-flex-dispatcher-backend= --moe-enable-deepep"
+    ),
+    "each rank writes the shards that it holds": "--no-ckpt-fully-parallel-save --ckpt-fully-parallel-save",
+    "each rank reads the shards that it holds, always": "--ckpt-fully-parallel-load",
+    "ranks read what they hold": (
+        "--ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-process-group= "
+        "--ckpt-fully-parallel-load-per-rank-objects"
+    ),
+    "no plan is made for a save that could be kept": "--ckpt-assume-constant-structure",
+    "each rank writes one file": "--dist-ckpt-workers=",
+    "--async-save has one way of its own": "--async-strategy=",
+    "--async-save writes from a thread": "--use-persistent-ckpt-worker",
+    "optimizer state is always saved so that any ranks can load it": "--dist-ckpt-optim-fully-reshardable",
+    "states are never gathered to be saved": "--distrib-optim-fully-reshardable-mem-efficient",
+    "the format of what is loaded is always looked at": "--auto-detect-ckpt-format",
+    "a missing checkpoint ends the run, but where --load and --save agree": "--exit-on-missing-checkpoint",
+    "the folder of results and that of checkpoints tell how far a run came": "--log-progress",
+    "PyTorch chooses the kernels": (
+        "--use-flash-attn --attention-backend= --no-masked-softmax-fusion --no-bias-gelu-fusion "
+        "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm "
+        "--apply-rope-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl= --moe-grouped-gemm "
+        "--moe-router-fusion"
+    ),
+    "the kernels of attention add up in float32": "--attention-softmax-in-fp32",
+    "no CUDA graph is captured": "--te-rng-tracker",
+    "throughput is always shown": "--log-throughput",
+    "everything that is measured is written": (
+        "--log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard "
+        "--no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard "
+        "--no-log-loss-scale-to-tensorboard"
+    ),
+    "the batch has one size in a run": "--log-batch-size-to-tensorboard",
+    "the summary of a run tells it": "--log-world-size-to-tensorboard",
+    "every step is written, at each --log-interval": "--tensorboard-log-interval=",
+    "what is measured is written at each --log-interval": "--tensorboard-queue-size=",
+    "the time of a step is always measured; `mfsdp trace` shows where it goes": (
+        "--timing-log-level= --timing-log-option= --no-barrier-with-level-1-timing"
+    ),
+    "there is no such logger": "--enable-one-logger --no-one-logger",
+    "W&B's files lie in the folder of results": "--wandb-save-dir=",
+    "--num-query-groups alone decides": "--group-query-attention",
+    "SIGTERM always saves, where --save is given": "--exit-signal-handler",
+    "there is one kind of model": "--use-mcore-models",
+    "initial weights are the same for any number of ranks anyway": "--use-cpu-initialization",
+    "nothing waits behind such a switch": "--enable-experimental",
+    "token files are always mapped": "--no-mmap-bin-files",
+    "attention is causal without a mask": "--no-create-attention-mask-in-dataloader",
+    "the order of samples is computed, not built": "--num-dataset-builder-threads=",
+    "Python's collector runs when it wants to": "--manual-gc --manual-gc-interval= --no-manual-gc-eval",
+    "PyTorch's allocator keeps what it has": "--empty-unused-memory-level=",
+    "the learning rate is always what the flags say": "--override-opt_param-scheduler --override-opt-param-scheduler",
+}
+"""Why -> flags; those with `=` take a value or several."""
+
+EXPLAINED: Mapping[str, KnownFlag] = {
+    flag.removesuffix("="): KnownFlag(reason, flag.endswith("="))
+    for reason, flags in _WITHOUT_EFFECT.items()
+    for flag in flags.split()
+}
+"""Taken, with a notice that says so."""
+
+_OPTIMIZER = "the optimizer's states have the dtype of the main weights; give --megatron-fsdp-main-params-dtype"
+_NO_DROPOUT = "nothing is dropped at random"
+
+FIXED: Mapping[str, FixedFlag] = {
+    "--hidden-dropout": FixedFlag(("0",), _NO_DROPOUT),
+    "--attention-dropout": FixedFlag(("0",), _NO_DROPOUT),
+    "--rotary-percent": FixedFlag(("1",), "all of a head is rotated"),
+    "--rotary-seq-len-interpolation-factor": FixedFlag(("1",), "positions are not stretched; give --hf-config"),
+    "--lr-warmup-init": FixedFlag(("0",), "the learning rate rises from 0"),
+    "--lr-wsd-decay-style": FixedFlag(("linear",), "the fall at the end is a line"),
+    "--weight-decay-incr-style": FixedFlag(("constant",), "weight decay stays the same"),
+    "--dataloader-type": FixedFlag(("cyclic", "single"), "samples come in an order of their own, every one once"),
+    "--expert-tensor-parallel-size": FixedFlag(("1",), "an expert is whole on its rank"),
+    "--moe-router-load-balancing-type": FixedFlag(("none",), "no loss of balance is added"),
+    "--moe-aux-loss-coeff": FixedFlag(("0",), "no loss of balance is added"),
+    "--moe-z-loss-coeff": FixedFlag(("0",), "no loss of the router is added"),
+    "--main-grads-dtype": FixedFlag(("fp32",), "give --megatron-fsdp-main-grads-dtype for another"),
+    "--main-params-dtype": FixedFlag(("fp32",), "give --megatron-fsdp-main-params-dtype for another"),
+    "--exp-avg-dtype": FixedFlag(("fp32",), _OPTIMIZER),
+    "--exp-avg-sq-dtype": FixedFlag(("fp32",), _OPTIMIZER),
+    "--dist-ckpt-strictness": FixedFlag(
+        ("raise_all", "raise_unexpected"),
+        "what does not fit is refused; give --no-strict-fsdp-dtensor-load to load what fits",
+    ),
+    "--rerun-mode": FixedFlag(("disabled",), "no step is computed twice"),
+    "--cuda-graph-impl": FixedFlag(("none",), "no CUDA graph is captured"),
+}
+"""Taken with these values, with a notice; refused with others."""
+
+_NOT_HERE: Mapping[str, str] = {
+    "nothing ever read it; give --outer-dp-sharding-strategy optim": "--enable-full-sharding-in-hsdp",
+    "gathers begin when the optimizer has stepped; give --overlap-param-gather": (
+        "--overlap-param-gather-with-optimizer-step"
+    ),
+    "weights are not cut over an axis of their own here; leave it out": (
+        "--gtp-remat-reduce-scatter-with-fp32-accumulation --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub"
+    ),
+    "sequences are cut over all context-parallel ranks alike; leave it out": "--hybrid-context-parallel",
+    "context-parallel ranks are one group; leave it out": "--hierarchical-context-parallel-sizes",
+    "ranks lie pipeline by data by context by tensor, always; leave it out": "--use-tp-pp-dp-mapping",
+    "`mfsdp plan --check` runs one rank of many without the others": "--fake-process-group",
+    "interleaved pipelines are not offered by the trainer; leave it out": (
+        "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
+    ),
+    "layers are shared out evenly by PyTorch's pipeline; leave it out": (
+        "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    ),
+    "CUDA graphs are not implemented; leave it out": "--enable-cuda-graph --external-cuda-graph --cuda-graph-scope",
+    "states of the optimizer have the dtype of the main weights; give --megatron-fsdp-main-params-dtype": (
+        "--use-precision-aware-optimizer"
+    ),
+    "states of the optimizer stay on the device; leave it out": (
+        "--optimizer-cpu-offload --optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d"
+    ),
+    "4-bit weights are not implemented; leave it out": "--fp4-format",
+    "float8 weights are not implemented; leave it out": (
+        "--fp8-format --fp8-recipe --fp8-amax-history-len --fp8-amax-compute-algo --fp8-margin"
+    ),
+    "the scale of the loss follows by itself from --initial-loss-scale; leave it out": (
+        "--loss-scale --min-loss-scale --loss-scale-window --hysteresis"
+    ),
+    "the loss is computed in float32; leave it out": "--fp16-lm-cross-entropy",
+    "a model computes in one dtype; leave it out": "--fp32-residual-connection",
+    "the kernels of attention add up in float32; leave it out": "--apply-query-key-layer-scaling",
+    "initial weights are the same for any number of ranks here; leave it out": "--data-parallel-random-init",
+    "give MFSDP_VERIFY_RANKS=step, which compares ranks each step": "--check-weight-hash-across-dp-replicas-interval",
+    "give PyTorch's own settings: CUBLAS_WORKSPACE_CONFIG=:4096:8 for matrix products": "--deterministic-mode",
+    "weights are drawn from a normal distribution; give --init-method-std": "--init-method-xavier-uniform",
+    "there would be nothing to train; give --skip-train to evaluate": "--freeze-all-layers",
+    "main weights are what a checkpoint holds, so they are always loaded; leave it out": "--load-main-params-from-ckpt",
+    "convert with `mfsdp checkpoint convert`": (
+        "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format"
+    ),
+    "no extra state is saved that could be dropped; leave it out": "--ckpt-drop-redundant-extra-state",
+    "nothing ever read it; leave it out": "--dist-ckpt-save-pre-mcore-014",
+    "name the checkpoint's folder: --load FOLDER/iter_0000010": "--override-ckpt-iteration --ckpt-step",
+    "give --load FOLDER --finetune": "--pretrained-checkpoint",
+    "give the same flags again, or keep them in a --config file": (
+        "--use-checkpoint-args --use-mp-args-from-checkpoint-args --use-checkpoint-opt_param-scheduler"
+    ),
+    "give --ckpt-format fsdp_dtensor": "--use-dist-ckpt --dist-ckpt-format",
+    "give --keep-last": "--save-retain-interval",
+    "give --save-interval and --keep-last": (
+        "--non-persistent-save-interval --non-persistent-ckpt-type --non-persistent-local-ckpt-dir"
+    ),
+    "SIGTERM saves and ends, and --load of the same folder goes on": "--adlr-autoresume",
+    "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH (a tokenizer.json)": (
+        "--tokenizer-name-or-path --vocab-file --merge-file --vocab-extra-ids"
+    ),
+    "give one --data-path, and --split for what is held out": (
+        "--train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path"
+    ),
+    "leave it and --data-path out: the source of the Python standard library is the text then": "--mock-data",
+    "samples are packed, and attention sees all of a sample; leave it out": (
+        "--reset-position-ids --reset-attention-mask"
+    ),
+    "give --eval-iters, the global batches of an evaluation": "--full-validation",
+    "use --train-iters; samples = steps x --global-batch-size": "--train-samples",
+    "use --lr-decay-iters; samples = steps x --global-batch-size": "--lr-decay-samples",
+    "use --lr-warmup-iters; samples = steps x --global-batch-size": "--lr-warmup-samples",
+    "use --lr-wsd-decay-iters; samples = steps x --global-batch-size": "--lr-wsd-decay-samples",
+    "the batch has one size in a run; leave it out": "--rampup-batch-size",
+    "weight decay stays the same; give --weight-decay": "--start-weight-decay --end-weight-decay",
+    "all weights have one learning rate; give --lr": "--decoupled-lr",
+    "all weights have one learning rate; give --min-lr": "--decoupled-min-lr",
+    "--recompute-granularity selective recomputes the core of attention; leave it out": "--recompute-modules",
+    "activations are kept whole; leave it out": "--distribute-saved-activations",
+    "activations stay on the device; give --recompute-granularity": "--cpu-offloading --cpu-offloading-num-layers",
+    "give `mfsdp checkpoint inspect` for norms of weights": "--log-params-norm",
+    "gradients are not counted; leave it out": "--log-num-zeros-in-grad",
+    "give `mfsdp trace`, or PyTorch's profiler around `megatron_fsdp.train`": (
+        "--log-straggler --profile --use-pytorch-profiler --profile-step-start --profile-step-end --profile-ranks"
+    ),
+    "give `mfsdp plan --picture` for memory over a step": "--record-memory-history --memory-snapshot-path",
+    "give --transformer-impl local or transformers": "--transformer-engine --spec",
+    "give --normalization LayerNorm or RMSNorm": "--apply-layernorm-1p",
+    "give --swiglu, or leave it out for GELU": "--squared-relu --openai-gelu --quick-geglu",
+    "give --init-method-std, which holds for all matrices": "--embedding-init-method-std",
+    "give --position-embedding-type": "--no-position-embedding",
+    "such models come as a configuration: give --hf-config FILE, the config.json of the model": (
+        "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
+        "--rotary-scaling-factor --original-max-position-embeddings --mscale --mscale-all-dim --use-rope-scaling "
+        "--rope-scaling-factor --moe-layer-freq --moe-shared-expert-intermediate-size --moe-shared-expert-overlap "
+        "--moe-router-score-function --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor "
+        "--moe-router-pre-softmax --moe-router-enable-expert-bias"
+    ),
+    "the layer that predicts a second token is not trained; leave it out": "--mtp-num-layers --mtp-loss-scaling-factor",
+    "give --recompute-granularity full": "--moe-layer-recompute",
+    "biases of the router stay as they are; leave it out": "--moe-router-bias-update-rate",
+    "the model's own classes decide the dtype of its router; leave it out": "--moe-router-dtype",
+    "tokens go where the router sends them; leave it out": "--moe-router-force-load-balancing",
+    "no token is dropped; leave it out": "--moe-expert-capacity-factor --moe-pad-expert-input-to-capacity",
+    "experts have the weights of the model's own classes; leave it out": (
+        "--moe-single-grouped-weight --moe-single-grouped-bias"
+    ),
+}
+"""Why not, and what to do -> flags."""
+
+REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _NOT_HERE.items() for flag in flags.split()}
+"""Flag -> why not, and what to do."""

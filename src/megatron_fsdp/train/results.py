@@ -1,0 +1,284 @@
+"""What a run leaves behind: a folder of its own while it lives, and in it measured values, a sample and pictures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from megatron_fsdp.checkpoint.publish import claim
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.evaluation import evaluate, evaluating, generate
+from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
+from megatron_fsdp.train.loop import Outcome, Run
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.reporting.console import format_bytes, print_message, printable, show_comparison
+from megatron_fsdp.train.reporting.measure import (
+    Measurement,
+    Plan,
+    Row,
+    compare,
+    describe_peak,
+    exchanges_pairwise,
+    optimizer_bytes,
+    peak_bytes,
+)
+from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
+from megatron_fsdp.train.reporting.recorder import Recorder, applied, engine_words, plot_run
+
+TEMPERATURE = 0.7
+FINAL_TIMES = 4  # the last evaluation sees so many times as many samples as those on the way
+SAMPLE_FILE = "sample.txt"
+MARK_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+_RESULTS_CLAIM, _SAVES_CLAIM = ".claim", ".claim-of-saves"  # one folder may be both
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_NO_NAMES = ("", "none")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a finished run has to show.
+
+    Attributes:
+        held_out_loss: Mean on held-out text, in nats per token.
+        bits_per_byte: The same in bits per byte of text, which does not depend on the tokenizer; NaN: not known.
+        sample: Text that the model wrote.
+        rows: Measured values beside computed ones.
+        peaks_bytes: Peak of memory of every rank.
+        peak_meaning: What the peaks count.
+    """
+
+    held_out_loss: float
+    bits_per_byte: float
+    sample: str
+    rows: tuple[Row, ...]
+    peaks_bytes: tuple[int, ...]
+    peak_meaning: str
+
+
+def name_folder(out: Path | None, environment: Mapping[str, str], now: datetime) -> Path:
+    """Return the absolute path: what the user said, or `runs/` and the name of the job, or the date."""
+    if out is not None:
+        return out.absolute()
+    return Path("runs", _run_id(environment) or now.strftime("%Y%m%d-%H%M%S")).absolute()
+
+
+def _run_id(environment: Mapping[str, str]) -> str | None:
+    """The name of the job, where it has one that can be a folder's."""
+    run_id = environment.get(_RUN_ID, "")
+    is_name = run_id not in _NO_NAMES and run_id.replace("-", "").replace("_", "").isalnum()
+    return run_id if is_name else None
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder that was not there: of this name, or with -2, -3 and so on where another run was faster.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    for number in itertools.count(1):
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("numbers do not end")
+
+
+@contextmanager
+def results_folder(job: Job, rank: Rank, *, goes_on: bool) -> Iterator[Path]:
+    """Make the folder, or find that of the run that this one goes on from, for this run alone; collective.
+
+    Args:
+        job: The run.
+        rank: This process.
+        goes_on: Whether it goes on from a run of its own, and with its files.
+
+    Raises:
+        ConfigurationError: It holds an earlier run that this one does not go on from, another run writes into it now,
+            or it cannot be made.
+    """
+    with ExitStack() as held:
+        yield agree(rank, lambda: _take(job, held, goes_on=goes_on))
+
+
+def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
+    out = job.options.reporting.out
+    folder = name_folder(out, os.environ, datetime.now().astimezone())
+    try:
+        if out is None and _run_id(os.environ) is None:
+            folder = new_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--out {folder} cannot be made ({error.strerror}): give another folder") from None
+    if not _claim(folder / _RESULTS_CLAIM, job, held):
+        raise ConfigurationError(f"--out {folder}: another run writes into it now; give another folder")
+    if not goes_on and any((folder / name).exists() for name in (MARK_FILE, SUMMARY_FILE)):
+        checkpoint = job.options.checkpoint
+        none_yet = f", and {checkpoint.save} holds no checkpoint to go on from" if checkpoint.is_same_folder else ""
+        raise ConfigurationError(
+            f"--out {folder} holds an earlier run{none_yet}: give a new folder, or remove that one; or let this run go "
+            "on from it, with one folder for --load and --save"
+        )
+    return folder
+
+
+@contextmanager
+def saving_alone(job: Job, rank: Rank) -> Iterator[None]:
+    """Keep the folder of `--save`, which is made where it is missing, for this run over the block; collective.
+
+    Raises:
+        ConfigurationError: Another run saves into it now, or it cannot be written.
+    """
+    folder = job.options.checkpoint.save
+    with ExitStack() as held:
+        if folder is not None:
+            agree(rank, lambda: _take_saves(folder, job, held))
+        yield
+
+
+def _take_saves(folder: Path, job: Job, held: ExitStack) -> None:
+    require_writable(folder)
+    if not _claim(folder / _SAVES_CLAIM, job, held):
+        raise ConfigurationError(
+            f"--save {folder}: another run saves into it now; give another folder, or start again when that one has "
+            "ended"
+        )
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder of `--save`, and write to it, so that a run does not find out after training that it cannot.
+
+    Raises:
+        ConfigurationError: It cannot be made or written.
+    """
+    probe = folder / f".probe-{uuid.uuid4().hex[:12]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
+        ) from error
+
+
+def _claim(file: Path, job: Job, held: ExitStack) -> bool:
+    """Claim the folder of a file until `held` ends, or the process; false where another run has it."""
+    with suppress(OSError):
+        file.touch()
+    return claim(file, held) or job.restarts > 0  # a rank before a restart may still be about to end
+
+
+def has_results(folder: Path, steps: int) -> bool:
+    """Whether a folder has the results of a run of so many steps."""
+    try:
+        found = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return bool(found["progress"]["steps"] == steps)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def conclude(run: Run, outcome: Outcome) -> Results:
+    """Measure and sample after training; all ranks take part."""
+    loss = evaluate(run.job, run.trained, run.data, FINAL_TIMES)
+    bits = math.nan
+    if run.data.held_out_bytes:
+        bits = loss / math.log(2) * len(run.data.held_out) / run.data.held_out_bytes
+    peaks = gather_values(run.rank, peak_bytes(run.trained))
+    return Results(loss, bits, write_sample(run), compared(run, outcome), tuple(peaks), describe_peak(run.trained))
+
+
+def write_sample(run: Run) -> str:
+    """Let the model continue the prompt; empty where there is none."""
+    reporting, vocabulary = run.job.options.reporting, run.data.vocabulary
+    if not reporting.prompt:
+        return ""
+    prompt = vocabulary.encode([reporting.prompt])[0].tolist()
+    if not prompt:  # token ids that stand for no text
+        return ""
+    with evaluating(run.trained.model):
+        ids = generate(
+            run.trained,
+            prompt,
+            num_tokens=reporting.sample_tokens,
+            context_length=run.job.seq_length,
+            temperature=TEMPERATURE,
+            seed=run.job.options.training.seed,
+            vocab_size=vocabulary.vocab_size,
+        )
+    return vocabulary.decode(ids)
+
+
+def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
+    """Measured values beside those of the formulas; none with an engine that does not count."""
+    model = run.trained.inside
+    if model is None or outcome.step_counters is None:
+        return ()
+    plan = Plan(
+        model.footprints(),
+        model.resolved.strategy,
+        microbatches=run.job.batch.microbatches,
+        exchanges_pairwise=exchanges_pairwise(model),
+    )
+    return compare(Measurement(model.memory(), optimizer_bytes(run.trained.optimizer), outcome.step_counters), plan)
+
+
+def save(
+    folder: Path, job: Job, recorder: Recorder, outcome: Outcome, results: Results, say: Callable[[str], None]
+) -> None:
+    """Write summary, sample and pictures; what cannot be written is said."""
+    summary = {
+        **applied(job),
+        "progress": asdict(outcome.progress),
+        "last_training_loss": recorder.records[-1].loss if recorder.records else None,
+        "evaluations": [asdict(evaluation) for evaluation in recorder.evaluations],
+        **asdict(results),
+    }
+    title = f"{engine_words(job)}, {str(job.dtype).removeprefix('torch.')}"
+    attempt("the sample", lambda: (folder / SAMPLE_FILE).write_text(results.sample, encoding="utf-8"), say)
+    attempt("the summary", lambda: (folder / SUMMARY_FILE).write_text(to_json(summary, 2) + "\n"), say)
+    if recorder.records:
+        attempt("the pictures", lambda: plot_run(folder, recorder.records, recorder.evaluations, title), say)
+
+
+def teller(console: Console) -> Callable[[str], None]:
+    """What prints lines as they are: a path may have what would be markup."""
+    return lambda text: print_message(console, printable(text))
+
+
+def attempt(what: str, work: Callable[[], object], say: Callable[[str], None]) -> None:
+    """Write something that a run can do without; say why it could not be written."""
+    try:
+        work()
+    except (OSError, ConfigurationError) as error:
+        say(f"{what} could not be written: {error}")
+
+
+def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> None:
+    """Print the results."""
+    done, say = outcome.progress, teller(console)
+    perplexity = Evaluation(done.steps, results.held_out_loss).perplexity
+    say(
+        f"held-out loss {results.held_out_loss:.3f} nats per token, perplexity {perplexity:.2f}, "
+        f"{results.bits_per_byte:.3f} bits per byte, after {done.steps} steps in {done.elapsed_s:.0f} s"
+    )
+    if results.sample:
+        console.print(Panel(Text(printable(results.sample)), title="the model writes", expand=False))
+    if results.rows:
+        show_comparison(console, results.rows)
+    say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
+    print_message(console, f"curves, metrics, log, sample and summary: {folder}")
