@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.failures import NonFiniteStepError, OutOfMemoryError, RunError
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recovery.hangs import Pulse
+
+if TYPE_CHECKING:
+    from megatron_fsdp.train.engines.trained import Trained
 
 _OF_CPU = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _OF_DEVICES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")

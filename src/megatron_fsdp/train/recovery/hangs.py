@@ -12,17 +12,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
 from megatron_fsdp.hang.reading import Logs, read_folder, read_writer
 from megatron_fsdp.hang.state import state_of
 from megatron_fsdp.hang.writer import is_log_name
-from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.launch.failures import EXIT_HUNG, HungError, report_failure
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
+
+if TYPE_CHECKING:
+    from megatron_fsdp.train.engines.trained import Trained
 
 FOLDER = "hang"
 REPORT_FILE = "report.txt"
