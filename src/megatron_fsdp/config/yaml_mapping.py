@@ -74,6 +74,18 @@ def read_mapping(source: str | os.PathLike[str]) -> tuple[dict[Any, Any], str]:
     return values, where
 
 
+def lines_of_keys(source: os.PathLike[str]) -> dict[str, int]:
+    """Return the line of each key of a YAML file that `read_mapping` has read, those of nested mappings included."""
+    lines: dict[str, int] = {}
+    waiting = [yaml.compose(_text_of(source)[0], Loader=_Loader)]
+    while waiting:
+        node = waiting.pop()
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            lines[str(key.value)] = max(key.start_mark.line + 1, lines.get(str(key.value), 0))
+            waiting.append(value)
+    return lines
+
+
 def write_mapping(values: Mapping[str, Any]) -> str:
     """Write plain values as YAML, in their order."""
     text: str = yaml.safe_dump(dict(values), sort_keys=False)

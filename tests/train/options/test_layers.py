@@ -107,7 +107,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("learning_rte: 1\n", "run.yaml: 'learning_rte' is no option"),
+        ("learning_rte: 1\n", "run.yaml:1: 'learning_rte' is no option"),
         ("lr_decay_stile: cosine\n", "is no option; did you mean lr_decay_style?"),
         ("wandb_exp_name: 1.10\n", "invalid --wandb-exp-name 1.1: give a text, in a file with quotes around it"),
         ("lr: high\n", "invalid --lr high: give a finite number"),
@@ -116,17 +116,17 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
         ("bf16: 1\n", "invalid --bf16 1: give true or false"),
         ("optimizer: lion\n", "invalid --optimizer lion: give one of adam, sgd"),
         ("use_megatron_fsdp: 1\n", "--use-megatron-fsdp 1 is not a bool"),
-        ("seed: 1\ntraining:\n  seed: 2\n", "run.yaml: 'seed' is given twice: give it once"),
+        ("seed: 1\ntraining:\n  seed: 2\n", "run.yaml:3: 'seed' is given twice: give it once"),
         (
             "average_in_collective: true\nddp_average_in_collective: true\n",
-            "run.yaml: --ddp-average-in-collective is given twice ('ddp_average_in_collective')",
+            "run.yaml:2: --ddp-average-in-collective is given twice ('ddp_average_in_collective')",
         ),
-        ("swiglu: true\nno-swiglu: true\n", "run.yaml: --swiglu is given twice ('no_swiglu')"),
+        ("swiglu: true\nno-swiglu: true\n", "run.yaml:2: --swiglu is given twice ('no_swiglu')"),
         ("optimiser:\n  lr: 1\n", "'optimiser' is no option; give names, or sections of names: model, parallel"),
         ("- lr\n", "this is YAML of a list, and a mapping of fields to values is needed"),
         ("lr: [1\n", "run.yaml: not YAML"),
-        ("disable_bias_linear: 3\n", "run.yaml: invalid disable-bias-linear: 3: give true or false"),
-        ("hidden_dropout: 0.1\n", "run.yaml: invalid --hidden-dropout 0.1: nothing is dropped"),
+        ("disable_bias_linear: 3\n", "run.yaml:1: invalid disable-bias-linear: 3: give true or false"),
+        ("hidden_dropout: 0.1\n", "run.yaml:1: invalid --hidden-dropout 0.1: nothing is dropped"),
         ("vocab_file: a.json\n", "is not supported: give --tokenizer-type HuggingFaceTokenizer"),
         ("preset: huge\n", "preset 'huge' does not exist: choose one of tiny"),
         ("lr: !!python/object/apply:os.getcwd []\n", "run.yaml: not YAML"),
@@ -233,7 +233,7 @@ def test_two_files_are_refused(write: Write) -> None:
     assert told[0] == "--config is given twice: give one file"
 
 
-def test_all_that_is_wrong_is_told_at_once_with_the_file(write: Write) -> None:
+def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> None:
     path = write(
         """
         preset: huge
@@ -246,14 +246,14 @@ def test_all_that_is_wrong_is_told_at_once_with_the_file(write: Write) -> None:
         """
     )
     told = refusal(path, "--micro-batch-size 0 --sede 3").split("\nerror: ")
-    assert [one.replace(f"{path}: ", "@").partition(": a file may only")[0] for one in told] == [
+    assert [one.replace(f"{path}:", "").partition(": a file may only")[0] for one in told] == [
         "there is no flag --sede; did you mean --seed?",
-        "preset 'huge' does not exist: choose one of tiny, cpu-small, gpu-125m, gpu-1b",
+        "2: preset 'huge' does not exist: choose one of tiny, cpu-small, gpu-125m, gpu-1b",
         "invalid --micro-batch-size 0: give 1 or more",
-        f"@save: /elsewhere lies outside of {path.parent}",
-        "@invalid --lr high: give a finite number",
-        "@invalid --train-iters 0: give 1 or more",
-        "@'seeed' is no option; did you mean seed?",
-        "--ddp-bucket-size -3 is not a positive whole number; give 1 or more.",
-        "--fsdp-double-buffer 2 is not a bool; give True or False.",
+        f"8: save: /elsewhere lies outside of {path.parent}",
+        "3: invalid --lr high: give a finite number",
+        "5: invalid --train-iters 0: give 1 or more",
+        "6: 'seeed' is no option; did you mean seed?",
+        "7: --ddp-bucket-size -3 is not a positive whole number; give 1 or more.",
+        "7: --fsdp-double-buffer 2 is not a bool; give True or False.",
     ]

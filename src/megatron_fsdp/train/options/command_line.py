@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from megatron_fsdp.config.command_parser import Parser
 from megatron_fsdp.config.ddp_config_flags import add_flags
-from megatron_fsdp.config.yaml_mapping import read_mapping
+from megatron_fsdp.config.yaml_mapping import lines_of_keys, read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.fields import Option, options_of
 from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
@@ -102,16 +102,18 @@ def parse_options(argv: Sequence[str]) -> Options:
         wrong.append("--config is given twice: give one file")
     path, preset = given.pop("config", None), given.pop("preset", None)
     layers = [Layer(COMMAND_LINE, given)]
+    where = ""
     try:
         if path is not None:
             layer = read_config_file(path, given.get("out"))
             of_file = {key: value for key, value in layer.values.items() if key != "preset"}
             layers.insert(0, replace(layer, values=of_file))
-            preset = layer.values.get("preset") if preset is None else preset
+            if preset is None and "preset" in layer.values:
+                preset, where = layer.values["preset"], layer.at("preset")
         if preset is not None:
             layers.insert(0, Layer(f"preset {preset}", find_preset(str(preset)), gives_way=True))
     except ConfigurationError as error:
-        wrong.append(str(error))
+        wrong.append(f"{where}{error}")
     return assemble(tuple(layers), wrong)
 
 
@@ -137,13 +139,16 @@ def read_config_file(path: str | Path, out: str | Path | None = None) -> Layer:
         found, _ = read_mapping(Path(path))
     except RecursionError:
         raise ConfigurationError(f"{path}: a section holds itself: leave the alias out") from None
+    places = {key: f"{path}:{line}: " for key, line in lines_of_keys(Path(path)).items()}
+    places |= {key.replace("-", "_"): place for key, place in places.items()}
+    layer = Layer(f"config {path}", {}, place=f"{path}: ", places=places)
     problems: list[str] = []
-    values = _flat(found, problems)
-    _confine(values, None if out is None else Path(out), problems)
-    return Layer(f"config {path}", values, place=f"{path}: ", problems=tuple(problems))
+    values = _flat(found, layer, problems)
+    _confine(values, None if out is None else Path(out), layer, problems)
+    return replace(layer, values=values, problems=tuple(problems))
 
 
-def _flat(found: Mapping[Any, Any], problems: list[str]) -> dict[str, Any]:
+def _flat(found: Mapping[Any, Any], layer: Layer, problems: list[str]) -> dict[str, Any]:
     """Options and values out of their sections; what is none of these is added to the problems."""
     values: dict[str, Any] = {}
     sections = (*SECTIONS, "ddp")
@@ -153,29 +158,30 @@ def _flat(found: Mapping[Any, Any], problems: list[str]) -> dict[str, Any]:
             if each is None:
                 continue
             if not isinstance(name, str) or isinstance(each, Mapping) or (name in sections and name not in OPTIONS):
-                problems.append(f"{name!r} is no option; give names, or sections of names: {', '.join(sections)}")
+                told = f"{name!r} is no option; give names, or sections of names: {', '.join(sections)}"
+                problems.append(f"{layer.at(str(name))}{told}")
             elif name.replace("-", "_") in values:
-                problems.append(f"{name!r} is given twice: give it once")
+                problems.append(f"{layer.at(name)}{name!r} is given twice: give it once")
             else:
                 values[name.replace("-", "_")] = each
     return values
 
 
-def _confine(values: dict[str, Any], out: Path | None, problems: list[str]) -> None:
+def _confine(values: dict[str, Any], out: Path | None, layer: Layer, problems: list[str]) -> None:
     """Make places to write to absolute; take out those that a file may not name, and say so."""
     for name in [name for name in WRITTEN if name in values]:
         root = Path.cwd() if out is None or name == "out" else out
         try:
             values[name] = str(_require_inside(name, OPTIONS[name].read(values[name]), root))
         except ConfigurationError as error:
-            problems.append(str(error))
+            problems.append(f"{layer.at(name)}{error}")
             del values[name]
     uri = values.get("mlflow_tracking_uri")
     if uri is not None and not str(uri).startswith(("http://", "https://")):
         del values["mlflow_tracking_uri"]
         problems.append(
-            f"mlflow_tracking_uri: {uri} is no server: a file may only name http:// and https:// ones; give "
-            "--mlflow-tracking-uri on the command line"
+            f"{layer.at('mlflow_tracking_uri')}mlflow_tracking_uri: {uri} is no server: a file may only name http:// "
+            "and https:// ones; give --mlflow-tracking-uri on the command line"
         )
 
 

@@ -429,6 +429,7 @@ class Layer:
             name of the field or of its flag.
         gives_way: Whether values that fit no value of a later layer are dropped, as those of a preset are.
         place: What messages about its values begin with, such as the name of a file and a colon.
+        places: The same of single values, with the line, by key.
         problems: What is wrong besides, in words.
     """
 
@@ -436,7 +437,12 @@ class Layer:
     values: Mapping[str, Any]
     gives_way: bool = False
     place: str = ""
+    places: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+
+    def at(self, key: str) -> str:
+        """Return what a message about the value of a key begins with."""
+        return self.places.get(key, self.place)
 
 
 def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options:
@@ -452,10 +458,11 @@ def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     notices: list[str] = []
+    places: dict[str, str] = {}
     wrong = list(problems)
     for layer in reversed(layers):
-        wrong += [f"{layer.place}{problem}" for problem in layer.problems]
-        read = _read(layer, notices, wrong)
+        wrong += layer.problems
+        read = _read(layer, notices, wrong, places)
         for name in giving_way(read, values) if layer.gives_way else ():
             del read[name]
         values = {**read, **values}
@@ -463,7 +470,8 @@ def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options
     try:
         ddp = _ddp_config(values, notices)
     except ConfigurationError as error:
-        wrong += str(error).splitlines()
+        by_flag = {flag_for(name): place for name, place in places.items()}
+        wrong += [by_flag.get(line.split(" ")[0], "") + line for line in str(error).splitlines()]
     if wrong:
         raise ConfigurationError("\nerror: ".join(wrong))
     sections = {
@@ -473,8 +481,8 @@ def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options
     return Options(**sections, ddp=ddp, origins=origins, explained=tuple(notices))
 
 
-def _read(layer: Layer, notices: list[str], problems: list[str]) -> dict[str, Any]:
-    """The values of a layer by the names of options, in the types of these."""
+def _read(layer: Layer, notices: list[str], problems: list[str], places: dict[str, str]) -> dict[str, Any]:
+    """Return the values of a layer by the names of options, in the types of these; note places not known before."""
     found: dict[str, Any] = {}
     for key, value in layer.values.items():
         try:
@@ -484,9 +492,10 @@ def _read(layer: Layer, notices: list[str], problems: list[str]) -> dict[str, An
             name, value = said
             if name in found:
                 raise ConfigurationError(f"{flag_for(name)} is given twice ({key!r}): give it once")
+            places.setdefault(name, layer.at(key))
             found[name] = OPTIONS[name].read(value) if name in OPTIONS else value  # the engine's read their own
         except ConfigurationError as error:
-            problems.append(f"{layer.place}{error}")
+            problems.append(f"{layer.at(key)}{error}")
     return found
 
 
