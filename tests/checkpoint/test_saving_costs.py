@@ -14,7 +14,7 @@ from megatron_fsdp.checkpoint.checksum import BLOCK
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes
 
-SAVE_COLLECTIVES, LOAD_COLLECTIVES = 19, 8
+SAVE_COLLECTIVES, LOAD_COLLECTIVES = 16, 5
 SAVE_FILES_OF_RANK, SAVE_FILES_OF_FIRST = 1, 4  # data; manifest, metadata and the pointer
 SMALL, LARGE = 16, 256
 BLOCK_BYTES = 2 * 8 * BLOCK  # the integers of a block of elements, and their weights

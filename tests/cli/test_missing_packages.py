@@ -60,24 +60,24 @@ COMMANDS = ("plan", "doctor", "describe", "trace", "hang", "checkpoint")
 OF_CHECKPOINTS = {
     "verify": 1, "inspect": 1, "show": 2, "map": 1, "diff": 2, "to-torch": 2, "from-torch": 2, "convert": 2
 }  # fmt: skip
-NUMPY = "the package numpy, which is not installed; run pip install numpy"
 FROM_CHECKOUT = "which is not installed; run pip install -e '.[{}]' in the checkout of mfsdp"
 HF = f"the package transformers, {FROM_CHECKOUT.format('hf')}"
 TRAIN = f"the package matplotlib, {FROM_CHECKOUT.format('train')}"
+TOKENIZERS = f"the package tokenizers, {FROM_CHECKOUT.format('train')}"
 MODEL = f"a model of this config needs {HF}, or give an import path 'package.module:function' that builds the model"
 
-EVERYTHING = [*(name for packages in EXTRAS.values() for name in packages), "numpy", "peft", "huggingface_hub"]
+EVERYTHING = [*(name for packages in EXTRAS.values() for name in packages), "peft", "huggingface_hub"]
 WITHOUT_ANYTHING: dict[tuple[str, ...], str | None] = {
     ("--help",): None,
     **{(command, "--help"): None for command in COMMANDS},
     **{("checkpoint", name, "--help"): None for name in OF_CHECKPOINTS},
     **{("checkpoint", name, *["nowhere"] * count): "nowhere" for name, count in OF_CHECKPOINTS.items()},
-    ("checkpoint", "convert", "nowhere", "out", "--verify"): f"--verify needs {NUMPY}",
+    ("checkpoint", "convert", "nowhere", "out", "--verify"): "nowhere is not a folder",
     ("trace", "nowhere"): "nowhere is not a folder",
     ("hang", "nowhere"): "nowhere is not a folder",
-    ("doctor", "some:model", "--batch", "some:batch"): f"doctor needs {NUMPY}",
-    **{("train", "--preset", name): f"the trainer needs {NUMPY}" for name in PRESETS},
-    ("train", "--help"): f"the trainer needs {NUMPY}",
+    ("doctor", "some:model", "--batch", "some:batch"): "there is no module 'some'",
+    **{("train", "--preset", name): f"the trainer needs {TOKENIZERS}" for name in PRESETS},
+    ("train", "--help"): f"the trainer needs {TOKENIZERS}",
     **{("plan", name): MODEL for name in MODELS},
     ("describe", "--model", "gpt2", "--ranks", "2"): MODEL,
     ("plan", "cpu-small"): None,  # the trainer's own decoder

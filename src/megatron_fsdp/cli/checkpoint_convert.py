@@ -24,7 +24,6 @@ from megatron_fsdp.checkpoint.convert.names import ALL, AUTO, NONE
 from megatron_fsdp.checkpoint.convert.plan import FP32, MODEL, ConvertOptions
 from megatron_fsdp.comm.agreement import rank_of, together
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
-from megatron_fsdp.optional_packages import require_installed
 
 NAME, REFERENCE_NAME = "convert", "convert-torch-dist-to-fsdp-dtensor"
 _SCOPE = re.compile(r"[\w.]+(,[\w.]+)*")
@@ -140,8 +139,6 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
         raise ConfigurationError("--enable-msc asks for remote storage; give local folders, and leave it out")
     if args.oom_traceback and _is_first():
         sys.stderr.write("--oom-traceback has nothing to trace here: one tensor is held at a time\n")
-    if args.verify:
-        require_installed("numpy", "--verify")
     path = args.param_to_param_group_map_json
     return ConvertOptions(
         swiglu=args.swiglu or args.swiglu_modules or AUTO,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fsdp.cli.output import add_json, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optional_packages import require, require_installed
+from megatron_fsdp.optional_packages import require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -90,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MegatronFSDPError: It could not be run.
     """
-    require_installed("numpy", "doctor")  # torch sends objects between ranks by it
     from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
 
     model_fn, batch = _what(args)

@@ -14,7 +14,7 @@ _EXIT_USAGE = 2
 def main(argv: Sequence[str]) -> int:
     """Do what this process is for (`program.py`), once the packages of the trainer are there; return its exit code."""
     try:
-        for package in ("numpy", "tokenizers", "rich"):
+        for package in ("tokenizers", "rich"):
             require_installed(package, "the trainer")
     except MissingPackageError as error:
         sys.stderr.write(f"error: {error}\n")
