@@ -163,7 +163,7 @@ def test_collectives_of_one_wire_queue_and_only_waiting_is_exposed() -> None:
     wires = Wires(lambda wire, sent, _expert: sent / (10 if wire is Wire.INNER else 1))
     first = wires.send(Wire.INNER, "gather", 0, 100, False)
     second = wires.send(Wire.INNER, "reduce", 1, 50, False)
-    other = wires.send(Wire.OUTER, "gather across", 1, 3, False)
+    other = wires.send(Wire.OUTER, "outer gather", 1, 3, False)
     wires.now_s += 12.0
     wires.wait(first)
     wires.wait(other)

@@ -77,7 +77,7 @@ def test_a_collective_from_its_moments() -> None:
 
 def test_the_local_work_on_a_reduction_is_shown_and_the_axis_is_the_one_that_sent() -> None:
     records = _life(0, 100, (NOTHING, NOTHING), ((0, 1, 0, 24), NOTHING), lane="outer")
-    found = build((BEGIN, 90, Phase.REDUCE_ACROSS, 1, None), *records, (END, 300, Phase.REDUCE_ACROSS, 1))
+    found = build((BEGIN, 90, Phase.REDUCE_OUTER, 1, None), *records, (END, 300, Phase.REDUCE_OUTER, 1))
     (one,) = found.collectives
     assert (one.purpose, one.axis, one.lane, one.num_bytes, one.done_ns) == ("reduce", "outer", "outer", 24, 210)
     assert found.spans[1:] == (

@@ -118,7 +118,7 @@ def next_state(memory: Memory, state: State, event: Event, unit: str, where: str
 
 VARIABLE = "MFSDP_CHECK_LIFETIMES"
 _SWITCH = {"": False, "0": False, "1": True}
-_SENDING = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_ACROSS, Phase.REDUCE_ACROSS)
+_SENDING = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_OUTER, Phase.REDUCE_OUTER)
 _FOLLOWED = (*_SENDING, Phase.RETIRE)
 
 

@@ -71,7 +71,7 @@ def communicated_bytes(phase: Phase, unit: Unit) -> int:
         return all_gather_bytes(unit)
     if phase is Phase.REDUCE:
         return unit.bucket_bytes
-    if phase in (Phase.GATHER_ACROSS, Phase.REDUCE_ACROSS):
+    if phase in (Phase.GATHER_OUTER, Phase.REDUCE_OUTER):
         return sum(group.plan.layout.numel * group.plan.precision.compute.itemsize for group in unit.groups)
     return 0
 
@@ -236,7 +236,7 @@ class Executor:
         """Start to all-gather the compute weights of all units over the outer ranks, in place."""
         for unit in self._units:
             if unit.needs_outer_all_gather:
-                with self.observers.during(Phase.GATHER_ACROSS, unit.index):
+                with self.observers.during(Phase.GATHER_OUTER, unit.index):
                     unit.all_gather_outer(self._outer_lane)
 
     def wait_for_outer(self) -> None:
@@ -286,7 +286,7 @@ class Executor:
             return
         while len(self._crossing) >= UNITS_CROSSING:
             self._finish_crossing()
-        with self.observers.during(Phase.REDUCE_ACROSS, unit.index):
+        with self.observers.during(Phase.REDUCE_OUTER, unit.index):
             self._crossing.append(
                 [
                     group.gradients.reduce_outer(self._outer_lane, group.sharded)

@@ -27,8 +27,8 @@ class Phase(Enum):
     RELEASE = "release"  # resharding them
     REDUCE = "reduce"  # starting the reduction of a unit's gradients
     FINALISE = "finalise"  # the backward is over: waiting for all reductions, setting gradients
-    GATHER_ACROSS = "gather across"  # starting an all-gather over the outer axis
-    REDUCE_ACROSS = "reduce across"  # starting a reduction over the outer axis
+    GATHER_OUTER = "outer gather"  # starting an all-gather over the outer axis
+    REDUCE_OUTER = "outer reduce"  # starting a reduction over the outer axis
     RETIRE = "retire"  # waiting for a reduction, because its memory is needed or the backward ends
     FORWARD = "forward"  # the unit's module computes
     BACKWARD = "backward"  # the unit's backward computes, until that of another unit begins or the backward ends

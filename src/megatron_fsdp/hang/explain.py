@@ -33,8 +33,8 @@ _WAITING = {
     Phase.REDUCE: "starts to reduce the gradients of {unit}",
     Phase.RETIRE: "waits for the reduced gradients of {unit}",
     Phase.FINALISE: "ends its backward",
-    Phase.GATHER_ACROSS: "gathers the weights of {unit} over the outer axis",
-    Phase.REDUCE_ACROSS: "reduces the gradients of {unit} over the outer axis",
+    Phase.GATHER_OUTER: "gathers the weights of {unit} over the outer axis",
+    Phase.REDUCE_OUTER: "reduces the gradients of {unit} over the outer axis",
     Phase.AGREE: "compares notes with the other ranks",
     Phase.NORM: "waits for the norm of all gradients",
     Phase.WHOLE: "puts whole tensors together",
@@ -47,16 +47,14 @@ _WAITING = {
 _DONE = {
     Phase.GATHER: "gathers {unit} ({bytes} bytes)",
     Phase.REDUCE: "reduces {unit} ({bytes} bytes)",
-    Phase.GATHER_ACROSS: "gathers {unit} over the outer axis ({bytes} bytes)",
-    Phase.REDUCE_ACROSS: "reduces {unit} over the outer axis ({bytes} bytes)",
+    Phase.GATHER_OUTER: "gathers {unit} over the outer axis ({bytes} bytes)",
+    Phase.REDUCE_OUTER: "reduces {unit} over the outer axis ({bytes} bytes)",
     Phase.AGREE: "compares notes with the other ranks",
     Phase.NORM: "computes the norm of all gradients",
     Phase.WHOLE: "puts whole tensors together",
 }
 _BETWEEN = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE, Phase.INSTALL, Phase.REDUCE, Phase.RETIRE})
-_ENDS_BACKWARD = frozenset(
-    {Phase.BACKWARD, Phase.COPY, Phase.REDUCE, Phase.REDUCE_ACROSS, Phase.RETIRE, Phase.FINALISE}
-)
+_ENDS_BACKWARD = frozenset({Phase.BACKWARD, Phase.COPY, Phase.REDUCE, Phase.REDUCE_OUTER, Phase.RETIRE, Phase.FINALISE})
 _BY_NAME = {phase.value: phase for phase in Phase}
 
 

@@ -53,7 +53,7 @@ class Transfer:
 
     Attributes:
         wire: Where.
-        purpose: "gather", "reduce", "gather across" or "reduce across".
+        purpose: "gather", "reduce", "outer gather" or "outer reduce".
         unit: For which unit.
         sent_bytes: By this rank.
         start_s: When it begins to travel.
@@ -239,7 +239,7 @@ class _Unit:
         self.exchanges_inside = setup.backend is Backend.GLOO and bool(exchanged)
         self.crosses = any(group.outer_ranks > 1 for group in trained)
         self.is_filling = self.is_deferred = self.is_pending = self.has_main = self.is_behind = False
-        self.gathered_s = self.gathered_across_s = 0.0
+        self.gathered_s = self.gathered_outer_s = 0.0
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ class _Replay:
         self._note("stepped", 0)
         self._run(self._scheduler.weights_changed())
         for unit in self._units:
-            self._wires.wait(unit.gathered_across_s)
+            self._wires.wait(unit.gathered_outer_s)
             unit.is_behind = True
 
     def _microbatch(self, profile: ComputeProfile) -> None:
@@ -383,7 +383,7 @@ class _Replay:
             self._epochs[unit] = scheduler.forward_ends(unit, needs_backward=True)
             if not scheduler.in_forward and not scheduler.in_backward:
                 for each in self._units:
-                    self._wires.wait(each.gathered_across_s)
+                    self._wires.wait(each.gathered_outer_s)
         elif event is Event.BACKWARD_BEGINS:
             self._run(scheduler.backward_begins(unit, self._epochs[unit]))
         elif event is Event.BACKWARD_ENDS:
@@ -404,7 +404,7 @@ class _Replay:
             if action is Action.GATHER:
                 self._gather(unit, slot)
             elif action is Action.WAIT:
-                self._wires.wait(max(unit.gathered_across_s, unit.gathered_s))
+                self._wires.wait(max(unit.gathered_outer_s, unit.gathered_s))
             elif action is Action.RELEASE:
                 self._weights.give_back(index)
             elif action is Action.REDUCE:
@@ -419,13 +419,13 @@ class _Replay:
         if unit.is_behind:
             unit.is_behind = False
             sent = [(group.is_expert, group.gather_across) for group in unit.groups]
-            unit.gathered_across_s = max(unit.gathered_across_s, self._send(Wire.OUTER, "gather across", unit, sent))
+            unit.gathered_outer_s = max(unit.gathered_outer_s, self._send(Wire.OUTER, "outer gather", unit, sent))
 
     def _gather(self, unit: _Unit, slot: int | None) -> None:
         self._gather_across(unit)
         if unit.gathered_bytes:
             self._weights.take(unit.index, slot)
-        self._wires.wait(unit.gathered_across_s)
+        self._wires.wait(unit.gathered_outer_s)
         sent = [(group.is_expert, group.gather) for group in unit.groups]
         unit.gathered_s = max(unit.gathered_s, self._send(Wire.INNER, "gather", unit, sent))
 
@@ -513,7 +513,7 @@ class _Replay:
         allocated = sum(group.allocated_across for group in unit.groups)
         self._pass(allocated)
         sent = [(group.is_expert, group.reduce_across) for group in unit.groups]
-        end_s = self._send(Wire.OUTER, "reduce across", unit, sent)
+        end_s = self._send(Wire.OUTER, "outer reduce", unit, sent)
         self._crossing.append((end_s, allocated + unit.pending_bytes))
 
     def _finish_crossing(self) -> None:

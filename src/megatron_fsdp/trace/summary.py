@@ -24,7 +24,7 @@ from megatron_fsdp.trace.timeline import (
 
 COLUMNS: dict[str, str] = {
     "gather": "gather",
-    "gather across": "gather",
+    "outer gather": "gather",
     "wait": "wait",
     "retire": "wait",
     BLOCKED: "wait",
@@ -32,7 +32,7 @@ COLUMNS: dict[str, str] = {
     "backward": "compute",
     "copy": "copy",
     "reduce": "reduce",
-    "reduce across": "reduce",
+    "outer reduce": "reduce",
     LOCAL_SUM: "reduce",
     OPTIMIZER: "update",
     "install": "update",
