@@ -479,7 +479,7 @@ def _data_parallel(transfers: tuple[Transfer, ...]) -> list[AxisTraffic]:
     found = []
     for axis, wire in (("dp_shard", Wire.INNER), ("dp_outer", Wire.OUTER)):
         own = [transfer for transfer in transfers if transfer.wire is wire]
-        gathers = sum(transfer.purpose.startswith("gather") for transfer in own)
+        gathers = sum(transfer.purpose.endswith("gather") for transfer in own)
         if own:
             found.append(
                 AxisTraffic(
