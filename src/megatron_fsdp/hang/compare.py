@@ -141,7 +141,7 @@ def _last_time(number: int, operations: Operations) -> int | None:
 def _is_extra(number: int, one: Operations, other: Operations) -> bool:
     """Return whether `one` does something that the other does not do at all.
 
-    If `one` also did it the last time, or the other does it later, `one` skips what precedes it instead.
+    If the other does it later, or `one` did it later the last time, `one` skips what precedes it instead.
     """
     mine = one[number]
     if mine.phase not in BESIDE or other[number].phase in BESIDE or _what(mine) in _after(number, other):
