@@ -1,8 +1,8 @@
-"""Flags of Megatron-LM that are no options here: told to have no effect, tied to one value, refused, or respelled.
+"""Flags of Megatron-LM that are no options here: without effect, tied to one value, refused, or respelled.
 
-A flag about speed, display or plumbing that this package does by other means is taken, and said to have no effect
-(`EXPLAINED`). A flag that would change numbers is taken if it asks for what happens anyway (`FIXED`). All others are
-refused, with what to do (`REFUSED`). Pure data.
+A flag about speed, display or plumbing that this package does by other means is accepted, with a notice that it has
+no effect (`EXPLAINED`). A flag that would change numbers is accepted if it asks for what happens anyway (`FIXED`).
+All others are refused, with what to do (`REFUSED`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FixedFlag:
     reason: str
 
     def allows(self, text: str) -> bool:
-        """Whether a text is one of the values, or the same number."""
+        """Return whether a text is one of the values, or the same number."""
         return text in self.values or _number(text) in [number for each in self.values if (number := _number(each))]
 
 
@@ -51,7 +51,7 @@ def _number(text: str) -> tuple[float] | None:
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a flag that is not the one of an option sets.
+    """The option that an alternative flag sets.
 
     Attributes:
         name: Of the option.

@@ -1,4 +1,4 @@
-"""Options by name that suit a model size each; what a user gives wins over every one of them. Pure."""
+"""Presets: options that suit a model size; what a user gives wins over every one of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DECODER: Mapping[str, Any] = {
 def _preset(
     shape: tuple[int, int, int, int], seq_length: int, micro_batch: int, steps: int, lr: float
 ) -> Mapping[str, Any]:
-    """A preset of so many layers, of this width, these heads and this inner width."""
+    """Make a preset of a number of layers, width, heads and inner width."""
     num_layers, hidden_size, num_attention_heads, ffn_hidden_size = shape
     return {
         **_DECODER,
@@ -56,7 +56,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def find_preset(name: str) -> Mapping[str, Any]:
-    """Return the options of this name.
+    """Return the options of a preset.
 
     Raises:
         ConfigurationError: There are none.
@@ -113,7 +113,7 @@ _GIVING_WAY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
 
 
 def giving_way(preset: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """The names of options of a preset that give way.
+    """Yield the names of options of a preset that what the user gave overrides.
 
     Args:
         preset: Values by the name of the option.
