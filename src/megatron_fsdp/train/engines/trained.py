@@ -196,7 +196,7 @@ class Trained(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return [1, length, vocabulary] for token ids [1, length], without gradients; None where they are not available."""
+        """Return [1, length, vocabulary] for token ids [1, length], without gradients; None if they are not available."""
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
