@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder: which tensors they hold, boxes read from them, headers of new ones."""
+"""The weight files of a Hugging Face folder: their tensors, boxes read from them, and headers of new ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """What is stored in a folder.
+    """The tensors of a folder.
 
     Attributes:
         folder: The folder.
@@ -113,7 +113,7 @@ class WeightFiles:
 
 
 def open_folder(folder: Path, single_file: str = MODEL_FILE, index_file: str | None = INDEX_FILE) -> WeightFiles:
-    """Read what a folder holds; headers only, no tensor.
+    """Read the headers of a folder's files; no tensor.
 
     Args:
         folder: Local.
@@ -153,7 +153,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
 
 
 def _safe_open(path: Path) -> Any:
-    """Map a file, which must be a regular one: a pipe would be waited for.
+    """Map a regular file into memory; opening a pipe would block.
 
     Raises:
         CheckpointError: It cannot be read, or is damaged.
