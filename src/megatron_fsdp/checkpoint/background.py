@@ -27,7 +27,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 ALIGNMENT_BYTES = 64
 ARENA_BYTES = 512 * 1024 * 1024
-"""Of one stretch of memory; a power of two, to which torch's allocator of pinned memory rounds up."""
+"""Bytes of one block of memory; a power of two, to which torch's pinned allocator rounds up."""
 
 Save = Callable[[Any, "dist.ProcessGroup | None"], object]
 """Saves a state, collectively over a group: `save(state, group)`."""
@@ -77,7 +77,7 @@ class StagingBuffers:
         Raises:
             CheckpointError: A tensor is of a kind that cannot be copied so.
         """
-        if isinstance(state, dict):  # torch takes the state dicts of what stands at the top, too
+        if isinstance(state, dict):  # torch also calls `state_dict()` of objects at the top level
             state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
         frozen = _mapped(state, lambda value: value if isinstance(value, torch.Tensor) else copy.deepcopy(value))
         sources: dict[Any, torch.Tensor] = {}
@@ -123,7 +123,7 @@ class StagingBuffers:
             arena if arena.nbytes >= size and arena.is_pinned() == pinned else None
             for arena, size in zip(self._arenas, used, strict=False)
         ]
-        self._arenas = []  # what does not fit goes before new memory is taken
+        self._arenas = []  # free what does not fit before new memory is allocated
         kept += [None] * (len(used) - len(kept))
         self._arenas = [
             torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if arena is None else arena
@@ -275,7 +275,7 @@ class BackgroundSaver:
         copied, problem = None, None
         try:
             copied = self._buffers.copy(state)
-        except Exception as error:  # noqa: BLE001  the thread tells the other ranks, who are about to wait for this one
+        except Exception as error:  # noqa: BLE001  the thread reports it to the other ranks, which are about to wait for this one
             problem = error
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._thread = threading.Thread(
@@ -333,7 +333,7 @@ class BackgroundSaver:
                     save(copied, self.group)
 
             together("saving in the background", save_copy, self.group)
-        except BaseException as error:  # noqa: BLE001  raised by whoever waits
+        except BaseException as error:  # noqa: BLE001  raised by the next wait
             self._outcome.error = error
 
 

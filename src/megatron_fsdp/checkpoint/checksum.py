@@ -6,8 +6,8 @@ The words are the elements' bytes as signed integers: one per element of up to 4
 pieces of longer ones. k is a word's place in the flattened global tensor, k0, k1, ... its digits to the base 2^16, and
 the tables hold pseudo-random odd numbers (a multilinear hash, Carter and Wegman 1979, with weights by tabulation).
 Parts of a tensor are summed wherever they lie, in any order, and the sums added. Any change of a single word changes
-the sum for certain, since w is odd and a word shorter than the sum; for other changes the odds of going unseen are
-about 2^-30 at worst. It is no protection against someone who wants to deceive.
+the sum for certain, since w is odd and a word shorter than the sum; other changes go undetected with a probability of
+about 2^-30 at worst. It is no protection against deliberate manipulation.
 """
 
 from __future__ import annotations

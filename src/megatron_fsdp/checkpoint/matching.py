@@ -309,7 +309,7 @@ def match_optimizer(
     """Match the state and options of every parameter of an optimizer.
 
     Args:
-        match: Takes what is wanted and what does not fit.
+        match: Collects what to read and what does not fit.
         folder: The checkpoint.
         names: Names of the parameters of each group in a checkpoint, without prefixes.
         optimizer: Live; its tensors are loaded in place, those that it does not have yet are made.

@@ -21,7 +21,7 @@ def require_apart(target: Path, source: Path | None = None) -> None:
 
     Args:
         target: To be made.
-        source: What is read meanwhile; None: nothing that could be hurt.
+        source: The folder that is read meanwhile; None: there is none.
 
     Raises:
         CheckpointError: The target is the current folder, the source, or inside the source.

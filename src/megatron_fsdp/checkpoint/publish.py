@@ -80,7 +80,7 @@ class FileOps:
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
-            if path.exists():  # somebody else removes it too; what they leave is removed next time
+            if path.exists():  # another process removes it too; the next save removes the rest
                 raise
 
 

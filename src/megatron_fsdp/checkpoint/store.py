@@ -188,7 +188,7 @@ class CheckpointStore:
         )
         target = self.path_of(first)
         staging = self.root / name
-        is_first = rank_of(self.group) == 0  # asked for now: torch.distributed may be gone after an error
+        is_first = rank_of(self.group) == 0  # read now: torch.distributed may be shut down after an error
         try:
             self._require_common_ground(staging, iteration, first, doing)
             together(doing, lambda: writer(staging), self.group)

@@ -360,7 +360,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
     """Return the folders to verify, and what is wrong with the pointer to the latest."""
     is_named_so = given.is_dir() and iteration_of(given.name) is not None
-    if is_named_so or any((given / name).exists() for name in (METADATA, FILE_NAME)):  # one of them may be what is lost
+    if is_named_so or any((given / name).exists() for name in (METADATA, FILE_NAME)):  # one of them may be missing
         if every:
             raise CheckpointError(f"{given} is one checkpoint; --all takes the folder of a run")
         return [given], None

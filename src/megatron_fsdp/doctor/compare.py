@@ -28,7 +28,7 @@ from megatron_fsdp.doctor.training import Observation, Place, Values
 _ROUNDINGS = 4
 """A weight before and after, on either side, each rounded once or twice by half an eps."""
 _UPDATE = Tolerance(1e-2)
-"""To name what is wrong with an update: a difference of nearly equal weights is known to few digits."""
+"""For diagnosing an update: a difference of nearly equal weights has few significant digits."""
 
 
 def compare(reference: Reference, found: Observation, *, repeats: bool = True) -> list[Difference]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 FEW = 8
-"""So many elements may be a multiple of what they should be by chance."""
+"""Up to this many elements may have one wrong factor by chance."""
 _BY_DTYPE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 _GROWTH = 4.0
-"""By how much rounding is let grow from one update to the next."""
+"""Growth of the tolerance from one update to the next."""
 _FLOOR = 0.1
 """Of the tolerance, for the largest element of the whole gradient: see `Tolerance.among`."""
 _NEAR_RATIO = 2e-3

@@ -28,7 +28,7 @@ from megatron_fsdp.doctor.task import require_count
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
 
 _GRACE_S = 5.0
-"""How long the others may go on once a rank has failed."""
+"""Seconds that other ranks may run once a rank has failed."""
 _SHOWN = 4000
 _NEVER_BEGAN = (
     "it never began: new processes import the script again, so what starts ranks has to stand in a file, under "
@@ -85,7 +85,7 @@ def run_on_local_ranks(
 
 
 def choose_device(device: str | None, num_ranks: int) -> str:
-    """Choose the type of device for so many ranks.
+    """Choose the type of device for `num_ranks` ranks.
 
     Raises:
         ConfigurationError: There are not enough.

@@ -166,7 +166,7 @@ def _together(act: Callable[[], Result], failing: str) -> Result:
     result, failure, told = None, None, None
     try:
         result = act()
-    except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
+    except Exception as error:  # noqa: BLE001 - the other ranks must raise it too
         failure = error
         is_usage = isinstance(error, ConfigurationError)
         told = (is_usage, str(error) if is_usage else "".join(traceback.format_exception(error)).strip())

@@ -19,10 +19,10 @@ COLUMNS = (
     ("updates", (COUNTER, WEIGHT, STATE, BUFFER)),
     ("checkpoint", (LOADED, RESUMED)),
 )
-"""What is shown of each run, and the places that belong to it."""
+"""The columns of each run, and the places that belong to each."""
 
 LIMITS = "sharding changes nothing; a fault of the model itself, which one process has too, is not seen"
-"""What a report that passed has to say of itself."""
+"""The limits that a passed report states."""
 
 
 @dataclass(frozen=True)

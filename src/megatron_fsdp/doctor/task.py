@@ -19,7 +19,7 @@ OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 ShardFn = Callable[[nn.Module, torch.optim.Optimizer], Pair]
 Part = tuple[float, Any]
-"""A weight and the samples whose loss it weighs."""
+"""A weight of the loss, and its samples."""
 
 LEARNING_RATE = 1e-3
 

@@ -19,9 +19,9 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 Values = Mapping[str, Tensor | None]
 """Whole tensors on the CPU by the names of the user's model; the loss and the norm by an empty name."""
 Place = tuple[str, int]
-"""What kind of value, and of which step (from 1; 0: before the first)."""
+"""The kind of value, and its step (from 1; 0: before the first)."""
 AddUp = Callable[[float], float]
-"""From the loss of this process to that of all."""
+"""Sums this process's loss over all ranks."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Difference(Enum):
     SKIPPED = "skipped"
     ORDER = "order"
     BYTES = "bytes"
-    EARLIER = "earlier"  # before what the logs hold
+    EARLIER = "earlier"  # before the first operation in the logs
     EXTRA = "extra"  # something that the caller asks for, which takes all ranks
 
 

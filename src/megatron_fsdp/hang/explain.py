@@ -14,9 +14,9 @@ from megatron_fsdp.hang.state import Doing, Operation, State, communicates, stat
 from megatron_fsdp.hang.writer import UnitFacts
 
 _UNSURE_S = 1.5
-"""Between two signs of life."""
+"""Uncertainty of clocks and heartbeats, in seconds."""
 _SILENT_S = 5.0
-"""How much earlier than the others a rank on another machine has to fall silent to count as gone."""
+"""Seconds by which a rank on another machine must fall silent before the others to count as gone."""
 
 
 _TAKES_ALL = (
@@ -196,7 +196,7 @@ class _Ranks:
 
     def find(self) -> Finding:
         """Find what is odd; causes come before their consequences."""
-        # Before what is over: back ends end a process where others send it what it does not expect.
+        # Differences come before ends: back ends end a process that receives what it does not expect.
         steps = (self._missing, self._different, self._over, partial(self._elsewhere, self._stuck()))
         for step in steps:
             finding = step()

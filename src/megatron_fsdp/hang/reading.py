@@ -1,6 +1,6 @@
 """Logs of a folder, and dumps of PyTorch's flight recorder beside them, as frozen data.
 
-What cannot be read is told in words, and left out. Of the flight recorder, which records the last collectives of a
+What cannot be read is left out, with a remark. Of the flight recorder, which records the last collectives of a
 process, of any library, only the JSON form is read; dumps in pickle, which could run code, are left alone.
 """
 

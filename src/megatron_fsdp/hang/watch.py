@@ -27,7 +27,7 @@ from megatron_fsdp.hang.writer import Process, UnitFacts, Writer, file_name, is_
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 _BEAT_S = 1.0
 _NOTE_AFTER_S = 1.0
-"""An error that ends a wait is explained with what has stood still for so long; the other ranks may be ending too."""
+"""Seconds without progress that explain an error that ended a wait; the other ranks may be ending too."""
 
 
 class HangLog(RingLog):
@@ -160,7 +160,7 @@ def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
     """
     found = (rank_and_model(path.name) for path in folder.iterdir())
     models = sorted((place[1] for place in found if place is not None and place[0] == rank), reverse=True)
-    for model in models:  # those of this process come before what is left of earlier ones
+    for model in models:  # logs of this process come before those of earlier ones
         try:
             writer = read_writer(folder / file_name(rank, model))
         except (OSError, ValueError):

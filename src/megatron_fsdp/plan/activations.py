@@ -46,7 +46,7 @@ def profile_compute(
 ) -> ComputeProfile:
     """Run forward, loss and backward once and record activation memory and FLOPs between the units' events.
 
-    The step is ``loss_fn(model(inputs)).backward()``: nobody holds the model's output while backward runs. A gradient
+    The step is ``loss_fn(model(inputs)).backward()``: the model's output is not kept during backward. A gradient
     of a parameter dies as soon as it is complete, as the engine copies it into a bucket and drops it.
 
     Args:
@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):
         elif event is Event.FORWARD_ENDS:
             self._forwards.pop()
             if self.in_backward:
-                self._backward_of = unit  # what was recomputed last is what backward comes to next
+                self._backward_of = unit  # backward continues with the unit that was recomputed last
         elif event is Event.BACKWARD_BEGINS:
             self.in_backward = True
             self._backward_of = unit or self._backward_of  # a unit may share its output with the root around it
@@ -419,7 +419,7 @@ _OWN: dict[Any, Callable[[Sequence[Any], Any], int]] = {
 }
 
 _PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
-"""With weights, where 8-bit formats are used."""
+"""Products with weights, which may use 8-bit formats."""
 
 _WRITES_NOTHING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 

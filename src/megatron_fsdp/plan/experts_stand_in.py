@@ -1,6 +1,6 @@
 """Mixtures of experts on the meta device: routing is assumed to be balanced.
 
-Which rows an expert gets is data. What is alive depends on the number of rows only, where all experts are computed by
+Which rows an expert gets is data. Memory depends on the number of rows only, where all experts are computed by
 one grouped product, as transformers 5 does by default: k rows for each token, however they are routed.
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.library import _scoped_library
 
 Kernels = Literal["cuda", "cpu", "math"]
-"""Of a CUDA device, of a CPU, or those of a CPU with attention by products, which saves all scores."""
+"""Kernels of a CUDA device, of a CPU, or of a CPU with attention by matrix products, which saves all scores."""
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -28,7 +28,7 @@ _FLASH_HEAD_DIM = 256
 def kernels_of(kernels: Kernels) -> Iterator[None]:
     """Let attention, dropout and RMS norms on the meta device use the operators of a device inside the block.
 
-    The functions are replaced in torch's dispatcher, for tensors of the meta device only, so whoever calls them gets
+    The functions are replaced in torch's dispatcher, for tensors of the meta device only, so every caller gets
     the replacement: transformers, `nn.MultiheadAttention`, a recomputed forward.
 
     Args:

@@ -16,7 +16,7 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.setup import nearest_name
 
 ModelSpec = str | Path | Mapping[str, Any] | Callable[[], nn.Module] | nn.Module
-"""What a model can be given as; see `build_meta_model`."""
+"""The ways to specify a model; see `build_meta_model`."""
 
 
 def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:

@@ -229,7 +229,7 @@ def decoder_shape(config: Any, what: str) -> DecoderShape:
 
     Args:
         config: With a `model_type`.
-        what: What is asked for, such as "tp=8"; for the error.
+        what: The request, such as "tp=8", for the error.
 
     Raises:
         ConfigurationError: The formulas do not know the architecture.
@@ -501,7 +501,7 @@ def _part_bytes(share: DecoderShare, layer: int) -> tuple[float, float, float]:
     result = shape.heads * shape.value_width / tp * itemsize + _FP32 * shape.heads / tp
     if not shape.is_mixture(layer):
         mlp = (3 if shape.is_gated else 2) * shape.inner / tp * itemsize
-    else:  # rows that arrive and return, and what is inside of experts
+    else:  # rows that arrive and return, and activations inside of experts
         rows = shape.chosen * (2 * shape.hidden + 3 * shape.expert_inner / tp) * itemsize
         mlp = rows + 3 * shape.shared_inner / tp * itemsize + 2 * _FP32 * shape.experts
     return (queries + keys + waists) * itemsize + result, mlp, result
@@ -515,7 +515,7 @@ def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
     flops = [weight.flops(tp) for weight in products]
     out = [weight.name for weight in products].index("out")
     scores = shape.score_flops(share.sequence_length) / tp
-    everything = 4 * outside + attention + mlp  # two norms keep what they get and what they give
+    everything = 4 * outside + attention + mlp  # two norms keep their inputs and outputs
     results = sum(weight.output_width(tp) for weight in products[::2]) * share.dtype.itemsize
     choices: dict[Recompute, tuple[float, float, float]] = {  # bytes kept, operations repeated: products, attention
         "none": (everything, 0.0, 0.0),

@@ -52,8 +52,8 @@ from megatron_fsdp.plan.sharded import HeldBytes, PlannedModel, UnitModules, hel
 
 _SEQUENCE_LENGTH = 4096
 _MOST_TOKENS = 2**30
-"""More would not be counted right: torch's sizes are 64-bit numbers."""
-_ALMOST = 1.02  # of the fastest: what is simpler wins
+"""Larger counts could overflow torch's 64-bit sizes."""
+_ALMOST = 1.02  # of the fastest: the simpler plan wins
 
 
 def plan(
@@ -599,7 +599,7 @@ def _inner_sizes(ranks: ParallelRanks, machine: Machine, data_ranks: int) -> Ite
 def ranks_that_fit(plan: Plan) -> int | None:
     """Estimate how many ranks the same plan would need to fit, where every rank holds a shard of all state.
 
-    What is held between steps and what an optimizer borrows shrinks with the ranks; gathered weights, buckets and
+    Persistent memory and what an optimizer borrows shrink with the ranks; gathered weights, buckets and
     activations do not. None where more ranks do not help, or the strategy does not share everything out.
 
     Args:

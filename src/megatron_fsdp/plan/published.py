@@ -23,7 +23,7 @@ class PublishedRun:
     Attributes:
         name: For people.
         model: A preset's name, or a shape.
-        setup: How it was run, as far as it is told.
+        setup: Ranks and options, as far as published.
         machine: On what.
         batch: Sequences of a microbatch, and tokens of each.
         figure: As published, and its unit: one of `_UNITS`.

@@ -218,7 +218,7 @@ def _group(group: GroupFootprint, is_expert: bool, setup: Setup) -> _Group:
 
 
 class _Unit:
-    """The sizes of a unit's collectives and gradients, and what is known of them now."""
+    """The sizes of a unit's collectives and gradients, and their current state."""
 
     def __init__(self, index: int, unit: PlannedUnit, setup: Setup) -> None:
         groups, strategy = [plan.footprint(index) for plan in unit.groups], setup.strategy

@@ -16,7 +16,7 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.sharding.placement import placements_for
 
 Recompute = Literal["none", "full", "selective", "attention", "mlp"]
-"""What backward computes again: nothing, whole layers (every unit but the root), all but the results of attention and
+"""What backward recomputes: nothing, whole layers (every unit but the root), all but the results of attention and
 of every second matrix product (torch's selective checkpoints), or the attention or the MLP (or mixture) of layers."""
 
 

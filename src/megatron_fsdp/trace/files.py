@@ -36,7 +36,7 @@ _FLOWS_PER_RANK = 1_000_000_000
 Event = dict[str, Any]
 
 KEY = "megatronFsdpTimeline"
-"""Where the data stands in the file; viewers pass over it."""
+"""The key of the data in the file; viewers ignore it."""
 
 FORMAT = 2
 _NAME = re.compile(r"trace-rank(\d+)\.json")

@@ -97,7 +97,7 @@ def _bars(timeline: Timeline, steps: Sequence[int]) -> tuple[list[_Bar], dict[fl
     """Return the bars to draw, those at the back first, and the names of rows."""
     bars, ticks, row = [], {0.5: "compute"}, 2
     around = _that_hold_compute(timeline.spans)
-    for place, span in enumerate(timeline.spans):  # what is nested comes later, and is drawn on top
+    for place, span in enumerate(timeline.spans):  # nested spans come later, and are drawn on top
         if span.step in steps:
             kind = COLUMNS[span.phase]
             is_named = kind == "compute" and place not in around
@@ -144,7 +144,7 @@ def _draw(axes: Axes, bars: Sequence[_Bar], ticks: dict[float, str], window: Int
     order = 0
     last: tuple[float, str] | None = None
     for bar in bars:
-        order += (bar.row, bar.kind) != last  # one collection for neighbours of one kind keeps what lies on top there
+        order += (bar.row, bar.kind) != last  # one collection for neighbours of one kind preserves the order of drawing
         last = bar.row, bar.kind
         place = (bar.interval[0] - start_ns) / _MS
         grouped[bar.row, bar.height, bar.kind, order].append((place, (bar.interval[1] - bar.interval[0]) / _MS))

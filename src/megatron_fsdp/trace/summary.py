@@ -42,7 +42,7 @@ COLUMNS: dict[str, str] = {
     "norm": "update",
     "whole tensors": "other",
 }
-"""Phase -> where its time counts, without that of phases nested in it. So no time counts twice."""
+"""Phase -> the column of its time without nested phases, so that no time counts twice."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ BLOCKED = "blocked"
 LOCAL_SUM = "local sum"
 
 PHASES: tuple[str, ...] = (*(phase.value for phase in Phase), OPTIMIZER, BLOCKED, LOCAL_SUM)
-"""Names of phases: the engine's own; the step of an optimizer; a collective that is waited for; and the local work on
+"""Names of phases: the engine's own; the step of an optimizer; the wait for a collective; and the local work on
 its result, which on the CPU the waiting thread does."""
 
 GATHER, REDUCE = "gather", "reduce"

@@ -79,7 +79,7 @@ class RunCheckpoints:
             How far training is.
 
         Raises:
-            CheckpointError: What there is cannot be loaded; the same on every rank.
+            CheckpointError: The checkpoint cannot be loaded; the same on every rank.
             ConfigurationError: There is nothing left to train, or the folder to save to is further than this run or
                 cannot be written.
         """

@@ -70,7 +70,7 @@ def run_rank(argv: Sequence[str]) -> int:
         if is_left:
             raise MachineLeftError("another machine was asked to end: saved, and to be started again without it")
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which comes when a peer has ended first: tell the cause
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which arrives when a peer has ended first: report the cause
         code = report_failure(error, index)
         let_go()
         os._exit(code)  # peers may be gone: do not wait for them in destructors

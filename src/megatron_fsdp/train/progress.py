@@ -102,7 +102,7 @@ def _deciding(options: Options) -> Iterator[str]:
     """Yield the options that decide numbers as they were given."""
     yield from ("optimizer", *_OF_OPTIMIZER[options.optimizer.optimizer])
     yield from ("weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss")
-    if options.model.source is None:  # what the shapes of weights do not tell
+    if options.model.source is None:  # not visible in the shapes of weights
         yield from ("num_attention_heads", "normalization", "norm_epsilon")
         if options.model.position_embedding_type == "rope":
             yield "rotary_base"

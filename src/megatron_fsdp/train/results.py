@@ -38,7 +38,7 @@ from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
 from megatron_fsdp.train.reporting.recorder import Recorder, applied, engine_words, plot_run
 
 TEMPERATURE = 0.7
-FINAL_TIMES = 4  # the last evaluation sees so many times as many samples as those on the way
+FINAL_TIMES = 4  # factor for the samples of the final evaluation
 SAMPLE_FILE = "sample.txt"
 MARK_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"

@@ -122,7 +122,7 @@ def stopped_words(job: Job, steps: int) -> str:
 
 
 def early_words(job: Job, steps: int) -> str:
-    """Say why a run that nobody asked to end has not done all steps; empty if it has."""
+    """Say why a run that was not interrupted has not done all steps; empty if it has."""
     training, origins = job.options.training, job.options.origins
     if steps >= job.train_iters or training.skip_train:
         return ""

@@ -12,7 +12,7 @@ import torch
 from megatron_fsdp.errors import CheckpointError
 
 PathParts = tuple[str | int, ...]
-"""Where a value stands in the nested dict that a loader asks for; DCP joins it with dots to a key."""
+"""Path of a value in the nested dict that a loader requests; DCP joins it with dots to a key."""
 
 _KEPT_WITH_WEIGHTS = (
     "args",
@@ -23,7 +23,7 @@ _KEPT_WITH_WEIGHTS = (
 )
 _DEFAULT_VERSION = 3.0
 BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
-"""What checkpoints call the optimizer layouts that follow communication buckets."""
+"""Names in checkpoints of the optimizer layouts that follow communication buckets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ _ALIASES = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
 )
-"""How models without Transformer Engine call what files call by its names."""
+"""Names in models without Transformer Engine -> names in files, which are Transformer Engine's."""
 
 MAP_FILE = "param_to_param_group_map.json"
 

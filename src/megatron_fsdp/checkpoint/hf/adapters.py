@@ -31,7 +31,7 @@ _ABOUT_THE_FILE = "auto_mapping base_model_name_or_path inference_mode peft_vers
 _SEEN_BY_NAMES = """
 bias exclude_modules layers_pattern layers_to_transform modules_to_save save_indices save_only_topk_weights
 save_precomputed_indices save_projection target_modules target_parameters
-"""  # they decide which tensors there are, and the names of the stored ones are compared anyhow
+"""  # they decide which tensors exist, and the names of the stored ones are compared anyhow
 _FOR_TRAINING = """
 beta1 beta2 corda_config d_initial deltaT eva_config init_logits_std init_theta_d_bound init_v_bound
 init_vector_bank_bound lora_ga_config megatron_config megatron_core orth_reg_weight progressbar rank_dropout_scale

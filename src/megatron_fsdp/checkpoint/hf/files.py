@@ -24,10 +24,10 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
 PORTION_BYTES = 32 * 2**20
-"""The most that is read, or put together to be written, at once."""
+"""The most bytes that are read, or assembled to be written, at once."""
 
 _MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library accepts."""
+"""The limit of the safetensors library."""
 _ALIGNMENT = 8
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
@@ -117,7 +117,7 @@ def open_folder(folder: Path, single_file: str = MODEL_FILE, index_file: str | N
 
     Args:
         folder: Local.
-        single_file: Name of the weights where they are one file; it goes before an index, as in transformers.
+        single_file: Name of the weights where they are one file; it has priority over an index, as in transformers.
         index_file: Name of the index where they are several; None: there is never one.
 
     Raises:

@@ -26,7 +26,7 @@ from megatron_fsdp.sharding.shards import Box
 Naming = Callable[[Mapping[str, tuple[int, ...]]], dict[str, FileTensor]]
 
 Portion = tuple[StoredTensor, Box]
-"""Some elements of a tensor in a file, which follow one another there."""
+"""Consecutive elements of a tensor in a file."""
 
 _ROUNDS_BETWEEN_CHECKS = 16
 
@@ -94,7 +94,7 @@ def gather_catalog(
         group: The ranks.
 
     Raises:
-        CheckpointError: Ranks disagree on a tensor, or elements of one are held by nobody or twice; on every rank.
+        CheckpointError: Ranks disagree on a tensor, or elements of one are held by no rank or twice; on every rank.
     """
     mine = []
     for tensor in live:
@@ -436,7 +436,7 @@ class _FileWriter:
         if file is not None:
             self._attempt(file.flush)
             self._attempt(os.fsync, file.fileno())
-            with contextlib.suppress(OSError):  # tries once more what could not be flushed
+            with contextlib.suppress(OSError):  # closing tries the failed flush once more
                 file.close()
 
     def _append(self, values: memoryview) -> None:

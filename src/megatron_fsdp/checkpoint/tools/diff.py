@@ -358,7 +358,7 @@ def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_nan(a: Any, b: Any) -> bool:
-    return isinstance(a, float) and a != a and b != b  # that is what NaN is
+    return isinstance(a, float) and a != a and b != b  # only NaN differs from itself
 
 
 def _told(path: str, a: Any, b: Any) -> str:

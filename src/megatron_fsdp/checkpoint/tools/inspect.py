@@ -29,12 +29,12 @@ from megatron_fsdp.sharding.shards import Box
 
 SCHEMA_VERSION = 1
 SMALL = 1000
-"""Tensors of at most so many elements are shown whole."""
+"""Tensors of up to this many elements are shown whole."""
 CORNER = 6
-"""Of larger ones, so many indices of each dimension."""
+"""The indices of each dimension that are shown of larger tensors."""
 _INDEX = re.compile(r"(?P<one>-?\d+)|(?P<start>-?\d*)\s*:\s*(?P<stop>-?\d*)")
 BLOCK = 1 << 18
-"""So many elements are widened to float64 at a time."""
+"""Elements that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True)

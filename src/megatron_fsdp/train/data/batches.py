@@ -2,7 +2,7 @@
 
 A sample is `length + 1` tokens of the concatenated documents; neighbours share one token, which is the last target of
 the one and the first input of the other. Sample n of all steps is number k of epoch e, (e, k) = divmod(n, samples), and
-lies at place P_e(k), where P_e shuffles the places. So the number n is all that has to be remembered to go on, and the
+lies at place P_e(k), where P_e shuffles the places. So a run is resumed from the number n alone, and the
 samples of a step do not depend on the number of ranks.
 """
 
@@ -90,7 +90,7 @@ class SampleOrder:
     def start(self, number: int) -> int:
         """Return the token at which a sample begins, by its number over all steps and epochs.
 
-        What is left over at the end, less than a sample, is left out; where samples begin moves from epoch to epoch
+        A remainder of less than a sample is left out at the end; the first sample's place moves from epoch to epoch
         within this rest, so that no token is always left out.
         """
         epoch, index = divmod(number, self.samples)
@@ -235,7 +235,7 @@ class Feed:
             generator=torch.Generator(),  # the default one belongs to the model
             prefetch_factor=-(-_STEPS_AHEAD * plan.microbatches // workers) if workers else None,
         )
-        atexit.register(self.close)  # before multiprocessing waits for workers that do not hear its SIGTERM
+        atexit.register(self.close)  # before multiprocessing waits for workers that ignore its SIGTERM
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns of forks, which do not use it
         return iter(loader)
 
@@ -261,7 +261,7 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """Yield a data-parallel rank's part of the held-out samples: evenly spaced, never overlapping.
 
-    Every rank gets the same number of batches, since evaluating a sharded model takes all ranks; what is missing is
+    Every rank gets the same number of batches, since evaluating a sharded model takes all ranks; a remainder is
     filled up with samples that do not count, so that the mean does not depend on the number of ranks.
     """
     available = (len(data.held_out) - 1) // length

@@ -53,7 +53,7 @@ SIDE_FILE = "data.json"
 TOKENIZER_FILE = "tokenizer.json"
 SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
 _BATCH = 2**23  # characters encoded in one go
-_UNFAIR = 4.0  # a side may have so many times more, or less, than its share
+_UNFAIR = 4.0  # the factor by which a side may miss its share
 _FEW = 100  # documents; fewer cannot be cut into three shares by their hashes
 _COUNTED = 2**20  # tokens whose bytes are counted where that takes decoding
 

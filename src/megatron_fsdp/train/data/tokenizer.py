@@ -16,7 +16,7 @@ from megatron_fsdp.train.data.token_file import TokenArray, dtype_for
 BPE_VOCAB_SIZE = 8192
 END_OF_TEXT = "<|end|>"
 ENDS = (END_OF_TEXT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
-"""Tokens that end a text in tokenizers that do not say which does, in the order in which they are looked for."""
+"""End-of-text tokens to look for, in this order, in tokenizers that do not name theirs."""
 
 _FILE = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")

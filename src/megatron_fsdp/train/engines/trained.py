@@ -30,7 +30,7 @@ Call = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """From a model, token ids [samples, length] and their positions (None: from 0) to logits."""
 
 GROWTH_INTERVAL = 1000
-"""Steps without overflow after which the scale of the loss is doubled; Megatron-LM's `--loss-scale-window`."""
+"""Steps without overflow after which the loss scale is doubled; Megatron-LM's `--loss-scale-window`."""
 
 
 def call_decoder(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -196,7 +196,7 @@ class Trained(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return [1, length, vocabulary] for token ids [1, length], without gradients; None if they are not available."""
+        """Return logits [1, length, vocabulary] of token ids [1, length], without gradients; None if not available."""
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""

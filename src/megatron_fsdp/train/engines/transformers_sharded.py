@@ -153,7 +153,7 @@ def _fill(
         model: Wrapped: the whole model, or a stage of it.
         folder: Of weights; None: they are drawn.
         device: Where values are drawn.
-        copies: Names of what gets its values from another stage.
+        copies: Names of tensors that get their values from another stage.
     """
     filled = set(copies)
     if folder is not None:

@@ -41,17 +41,17 @@ ENDS: Mapping[int, str] = {
     EXIT_INTERRUPTED: "Ctrl-C",
     EXIT_TERMINATED: "SIGTERM to the launcher, or the terminal was closed",
 }
-"""Every exit code of the program, where this package started the ranks, and what it means."""
+"""The meaning of every exit code of the program, where this package started the ranks."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torchrun
 
 LAUNCHER_VARIABLE = "MEGATRON_FSDP_LAUNCHER_PID"
-"""Names the process that starts the ranks; it may be gone before a rank can ask the system for its parent."""
+"""Names the process that starts the ranks; it may end before a rank can ask the system for its parent."""
 
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
 _USELESS_TO_REPEAT = (EXIT_USAGE, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
 _TOLD_BY_CODE = (EXIT_USAGE, EXIT_OUT_OF_MEMORY, EXIT_NOT_FINITE, EXIT_HUNG, EXIT_NOT_SAVED)
-"""Codes that nothing but this package ends a rank with, as good as certain: they hold without an error file."""
+"""Exit codes that, almost certainly, only this package uses: they are trusted without an error file."""
 _ECHOES = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank may end because a peer did."""
 
@@ -102,7 +102,7 @@ class Failure:
 
     Attributes:
         rank: Global rank.
-        text: What to show: a traceback for an error that nobody foresaw, else words.
+        text: The text to print: a traceback for an unexpected error, else a sentence.
         code: Exit code of the program.
         time_ns: When it was raised, in nanoseconds since 1970.
         is_echo: Whether it may be the consequence of another rank's end.
@@ -184,7 +184,7 @@ def _hand_over(error: BaseException, path: Path) -> bool:
 def read_failure(rank: int, failure: ProcessFailure) -> Failure:
     """Convert torchrun's record of a failed rank."""
     message = failure.error_file_data.get("message")
-    if not isinstance(message, dict):  # ended from outside, or before it could say a word: no error file
+    if not isinstance(message, dict):  # ended from outside, or before it could write an error file
         noticed_ns = failure.timestamp * 10**9 + 10**9
         if failure.exitcode >= 0:
             text = f"it ended with exit code {failure.exitcode} and without a word"

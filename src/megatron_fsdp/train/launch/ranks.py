@@ -21,12 +21,12 @@ from megatron_fsdp.train.launch.failures import EXIT_FAILED, LAUNCHER_VARIABLE, 
 T = TypeVar("T")
 
 STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
-"""Names the file by which ranks of one machine find each other; no port is opened for that."""
+"""Names the file through which ranks of one machine meet; no port is opened for that."""
 _WATCH_S = 0.5
 _STORE_TIMEOUT = timedelta(minutes=30)
 _BEAT_S = 5.0  # well below the time limit of a collective, which the work of `work_on_machines` may exceed by far
 _TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigurationError, OutOfMemoryError)}
-"""Errors whose words are for the user."""
+"""Errors whose messages are for the user."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def join_ranks(
     with _ending_with(launcher):
         _meet(chosen, timeout)
     yield Rank(dist.get_rank(), dist.get_world_size(), device, launcher)
-    dist.barrier()  # nobody leaves while a peer still needs the connection
+    dist.barrier()  # no rank leaves while a peer still needs the connection
     dist.destroy_process_group()
 
 

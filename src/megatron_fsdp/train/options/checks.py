@@ -32,7 +32,7 @@ _NEEDS: Mapping[str, str] = {
     "wandb_exp_name": "--wandb-project",
     "sample_tokens": "--prompt",
 }
-"""Options -> the flag without which (or the values of it without one of which) they do nothing: refused."""
+"""Options -> the flag (or its values) without which they have no effect, and are refused."""
 
 _TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
     (
@@ -51,7 +51,7 @@ _TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
     ),
     ("log_exposed_communication", lambda o: o.parallel.use_torch_fsdp2, "FSDP2 does not tell what it waits for"),
 )
-"""(options, when they do nothing, why): cases that usual scripts have, taken and told."""
+"""(options, when they have no effect, why): cases of common scripts, accepted with a notice."""
 
 _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("bf16", "fp16", "the model computes in one dtype"),
@@ -63,7 +63,7 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("bf16", "auto_bf16", "both say the dtype that the model computes in"),
     ("fp16", "auto_bf16", "both say the dtype that the model computes in"),
 )
-"""(option, option, why): not both. Those of a preset have given way before (`giving_way`)."""
+"""(option, option, why): contradictory pairs. A preset's options were dropped before (`giving_way`)."""
 
 
 def check_options(options: Options) -> None:

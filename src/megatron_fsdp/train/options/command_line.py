@@ -22,7 +22,7 @@ PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
 
 WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
-"""Options that name a place to write to."""
+"""Options that are output paths."""
 
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
 
@@ -128,12 +128,12 @@ def read_config_file(path: str | Path, out: str | Path | None = None) -> Layer:
             it, and are relative to it. Else the same holds of the current folder.
 
     Returns:
-        What it says. It has problems where the file names an option twice, or a place to write to that lies elsewhere.
+        The values. It has problems if the file names an option twice, or an output path outside of the folder.
 
     Raises:
         ConfigurationError: The file cannot be read, is no mapping, or has a key twice.
     """
-    with suppress(RuntimeError):  # nobody of this name is here, so that the file is not, either
+    with suppress(RuntimeError):  # there is no user of this name, so no such file
         path = Path(path).expanduser()  # shells leave the ~ of --config=~/run.yaml as it is
     try:
         found, _ = read_mapping(Path(path))

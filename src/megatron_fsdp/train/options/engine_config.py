@@ -82,7 +82,7 @@ def _gradient_dtypes(
         if dtype == torch.float32 and not training.auto_bf16:
             notices.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
         if dtype == torch.float32 and training.auto_bf16:
-            comm = None  # what the hardware cannot multiply it need not send
+            comm = None  # hardware that cannot multiply a dtype need not send it
             if options.is_chosen("grad_reduce_in_bf16"):
                 notices.append("--grad-reduce-in-bf16 has no effect: --auto-bf16 found no bfloat16 on this hardware")
     elif options.is_given("megatron_fsdp_grad_comm_dtype") or config.grad_reduce_in_fp32 or dtype == torch.float32:

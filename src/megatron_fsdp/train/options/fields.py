@@ -153,7 +153,7 @@ def _path(value: Any) -> Path | None:
         return None
     try:
         return Path(value).expanduser()
-    except RuntimeError:  # nobody of this name is here
+    except RuntimeError:  # there is no user of this name
         return None
 
 

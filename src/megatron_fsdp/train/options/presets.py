@@ -23,7 +23,7 @@ _DECODER: Mapping[str, Any] = {
     "adam_beta2": 0.95,
     "exit_duration_in_mins": 5.0,
 }
-"""What the four sizes share: a decoder with rotary positions, fully sharded, for five minutes at most."""
+"""Options of all four sizes: a decoder with rotary positions, fully sharded, for five minutes at most."""
 
 
 def _preset(
@@ -89,7 +89,7 @@ _SHAPE = (
     "moe_ffn_hidden_size",
     "transformer_impl",
 )
-"""Options that a configuration of transformers answers."""
+"""Options that a configuration of transformers sets."""
 
 _SHARDING = ("use_megatron_fsdp", "data_parallel_sharding_strategy")
 
@@ -109,7 +109,7 @@ _GIVING_WAY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("use_torch_fsdp2", True, _SHARDING),
     ("use_megatron_fsdp", False, _SHARDING),
 )
-"""(option that is given, its value or any, options of a preset that give way)."""
+"""(option that is given, its value or any, options of a preset that it overrides)."""
 
 
 def giving_way(preset: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _OF_CPU = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _OF_DEVICES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-_OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # what ranks tell each other of an error is its type and its words
+_OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # ranks exchange the type and the message of an error
 _OF_NCCL = re.compile("nccl.*out of memory", re.IGNORECASE | re.DOTALL)
 _SHOWN = 5
 
@@ -113,7 +113,7 @@ def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> Iterator[None]:
     """Report rank, step, peak and remedies if the block runs out of memory.
 
     Raises:
-        OutOfMemoryError: In place of what the block raised, unless that says how the run ends by itself.
+        OutOfMemoryError: In place of what the block raised, unless that is a `RunError`.
     """
     try:
         yield

@@ -75,7 +75,7 @@ class HangWatch:
 
     When neither the loop nor the model has got anywhere for a time, the logs of all ranks are explained, the report is
     written to `hang/report.txt` and shown, Python's stack of this rank is written beside it, and the process ends with
-    `EXIT_HUNG`; whoever started the ranks ends the others, and starts all again where that is left.
+    `EXIT_HUNG`; the launcher ends the others, and restarts all if restarts are left.
     """
 
     def __init__(self, folder: Path, job: Job, rank: Rank, pulse: Pulse) -> None:

@@ -115,7 +115,7 @@ def _pointed(root: Path) -> int | None:
 
 def _require_sound(path: Path) -> None:
     folder = CheckpointFolder(path)
-    if Manifest.read(path) is not None:  # written by something else: names, shapes and files are all there is
+    if Manifest.read(path) is not None:  # written by another program: only names, shapes and files can be checked
         require_sound(folder, rank_of(None), world_size_of(None))
 
 

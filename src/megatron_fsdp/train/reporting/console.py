@@ -26,7 +26,7 @@ from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 LIBRARY_LOGGER = "megatron_fsdp"
 PLAIN_WIDTH = 120
 PLAIN_LINES = 20  # where there is no terminal
-PACE_STEPS = 50  # the time left is reckoned from so many steps
+PACE_STEPS = 50  # steps from which the remaining time is estimated
 UNKNOWN = "-"
 _NAME_WIDTH, _VALUE_WIDTH = 14, 10  # three cells and the space between them fit into 80 columns
 
@@ -158,7 +158,7 @@ def show_comparison(console: Console, rows: Sequence[Row]) -> None:
 
 
 class ConsoleWatcher:
-    """Shows progress while a run goes on: a live picture on a terminal, a few lines elsewhere; see `Watcher`."""
+    """Shows progress: a live display on a terminal, a few lines elsewhere; see `Watcher`."""
 
     def __init__(self, console: Console, total_steps: int, limit_s: float = math.inf) -> None:
         """Prepare the display; `with` shows it and leaves its last state on the screen.
