@@ -114,7 +114,6 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(places: torch.Tensor) -> torch.Tensor:
-    """Look up the weights of places."""
     found = _table(0, places.device)[places & 0xFFFF]
     for level in range(1, 4):
         found = found * _table(level, places.device)[(places >> (16 * level)) & 0xFFFF]

@@ -177,7 +177,6 @@ def _states_of(found: Any, key: str) -> Mapping[str, Any]:
 
 
 def _try(states: Mapping[str, Any], device: torch.device) -> None:
-    """Test the states on separate generators."""
     with _told_as_unfit():
         torch.Generator().set_state(states["torch_rng_state"])
         random.Random().setstate(states["random_rng_state"])

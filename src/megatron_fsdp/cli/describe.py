@@ -118,7 +118,6 @@ def _trainable(params: Any) -> list[Any]:
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `fully_shard_model`."""
     from megatron_fsdp.config.precision import MixedPrecisionPolicy, dtype_from_name
     from megatron_fsdp.fully_shard import fully_shard_model
 

@@ -153,7 +153,6 @@ class _OneProcess:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """List remarks that are no fault."""
         found = []
         if self.batch_norms:
             found.append(

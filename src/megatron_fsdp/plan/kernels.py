@@ -83,7 +83,6 @@ class _Attention:
         return self.query.shape[-1] == self.key.shape[-1] == self.value.shape[-1]
 
     def additive_mask(self) -> Tensor | None:
-        """Return the mask in its additive form."""
         if self.mask is None or self.mask.dtype != torch.bool:
             return self.mask
         kept, masked = (torch.scalar_tensor(x, dtype=self.query.dtype, device="meta") for x in (0.0, float("-inf")))

@@ -150,7 +150,6 @@ def build_from_config(config: Any, dtype: torch.dtype, kind: str = "AutoModelFor
 
 
 def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Build a causal language model of transformers."""
     transformers: Any = require(
         "transformers",
         "a model of this config",

@@ -580,7 +580,6 @@ class _Pass:
         self._keep(-piece.kept)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return all segments."""
         return tuple(self._segments)
 
     def _work(self, flops: float, products: float, again: float, moved: float, more: float) -> None:

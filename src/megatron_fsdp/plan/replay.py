@@ -340,7 +340,6 @@ class _Replay:
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def step(self, profile: ComputeProfile) -> None:
-        """Run all microbatches and the optimizer."""
         self._cast_bytes, self._compute_s = 0, 0.0
         for unit in self._units:
             unit.has_main = False

@@ -201,7 +201,6 @@ class _Layouts:
         self._known: dict[object, GroupPlan] = {}
 
     def plan(self, spec: ParameterGroupSpec) -> GroupPlan:
-        """Plan one group."""
         alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters))
         if alike not in self._known:
             originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in spec.parameters]

@@ -88,7 +88,6 @@ class _Lenient:
             return len(text)
 
     def flush(self) -> None:
-        """Flush what is buffered, if possible."""
         try:
             self._inner.flush()
         except BrokenPipeError:
@@ -115,7 +114,6 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message as it is."""
         print_message(self._console, self.format(record))
 
 

@@ -323,7 +323,6 @@ def _plot_smoothed(axes: Axes, records: Sequence[StepRecord], values: Sequence[f
 
 
 def _picture(title: str, ylabel: str) -> tuple[Figure, Axes]:
-    """Make an empty figure over steps."""
     require("matplotlib", "a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
