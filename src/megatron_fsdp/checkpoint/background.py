@@ -214,7 +214,7 @@ class BackgroundSaver:
         ...                                     # training goes on; it may change what was saved
         saver.close()                           # or wait(); before torch.distributed is taken down
 
-    The thread speaks over a gloo group of its own, so that its collectives never meet those of training. What it raises
+    The thread uses a gloo group of its own, so that its collectives never meet those of training. What it raises
     on any rank is raised on all ranks, once: by the next `wait`, `start` or `close`. It is no daemon: Python waits for
     it before it exits. An error that was not raised by then is a warning.
 

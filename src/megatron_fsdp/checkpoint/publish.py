@@ -87,7 +87,7 @@ class FileOps:
 def claim(path: Path, held: ExitStack) -> bool:
     """Lock a file or folder until `held` ends, or the process, however that ends.
 
-    Where the file system has no locks, or nothing can be opened, nobody is refused. On NFS a lock of a file holds for
+    If the file system has no locks, or nothing can be opened, every claim succeeds. On NFS a lock of a file holds for
     all machines, that of a folder for this one.
 
     Returns:

@@ -2,7 +2,7 @@
 
 A logical rank is a rank's place as the model sees it: its index along pipeline parallelism, tensor parallelism and
 data parallelism (all other mesh dimensions, flattened). With as many of each as when it was saved, each logical
-rank gets back the very streams it had, wherever it runs now. With other numbers no stream belongs to anyone: every rank
+rank gets back the very streams it had, wherever it runs now. With other numbers the streams fit no rank: every rank
 is then seeded from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the
 same checkpoint on the same new ranks gives the same numbers again.
 """

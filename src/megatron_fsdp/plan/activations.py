@@ -292,8 +292,8 @@ class LiveStorages:
 class Answers:
     """Runs operators; conditions on meta tensors are answered as for a full batch without odd values.
 
-    Models ask whether nothing is padded (`mask.all()`): yes; or whether anything is odd (`x.isnan().any()`): no. So
-    a condition is true, but that anything is so is false.
+    Models check that nothing is padded (`mask.all()`) or that something is odd (`x.isnan().any()`). So every condition
+    is True, except that `any` is False.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Machines in numbers that a user may change: FLOPs, memory and links.
 
-The presets are the makers' figures for dense 16-bit matrix products, memory and links per direction; what a run reaches
-of them is in the fields called efficiency, which are assumptions and stand in every report.
+The presets are the makers' figures for dense 16-bit matrix products, memory and links per direction. The fields named
+efficiency are the fractions that a run is assumed to reach; every report states them.
 """
 
 from __future__ import annotations

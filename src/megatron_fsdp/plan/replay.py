@@ -1,9 +1,9 @@
 """A simulated training step: the engine's scheduler, driven by the events of a compute profile, on simulated wires.
 
-What is gathered, reduced and released when is decided by the engine's own `Scheduler`; gathered weights and buckets
-live in its own `WeightMemory` and `BucketPool`, on the meta device; what a collective sends follows from its own
-layouts. Left to this file are a clock, and the order in which the executor borrows buckets and waits for reductions,
-which `megatron_fsdp.plan.checking` holds against the engine.
+The engine's own `Scheduler` decides what is gathered, reduced and released, and when; gathered weights and buckets live
+in its own `WeightMemory` and `BucketPool`, on the meta device; its own layouts say what a collective sends. This file
+adds a clock, and the order in which the executor borrows buckets and waits for reductions, which
+`megatron_fsdp.plan.checking` compares with the engine.
 """
 
 from __future__ import annotations

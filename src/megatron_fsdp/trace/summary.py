@@ -159,7 +159,7 @@ class Summary:
 def hidden_part(steps: Iterable[StepSummary]) -> float | None:
     """Return the fraction of communication that was hidden behind other work: 1 - exposed / communication.
 
-    Communication is the time in which at least one collective was in flight, from its launch until what was sent had
+    Communication is the time in which at least one collective was in flight, from its launch until its data had
     come. Exposed is the part of it in which the compute side did nothing else: the compute stream on CUDA waited for a
     collective; the host on the CPU waited for one or handed one to the back end. Time counts once however many
     collectives are in flight.

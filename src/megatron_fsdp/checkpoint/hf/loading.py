@@ -154,7 +154,7 @@ def _union(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
 def match_tensors(module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> Match:
     """Find every tensor of a model among stored ones.
 
-    A tensor is looked for as transformers would store it (experts one by one), then under its own name, each with and
+    A tensor is searched for as transformers would store it (experts one by one), then under its own name, each with and
     without the prefix of the base model, and at last under names that transformers renames. A tied weight may be
     stored under any of its names.
 

@@ -46,8 +46,8 @@ def save_hf(
 ) -> None:
     """Save a model as `transformers` does, so that `from_pretrained(folder)` loads it; collective.
 
-    What is saved are the main weights, under the names that transformers stores, tied ones once. Each file is written
-    by one rank, several at the same time; elements come to it in stretches of 32 MiB. The folder appears at once and
+    Saves the main weights, under the names that transformers stores, tied ones once. Each file is written
+    by one rank, several at the same time, which receives elements in portions of 32 MiB. The folder appears at once and
     complete, or not at all.
 
     Args:

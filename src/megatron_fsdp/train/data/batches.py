@@ -90,8 +90,8 @@ class SampleOrder:
     def start(self, number: int) -> int:
         """Return the token at which a sample begins, by its number over all steps and epochs.
 
-        A remainder of less than a sample is left out at the end; the first sample's place moves from epoch to epoch
-        within this rest, so that no token is always left out.
+        Each epoch shifts its samples by a random offset within the remainder (less than a sample), so that no token is
+        always left out.
         """
         epoch, index = divmod(number, self.samples)
         key = hashlib.blake2b(f"{self.seed}:{epoch}".encode(), digest_size=32).digest()
@@ -200,7 +200,7 @@ class Microbatches(Dataset[Batch]):
 class Feed:
     """Gives a rank its microbatches through torch's `DataLoader`, with workers that prefetch, and pinned memory.
 
-    Steps in their order are prepared ahead; after a jump, workers begin anew at the new place.
+    Consecutive steps are prefetched; after a jump, workers restart at the new place.
     """
 
     def __init__(self, microbatches: Microbatches, *, num_workers: int, pins: bool) -> None:

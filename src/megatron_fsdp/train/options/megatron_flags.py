@@ -2,7 +2,7 @@
 
 A flag about speed, display or plumbing that this package does by other means is accepted, with a notice that it has
 no effect (`EXPLAINED`). A flag that would change numbers is accepted if it asks for what happens anyway (`FIXED`).
-All others are refused, with what to do (`REFUSED`).
+All others are refused, with a remedy (`REFUSED`).
 """
 
 from __future__ import annotations
