@@ -1,4 +1,4 @@
-"""Saving while training goes on: copy the state to host memory, hand back control, write the copy from a thread."""
+"""Background saves: copy the state to host memory, return to training, write the copy from a thread."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 ALIGNMENT_BYTES = 64
 ARENA_BYTES = 512 * 1024 * 1024
-"""Of one stretch of memory; a power of two, to which torch's allocator of pinned memory rounds up."""
+"""Bytes of one block of memory; a power of two, to which torch's pinned allocator rounds up."""
 
 Save = Callable[[Any, "dist.ProcessGroup | None"], object]
 """Saves a state, collectively over a group: `save(state, group)`."""
 
 
 class StagingBuffers:
-    """Host memory for one copy of a state, kept for the next copy.
+    """Host memory for one copy of a state, reused by the next copy.
 
-    The stagers of torch 2.13 do not serve. `StateDictStager` stops at our DTensors ("invalid python storage"); it
-    copies whole storages, so a state that takes some of a flat buffer is charged for all of it, and finds its memory
-    again by the storage object, so what `state_dict()` makes anew is allocated anew. `BlockingAsyncStager` hands out
-    scalar DTensors live, copies every DTensor twice, drops descriptions of local tensors, and needs an accelerator to
-    keep its memory.
+    The stagers of torch 2.13 are not used. `StateDictStager` fails on our DTensors ("invalid python storage"); it
+    copies whole storages, so a state that uses part of a flat buffer takes as much as all of it; and it finds its
+    memory again by the storage object, so new tensors of each `state_dict()` are allocated anew. `BlockingAsyncStager`
+    returns scalar DTensors uncopied, copies every DTensor twice, drops descriptions of local tensors, and needs an
+    accelerator to keep its memory.
 
     Args:
-        arena_bytes: Of one stretch of memory; a larger tensor has one of its own.
+        arena_bytes: Of one block of memory; a larger tensor has one of its own.
 
     Attributes:
         staged_bytes: Of all tensors of the last copy, each memory counted once.
@@ -57,12 +57,12 @@ class StagingBuffers:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the memory takes, with what alignment adds, used or not."""
+        """Bytes of all blocks, with alignment, used or not."""
         return sum(arena.nbytes for arena in self._arenas)
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
-        """Copy this rank's part of a state; what an earlier copy held is overwritten.
+        """Copy this rank's part of a state; the previous copy is overwritten.
 
         Copies from a device are queued behind what the current stream of the device holds, and may not be done when
         this returns: call `wait_until_copied` before reading.
@@ -77,7 +77,7 @@ class StagingBuffers:
         Raises:
             CheckpointError: A tensor is of a kind that cannot be copied so.
         """
-        if isinstance(state, dict):  # torch takes the state dicts of what stands at the top, too
+        if isinstance(state, dict):  # torch also calls `state_dict()` of objects at the top level
             state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
         frozen = _mapped(state, lambda value: value if isinstance(value, torch.Tensor) else copy.deepcopy(value))
         sources: dict[Any, torch.Tensor] = {}
@@ -106,13 +106,13 @@ class StagingBuffers:
             event.synchronize()
 
     def release(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self.wait_until_copied()
         self._arenas = []
         self._events = []
 
     def _places(self, sizes: Sequence[int], pinned: bool) -> list[tuple[torch.Tensor, int]]:
-        """An arena and the first byte in it for each size, one after the other in as few arenas as that takes."""
+        """Return a block and the first byte in it for each size, one after the other in as few blocks as possible."""
         used, places = [0], []
         for size in sizes:
             if used[-1] and used[-1] + size > self._arena_bytes:
@@ -123,7 +123,7 @@ class StagingBuffers:
             arena if arena.nbytes >= size and arena.is_pinned() == pinned else None
             for arena, size in zip(self._arenas, used, strict=False)
         ]
-        self._arenas = []  # what does not fit goes before new memory is taken
+        self._arenas = []  # free what does not fit before new memory is allocated
         kept += [None] * (len(used) - len(kept))
         self._arenas = [
             torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if arena is None else arena
@@ -133,7 +133,7 @@ class StagingBuffers:
 
 
 def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with a storage of just its bytes: of tensors inside of objects torch writes the whole storage."""
+    """Make a tensor whose storage has just its bytes: inside of objects torch writes the whole storage."""
     if like.numel() == 0:
         return torch.empty(like.shape, dtype=like.dtype)
     memory = (ctypes.c_char * like.nbytes).from_address(arena.data_ptr() + first)
@@ -142,7 +142,7 @@ def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Ten
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A nesting with its leaves replaced."""
+    """Return a nesting with its leaves replaced."""
     if isinstance(value, dict):
         return {key: _mapped(each, leaf) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -151,7 +151,7 @@ def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements."""
+    """Return this rank's elements."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
     if not is_plain or local.is_meta or local.is_quantized:
@@ -163,7 +163,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(local: torch.Tensor) -> Any:
-    """Equal for tensors that show the same elements of the same memory."""
+    """Return a key that is equal for tensors that show the same elements of the same memory."""
     if local.numel() == 0:
         return (local.dtype, tuple(local.shape))
     bits = (local.is_conj(), local.is_neg())
@@ -171,7 +171,7 @@ def _memory(local: torch.Tensor) -> Any:
 
 
 def _like(tensor: torch.Tensor, staged: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """The copy of a tensor, of the same kind."""
+    """Return the copy of a tensor, of the same kind."""
     local = _local(tensor)
     found = staged[_memory(local)]
     if not isinstance(tensor, DTensor):
@@ -190,14 +190,14 @@ def _is_remote(device: torch.device) -> bool:
 
 
 def _recorded(device: torch.device) -> torch.Event:
-    """An event behind what the current stream of a device holds."""
+    """Record an event on the current stream of a device."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 class _Outcome:
-    """What the last save met, until it has been raised."""
+    """The error of the last save, until it has been raised."""
 
     error: BaseException | None = None
 
@@ -214,12 +214,12 @@ class BackgroundSaver:
         ...                                     # training goes on; it may change what was saved
         saver.close()                           # or wait(); before torch.distributed is taken down
 
-    The thread speaks over a gloo group of its own, so that its collectives never meet those of training. What it raises
+    The thread uses a gloo group of its own, so that its collectives never meet those of training. What it raises
     on any rank is raised on all ranks, once: by the next `wait`, `start` or `close`. It is no daemon: Python waits for
-    it before it exits. What nobody has asked for by then is warned about.
+    it before it exits. An error that was not raised by then is a warning.
 
-    `dcp.async_save` is not used: it takes any number of saves at once, makes no group, raises on the ranks that meet an
-    error only, and its stagers do not serve (see `StagingBuffers`).
+    `dcp.async_save` is not used: it takes any number of saves at once, makes no group, raises only on the ranks with an
+    error, and its stagers do not work here (see `StagingBuffers`).
 
     Attributes:
         group: The ranks, over gloo; None where there is this process alone.
@@ -251,11 +251,11 @@ class BackgroundSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether the thread is at work on this rank."""
+        """Whether the thread is saving on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, state: Any, save: Save) -> None:
-        """Copy a state and save the copy in the background; waits for the save before, if there is one.
+        """Copy a state and save the copy in the background; waits for the previous save, if there is one.
 
         Call it on all ranks in the same order. It communicates nothing itself: what fails while copying on one rank is
         raised later, on all.
@@ -266,7 +266,7 @@ class BackgroundSaver:
             save: Called as `save(copy, group)` in the thread of every rank. The copy is overwritten by the next save.
 
         Raises:
-            CheckpointError: What the save before has met; nothing is started.
+            CheckpointError: The previous save failed; nothing is started.
             ConfigurationError: The saver is closed.
         """
         if self._is_closed:
@@ -275,7 +275,7 @@ class BackgroundSaver:
         copied, problem = None, None
         try:
             copied = self._buffers.copy(state)
-        except Exception as error:  # noqa: BLE001  the thread tells the other ranks, who are about to wait for this one
+        except Exception as error:  # noqa: BLE001  the thread reports it to the other ranks, which are about to wait for this one
             problem = error
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._thread = threading.Thread(
@@ -287,7 +287,7 @@ class BackgroundSaver:
         """Wait until nothing is being saved.
 
         Raises:
-            CheckpointError: What the save has met on any rank; the same message on every rank, once.
+            CheckpointError: The save failed on some rank; the same message on every rank, once.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -297,7 +297,7 @@ class BackgroundSaver:
             raise error
 
     def close(self) -> None:
-        """Finish, and let the memory and the group go; collective. May be called again.
+        """Finish, and free the memory and the group; collective. May be called again.
 
         Raises:
             CheckpointError: As `wait`.
@@ -321,7 +321,7 @@ class BackgroundSaver:
         self.close()
 
     def _run(self, copied: Any, problem: BaseException | None, save: Save, device: int | None) -> None:
-        """The thread."""
+        """Save the copy in the thread."""
         try:
             if device is not None:
                 torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
@@ -333,12 +333,12 @@ class BackgroundSaver:
                     save(copied, self.group)
 
             together("saving in the background", save_copy, self.group)
-        except BaseException as error:  # noqa: BLE001  raised by whoever waits
+        except BaseException as error:  # noqa: BLE001  raised by the next wait
             self._outcome.error = error
 
 
 def _gloo_twin(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """A new gloo group of the same ranks; None where this process is alone in the world."""
+    """Make a gloo group of the same ranks; return None if this process is alone."""
     if world_size_of() == 1:
         return None
     if group is None:

@@ -47,7 +47,7 @@ class Checkpointer:
         in_background: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """A checkpointer; nothing is written yet, and the ranks do not meet.
+        """Prepare a checkpointer; nothing is written yet, and nothing is communicated.
 
         Args:
             root: Folder of the run, which all ranks share.
@@ -89,7 +89,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: It could not be saved, nothing of it is published, and older ones are as they were; the
-                same on every rank. In the background, what the save *before* has met.
+                same on every rank. In the background, the *previous* save failed.
             ConfigurationError: The arguments do not belong together, or ranks give different ones.
         """
 
@@ -152,20 +152,20 @@ class Checkpointer:
         )
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint; None where there is none yet."""
+        """Return the newest whole checkpoint; None if there is none yet."""
         return self.store.latest()
 
     def wait(self) -> None:
         """Wait for a save in the background.
 
         Raises:
-            CheckpointError: What it has met on any rank.
+            CheckpointError: It failed on some rank.
         """
         if self._saver is not None:
             self._saver.wait()
 
     def close(self) -> None:
-        """Finish, and let memory and group go; before torch.distributed is taken down.
+        """Finish, and free memory and group; call it before torch.distributed is shut down.
 
         Raises:
             CheckpointError: As `wait`.

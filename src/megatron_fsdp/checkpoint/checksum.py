@@ -1,13 +1,13 @@
-"""A checksum of a global tensor that does not depend on how the tensor is cut. Pure.
+"""A checksum of a global tensor that does not depend on how the tensor is sharded.
 
     sum over words k of  word_k * w(k)   mod 2^64,   w(k) = T0[k0] * T1[k1] * T2[k2] * ...   mod 2^64
 
-The words are the patterns of the elements' bytes as signed integers: one per element of up to 4 bytes, the 4-byte
+The words are the elements' bytes as signed integers: one per element of up to 4 bytes, the 4-byte
 pieces of longer ones. k is a word's place in the flattened global tensor, k0, k1, ... its digits to the base 2^16, and
 the tables hold pseudo-random odd numbers (a multilinear hash, Carter and Wegman 1979, with weights by tabulation).
 Parts of a tensor are summed wherever they lie, in any order, and the sums added. Any change of a single word changes
-the sum for certain, since w is odd and a word shorter than the sum; for other changes the odds of going unseen are
-about 2^-30 at worst. It is no protection against someone who wants to deceive.
+the sum for certain, since w is odd and a word shorter than the sum; other changes go undetected with a probability of
+about 2^-30 at worst. It is no protection against deliberate manipulation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = {1: torch.int8, 2: torch.int16}
 
 
 def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """The share of a box in the checksum of its global tensor.
+    """Compute the share of a box in the checksum of its global tensor.
 
     Args:
         values: The elements of the box, shaped as it is; any dense dtype.
@@ -62,23 +62,23 @@ def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[i
 
 
 def combine(sums: Iterable[int]) -> int:
-    """The checksum of the whole from those of its boxes."""
+    """Add the checksums of boxes to that of the whole tensor."""
     return sum(sums) & _MASK
 
 
 def _total(sums: list[torch.Tensor]) -> int:
-    """One wait for the device, at the end."""
+    """Sum on the device and wait for it once."""
     return int(sums[0] if len(sums) == 1 else torch.stack(sums).sum()) & _MASK
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of the elements as words, in a new last dimension; without a copy where they lie in order."""
+    """View the bytes of the elements as words, in a new last dimension; copies only if not contiguous."""
     values = values.detach().resolve_conj().resolve_neg().contiguous().unsqueeze(-1)
     return values.view(_WORDS.get(values.element_size(), torch.int32))
 
 
 def _contiguous_dims(lengths: Sequence[int], shape: Sequence[int]) -> int:
-    """How many trailing dimensions of a box are one stretch of the flattened tensor."""
+    """Count the trailing dimensions of a box that are contiguous in the flattened tensor."""
     whole = 0
     for length, total in zip(reversed(lengths), reversed(shape), strict=True):
         if length != total:
@@ -88,7 +88,7 @@ def _contiguous_dims(lengths: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _starts(lengths: Sequence[int], strides: Sequence[int], first: int) -> torch.Tensor:
-    """Flattened index of the first word of each run of a box."""
+    """Return the flattened index of the first word of each run of a box."""
     starts = torch.tensor([first], dtype=torch.int64)
     for length, stride in zip(lengths, strides, strict=True):
         starts = (starts[:, None] + torch.arange(length, dtype=torch.int64) * stride).reshape(-1)
@@ -114,7 +114,6 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(places: torch.Tensor) -> torch.Tensor:
-    """The weights of places; as `_run_sum` has it, by look-up."""
     found = _table(0, places.device)[places & 0xFFFF]
     for level in range(1, 4):
         found = found * _table(level, places.device)[(places >> (16 * level)) & 0xFFFF]
@@ -122,7 +121,7 @@ def _weights(places: torch.Tensor) -> torch.Tensor:
 
 
 def _high_part(block: int) -> int:
-    """The product of the tables' entries for all but the lowest digit of a place, as a signed number."""
+    """Return the product of the tables' entries for all but the lowest digit of a place, as a signed number."""
     found, level = 1, 1
     while block:
         found *= int(_table(level, torch.device("cpu"))[block & 0xFFFF])
@@ -132,7 +131,7 @@ def _high_part(block: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _table(level: int, device: torch.device) -> torch.Tensor:
-    """2^16 pseudo-random odd numbers by splitmix64 (Steele et al. 2014); above level 0 the first is 1."""
+    """Make 2^16 pseudo-random odd numbers by splitmix64 (Steele et al. 2014); above level 0 the first is 1."""
     x = torch.arange(1, BLOCK + 1, dtype=torch.int64) + level * BLOCK
     x = x * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -144,7 +143,7 @@ def _table(level: int, device: torch.device) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift to the right; torch's keeps the sign."""
+    """Shift right logically; torch's shift keeps the sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 

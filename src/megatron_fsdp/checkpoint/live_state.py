@@ -1,7 +1,7 @@
 """The state of a training job as nested dicts, under the names that checkpoints use.
 
 model.module.<parameter or buffer>                     DTensors and tensors, the live ones
-optimizer.state.module.<parameter>.<slot>              the same
+optimizer.state.module.<parameter>.<slot>              live DTensors and tensors
 optimizer.param_groups                                 options of the groups, with the names of their parameters
 rng_state.(<stage>, <tensor rank>).<data rank>.states  random states
 iteration                                              steps done
@@ -27,14 +27,14 @@ RESERVED = frozenset({MODEL, OPTIMIZER, ITERATION, rng.SECTION})
 
 
 class Stateful(Protocol):
-    """What can be put into a checkpoint next to model and optimizer."""
+    """The interface of objects that can be put into a checkpoint next to model and optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state; tensors in it are loaded in place."""
+        """Return the state; tensors in it are loaded in place."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state over."""
+        """Load a state."""
 
 
 Extras = Mapping[str, Stateful]
@@ -48,7 +48,7 @@ def collect(
     with_rng: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Everything that belongs into a checkpoint; nothing is copied but the random states.
+    """Collect everything that belongs in a checkpoint; only random states are copied.
 
     Args:
         model: Sharded or not.
@@ -72,7 +72,7 @@ def collect(
 
 
 def join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Let the state of a stage of a pipeline name the parameter groups of all stages; collective there.
+    """Let the state of a pipeline stage name the parameter groups of all stages; collective over the pipeline.
 
     Args:
         state: As of `collect`; changed in place.
@@ -86,15 +86,15 @@ def join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGrou
 
 
 def model_section(model: nn.Module) -> dict[str, Any]:
-    """The model's state, with one `module.` before each name, whether a wrapper puts it there or not."""
+    """Return the model's state, with one `module.` before each name, whether a wrapper adds it or not."""
     return {f"{PREFIX}{own_name(model, key)}": value for key, value in model.state_dict().items()}
 
 
 def check_names(extra: Extras | None) -> None:
-    """Refuse names that would be mistaken for others.
+    """Refuse names of extras that would be mistaken for others.
 
     Raises:
-        ConfigurationError: There is one.
+        ConfigurationError: A name is reserved, empty or has a dot.
     """
     for name in extra or {}:
         if name in RESERVED or not name or "." in name:
@@ -104,5 +104,5 @@ def check_names(extra: Extras | None) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the parameters are."""
+    """Return the device of the parameters."""
     return next((param.device for param in model.parameters()), torch.device("cpu"))

@@ -42,7 +42,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checked folder; each chunk once, however many pieces of it are wanted, so at most one is held.
+    """Reads a checked folder; each chunk once, however many pieces of it are wanted, and one at a time.
 
     Args:
         folder: Opened, and so checked.
@@ -59,14 +59,14 @@ class SafeReader(FileSystemReader):
         }
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """What the folder has read and checked already."""
+        """Return the metadata that the folder has read and checked already."""
         found = self._folder.metadata
         if found.storage_meta is None:
             found.storage_meta = StorageMeta()
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan wants, file after file in the order of bytes.
+        """Read what the plan wants, file by file in the order of bytes.
 
         Raises:
             CheckpointError: Bytes are damaged or ask for code; names key and file.
@@ -101,10 +101,10 @@ class SafeReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's planner, reading objects as data."""
+    """torch's load planner, with objects read as data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object where it belongs.
+        """Load an object into the state dict.
 
         Raises:
             CheckpointError: It is damaged or asks for code.
@@ -118,7 +118,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def _narrowed(chunk: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """A box of a chunk, with an error that `copy_` would hide by broadcasting."""
+    """Return a box of a chunk; raises where `copy_` would broadcast instead."""
     for dim, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
         chunk = chunk.narrow(dim, first, length)
     return chunk
@@ -126,7 +126,7 @@ def _narrowed(chunk: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything that is settled before the first tensor is read."""
+    """Everything that is decided before the first tensor is read."""
 
     folder: CheckpointFolder
     match: Match
@@ -151,7 +151,7 @@ def read_checkpoint(
 ) -> LoadReport:
     """Load one checkpoint folder, with the arguments, the result and the errors of `load_checkpoint`; collective.
 
-    `facts` is what else all ranks have to have been asked for alike, by name.
+    `facts` is what else must be equal on all ranks, by name.
     """
     doing = f"loading {folder}"
     notes: list[str] = []
@@ -183,7 +183,7 @@ def read_checkpoint(
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with_rng: bool) -> dict[str, str]:
-    """What all ranks have to ask for alike when they save or load, in words; raises nothing."""
+    """Return the arguments that must be equal on all ranks when they save or load, in words; raises nothing."""
     count = len(extra) if isinstance(extra, Mapping) else 0  # names may be those of a rank, numbers of them not
     return {
         "optimizer": "None" if optimizer is None else "given",
@@ -217,7 +217,7 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _telling(what_is_left: str, act: Callable[[], None]) -> None:
-    """Where something cannot be undone, say so in the error."""
+    """Add what could not be undone to an error of `act`."""
     try:
         act()
     except Exception as error:
@@ -240,7 +240,7 @@ def _note_dtypes(match: Match, folder: CheckpointFolder) -> None:
 
 
 def _read(plan: _Plan) -> None:
-    """Each rank reads the chunks that it holds a part of; no communication."""
+    """Read the chunks that this rank holds a part of; no communication."""
     reader, planner = SafeReader(plan.folder), SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = plan.folder.metadata
     with torch.no_grad():
@@ -274,7 +274,7 @@ def _install(
 def _random_states(
     folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None
 ) -> rng.RandomStates | None:
-    """What to set once all else is in memory; read and tried before, so that damage changes nothing."""
+    """Read and test the random states to restore last, so that damage changes nothing."""
     keys = [key for key in folder.objects if key.startswith(f"{rng.SECTION}.")]
     if f"{rng.SECTION}.topology" not in keys:
         return None

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds and a checksum of each thing, in JSON that a person can read."""
+"""The manifest of a checkpoint: its entries with a checksum of each, in readable JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class TensorSeal:
-    """What a tensor has to be.
+    """The sealed properties of a tensor.
 
     Attributes:
         shape: Global.
@@ -33,7 +33,7 @@ class TensorSeal:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint holds.
+    """The sealed content of a checkpoint.
 
     Attributes:
         tensors: By key.
@@ -50,13 +50,13 @@ class Manifest:
     checksum_name: str = checksum.NAME
 
     def to_json(self) -> str:
-        """As text; keys sorted, so that equal contents give equal text."""
+        """Return the manifest as JSON; keys are sorted, so that equal contents give equal text."""
         tensors = {key: {**vars(seal), "shape": list(seal.shape)} for key, seal in self.tensors.items()}
         return json.dumps({**vars(self), "tensors": tensors}, sort_keys=True)  # indenting takes five times as long
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a folder; None where there is none, as in checkpoints of other programs.
+        """Read the manifest of a folder; None if there is none, as in checkpoints of other programs.
 
         Raises:
             CheckpointError: It is damaged, or of a newer version of this library.

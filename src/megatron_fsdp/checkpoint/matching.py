@@ -1,4 +1,4 @@
-"""Which key of a checkpoint belongs to which live tensor or object: settled whole before anything is read.
+"""Matches keys of a checkpoint with live tensors and objects, completely, before anything is read.
 
 Optimizer state is found whichever of the usual ways it is stored in:
 
@@ -73,7 +73,7 @@ class Match:
     prefixes: int = 1
 
     def want_tensor(self, folder: CheckpointFolder, key: str, target: torch.Tensor) -> bool:
-        """Ask for a tensor; False, and noted, where the checkpoint has another shape or an object there."""
+        """Request a tensor; record and return False if the checkpoint has another shape or an object there."""
         entry = folder.tensors.get(key)
         if entry is None:
             self.missing.append(key)
@@ -86,7 +86,7 @@ class Match:
         return True
 
     def report(self, iteration: int | None) -> LoadReport:
-        """As told to the caller."""
+        """Return the report for the caller."""
         return LoadReport(
             tuple(sorted([*self.tensors, *self.objects])),
             tuple(sorted(self.missing)),
@@ -98,10 +98,10 @@ class Match:
 
 
 def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> list[ExtraMatch]:
-    """Find every parameter and buffer of a model.
+    """Match every parameter and buffer of a model.
 
     Returns:
-        What modules keep as `_extra_state`.
+        The `_extra_state` of modules.
     """
     live = {key.removeprefix(PREFIX): value for key, value in model_section(model).items()}
     stored, match.prefixes = keys_below(folder, MODEL, live.__contains__)
@@ -127,7 +127,7 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> lis
 
 
 def keys_below(folder: CheckpointFolder, section: str, known: Callable[[str], bool]) -> tuple[dict[str, str], int]:
-    """Keys of a section by the name that follows it, without what wrappers put before it, and how much that was."""
+    """Return keys of a section by name without the prefixes of wrappers, and how many prefixes there were."""
     prefix = f"{section}."
     keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(prefix)]
     names, count = unwrapped([key.removeprefix(prefix) for key in keys], known)
@@ -135,7 +135,7 @@ def keys_below(folder: CheckpointFolder, section: str, known: Callable[[str], bo
 
 
 def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> None:
-    """One of the names of a tied parameter is enough."""
+    """Drop the other names of a tied parameter from the missing ones if one of its names is stored."""
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
         names_of[id(param)].append(saved_name(model, name))
@@ -146,7 +146,7 @@ def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> Non
 
 
 def note_left_out(match: Match, folder: CheckpointFolder, asked: set[str], extra: Extras) -> None:
-    """Say which sections of the checkpoint nobody asked for."""
+    """Note which sections of the checkpoint were not requested."""
     # No section has a dot in its name; a first part that has is a flat name, such as `mfsdp checkpoint edit` makes.
     sections = {path_of(folder, key)[0].partition(".")[0] for key in [*folder.tensors, *folder.objects]}
     left = sorted(sections - asked - extra.keys() - {ITERATION, RNG})
@@ -155,12 +155,12 @@ def note_left_out(match: Match, folder: CheckpointFolder, asked: set[str], extra
 
 
 def asked_sections(optimizer: Any) -> set[str]:
-    """Sections that are loaded, besides those of `extra`."""
+    """Return the sections that are loaded, besides those of `extra`."""
     return {MODEL} if optimizer is None else {MODEL, OPTIMIZER}
 
 
 class ModuleState:
-    """What one module keeps as `_extra_state`, under the protocol of the caller's own objects.
+    """The `_extra_state` of one module, under the protocol of the caller's own objects.
 
     Args:
         model: Sharded or not.
@@ -172,11 +172,11 @@ class ModuleState:
         self._model, self._name, self._value = model, name, value
 
     def state_dict(self) -> Any:
-        """As the module gives it."""
+        """Return the state as the module gave it."""
         return self._value
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Hand it to the module."""
+        """Set the state of the module."""
         is_wrapped = hasattr(self._model, "install_optimized_model_weights")
         inner = cast(nn.Module, self._model.module) if is_wrapped else self._model
         inner.get_submodule(self._name.rpartition(".")[0]).set_extra_state(state_dict)
@@ -184,7 +184,7 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class ExtraMatch:
-    """What belongs to one of the caller's own objects.
+    """The stored state of one of the caller's own objects.
 
     Attributes:
         target: The object.
@@ -202,12 +202,12 @@ class ExtraMatch:
 
     @property
     def is_absent(self) -> bool:
-        """Whether the checkpoint has nothing of it."""
+        """Whether the checkpoint has no state for it."""
         return not self.tensors and not self.objects
 
 
 def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: Stateful) -> ExtraMatch:
-    """Find the state of one of the caller's own objects, or what a module keeps besides tensors.
+    """Match the state of one of the caller's own objects, or the extra state of a module.
 
     What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so
     are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
@@ -250,7 +250,7 @@ def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: S
 
 
 def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
-    """How a key nests; where the checkpoint does not say, dots part it."""
+    """Return the path of a key in the nested state; where the checkpoint does not say, dots separate it."""
     found = folder.metadata.planner_data
     path = found.get(key) if isinstance(found, dict) else None
     if isinstance(path, tuple) and all(isinstance(part, str) for part in path):
@@ -259,7 +259,7 @@ def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
 
 
 def _below(head: KeyPath, state: Any) -> dict[str, Any]:
-    """A state where its path says."""
+    """Nest a state below a path."""
     for part in reversed(head):
         state = {part: state}
     return state
@@ -267,11 +267,11 @@ def _below(head: KeyPath, state: Any) -> dict[str, Any]:
 
 @dataclass
 class OptimizerMatch:
-    """What an optimizer will hold once everything is read.
+    """The state that an optimizer will have once everything is read.
 
     Attributes:
         tensors: Slot by parameter and path of the slot, which is one name unless state is nested.
-        objects: Key of the checkpoint, likewise.
+        objects: Key of the checkpoint by parameter and path of the slot.
         options: Of each parameter's group, by parameter.
         kept: Parameters whose live state is left as it is, since the checkpoint has none that fits.
         rest: Keys of what else is stored.
@@ -284,7 +284,7 @@ class OptimizerMatch:
     rest: dict[str, str] = field(default_factory=dict)
 
     def state(self, objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """State by parameter, once tensors are read.
+        """Return the state by parameter, once tensors are read.
 
         Args:
             objects: What was read, by key.
@@ -306,10 +306,10 @@ def match_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
 ) -> OptimizerMatch:
-    """Find the state and options of every parameter of an optimizer.
+    """Match the state and options of every parameter of an optimizer.
 
     Args:
-        match: Takes what is wanted and what does not fit.
+        match: Collects what to read and what does not fit.
         folder: The checkpoint.
         names: Names of the parameters of each group in a checkpoint, without prefixes.
         optimizer: Live; its tensors are loaded in place, those that it does not have yet are made.
@@ -361,14 +361,14 @@ def match_optimizer(
 
 
 def nested(slots: Mapping[SlotPath, Any]) -> dict[str, Any]:
-    """The state of one parameter out of its leaves."""
+    """Nest the leaves of one parameter's state."""
     return unflatten({".".join(path): value for path, value in slots.items()}, {".".join(path): path for path in slots})
 
 
 def _slots(
     match: Match, folder: CheckpointFolder, keys: Sequence[str], listed: Sequence[str], of_all: Collection[str]
 ) -> dict[str, dict[SlotPath, str]]:
-    """Key of each slot, by parameter and path of the slot."""
+    """Return the key of each slot, by parameter and path of the slot."""
     found: dict[str, dict[SlotPath, str]] = {}
     known = {*listed, *of_all}
     rests = [key.removeprefix(_STATE) for key in keys if key.startswith(_STATE)]
@@ -393,7 +393,7 @@ def _slots(
 
 
 def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
-    """The parameter at the head of a key, and what follows; the longest name that is known."""
+    """Split a key into the parameter (the longest known name) and the rest."""
     parts = rest.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
@@ -405,7 +405,7 @@ def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
 def _is_reshaped(
     match: Match, folder: CheckpointFolder, name: str, param: torch.Tensor, by_slot: Mapping[SlotPath, str]
 ) -> bool:
-    """Whether the parameter had another shape when its state was saved; then none of its state is of use."""
+    """Return whether the parameter had another shape when it was saved; then its state is of no use."""
     entry = folder.tensors.get(match.model_keys.get(name, ""))
     if entry is None or entry.shape == tuple(param.shape):
         return False
@@ -444,7 +444,7 @@ def _read_options(
     listed: Sequence[str],
     of_all: Collection[str],
 ) -> set[str]:
-    """Read the options; they are small, and wanted before anything is changed. Returns the parameters they name."""
+    """Read the options, which are small and needed before anything is changed; return the parameters they name."""
     groups: Any = None
     if _GROUPS in folder.objects:
         groups = folder.read_object(_GROUPS)
@@ -477,7 +477,7 @@ def _read_options(
 
 
 def _unflattened(match: Match, folder: CheckpointFolder, keys: Sequence[str]) -> Any:
-    """The list of groups out of one entry per option, as torch's planner stores lists of dicts."""
+    """Rebuild the list of groups from one entry per option, as torch's planner stores lists of dicts."""
     nested: dict[str, Any] = {}
     paths = folder.metadata.planner_data or {}
     for key in keys:
@@ -490,7 +490,7 @@ def _unflattened(match: Match, folder: CheckpointFolder, keys: Sequence[str]) ->
 def _note_without_state(
     match: Match, found: OptimizerMatch, with_state: Collection[str], names: Sequence[str], known: set[str]
 ) -> None:
-    """A parameter without state was without it when it was saved, or else its state is missing."""
+    """Record missing state, unless the parameter had no state when it was saved."""
     if not with_state:
         return
     without = [name for name in names if name not in with_state]

@@ -1,7 +1,7 @@
-"""Keys of a checkpoint: how nested state becomes flat keys, and which names the tensors of a live model have in it.
+"""Keys of a checkpoint: how nested state becomes flat keys, and the names of a live model's tensors.
 
 Parameters have the names of the whole model in every stage of a pipeline. So what differs from a model on one rank is
-only what the stages have to tell each other: which names are in other stages, which parameter groups the others have,
+only what the stages have to exchange: which names are in other stages, which parameter groups the others have,
 and that the head is a copy where it is tied to input embeddings in another stage. Experts have the names of all ranks.
 """
 
@@ -30,7 +30,7 @@ _MOST_WRAPPERS = 8
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Leaves of nested dicts by dotted key.
+    """Flatten nested dicts to leaves by dotted key.
 
     A dict whose keys are all text is walked into; everything else (a list, an empty dict, a dict with other keys or of
     another kind, but for OrderedDict) is a leaf and stored in one piece.
@@ -54,7 +54,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath
 
 
 def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
-    """The nested dicts again."""
+    """Rebuild the nested dicts."""
     nested: dict[str, Any] = {}
     for key, value in leaves.items():
         *outer, last = paths[key]
@@ -66,12 +66,12 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
 
 
 def is_key(key: str) -> bool:
-    """Whether a text may be a key: control characters would act on terminals, and surrogates cannot be written."""
+    """Return whether a text may be a key: control characters affect terminals, and surrogates cannot be written."""
     return not any(unicodedata.category(character) in ("Cc", "Cs") for character in key)
 
 
 def is_walked(value: object) -> bool:
-    """Whether `flatten` looks inside."""
+    """Return whether `flatten` walks into a value."""
     if not isinstance(value, dict) or type(value) not in (dict, OrderedDict):
         return False
     return bool(value) and all(isinstance(key, str) for key in value)
@@ -87,7 +87,7 @@ def _leaves(state: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, 
 
 @dataclass(frozen=True)
 class PipelinePlace:
-    """Where a rank lies in a pipeline; its model says it as `pipeline_place`.
+    """The position of a rank in a pipeline; its model has it as `pipeline_place`.
 
     Attributes:
         index: Of the rank in the pipeline.
@@ -106,7 +106,7 @@ class PipelinePlace:
 
 
 def place_of(model: nn.Module) -> PipelinePlace | None:
-    """Where this rank lies in a pipeline; None where the model is whole."""
+    """Return this rank's position in a pipeline; None if the model is whole."""
     for part in (model, getattr(model, "module", None)):
         found = getattr(part, "pipeline_place", None)
         if isinstance(found, PipelinePlace) and found.size > 1:
@@ -115,18 +115,18 @@ def place_of(model: nn.Module) -> PipelinePlace | None:
 
 
 def original_name(model: nn.Module, name: str) -> str:
-    """The name of the parameter that a bare name repeats; the name itself where it repeats none."""
+    """Return the name of the parameter that a bare name is a copy of; the name itself if it is no copy."""
     place = place_of(model)
     return name if place is None else place.copies.get(name, name)
 
 
 def is_repeated(model: nn.Module, name: str) -> bool:
-    """Whether what has a bare name here repeats a parameter of another rank."""
+    """Return whether a bare name is a copy of a parameter of another rank."""
     return original_name(model, name) != name
 
 
 def stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The names under which a checkpoint may have what has a bare name here, the best one first."""
+    """Return the names under which a checkpoint may have a bare name, the best one first."""
     place = place_of(model)
     if place is None:
         return (name,)
@@ -136,13 +136,13 @@ def stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def names_of_all(model: nn.Module) -> frozenset[str]:
-    """Names of what all ranks of the pipeline have, this one included; empty where the model is whole."""
+    """Return the names of all ranks of the pipeline; empty if the model is whole."""
     place = place_of(model)
     return frozenset() if place is None else place.names
 
 
 def groups_of_all(own: Groups, place: PipelinePlace, group: dist.ProcessGroup | None = None) -> Groups:
-    """The parameter groups of all stages as one optimizer of the whole model would have them; collective.
+    """Gather the parameter groups of all stages as one optimizer of the whole model would have them; collective.
 
     Args:
         own: Of this rank, as a checkpoint has them.
@@ -156,7 +156,7 @@ def groups_of_all(own: Groups, place: PipelinePlace, group: dist.ProcessGroup | 
 
 
 def join_groups(stages: Sequence[Groups]) -> Groups:
-    """Put groups together: by position where all stages have groups of the same options, else by their options. Pure.
+    """Join groups: by position if all stages have groups of the same options, else by their options.
 
     Args:
         stages: Groups of each stage, in order: options, and the names of parameters under "params".
@@ -180,7 +180,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Equality that looks into lists and dicts, and compares tensors as a whole."""
+    """Compare lists and dicts element by element, and tensors as a whole."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -191,12 +191,12 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def own_name(model: nn.Module, name: str) -> str:
-    """A name as the model inside of our wrapper has it."""
+    """Return a name as the model inside of our wrapper has it."""
     return name.removeprefix(PREFIX) if hasattr(model, "install_optimized_model_weights") else name
 
 
 def saved_name(model: nn.Module, name: str) -> str:
-    """The name in a checkpoint of a parameter or buffer of `named_parameters()`, without a prefix."""
+    """Return the checkpoint name of a parameter or buffer of `named_parameters()`, without a prefix."""
     translate: Callable[[str], str] | None = getattr(model, "checkpoint_name", None)
     inner = own_name(model, name)
     return inner if translate is None else translate(inner)
@@ -205,7 +205,7 @@ def saved_name(model: nn.Module, name: str) -> str:
 def unwrapped(
     stored: Collection[str], known: Callable[[str], bool], first_guess: int = 0
 ) -> tuple[dict[str, str], int]:
-    """Stored names without what wrappers put before them: as many `module.` as fit the known names best.
+    """Strip the prefixes of wrappers: as many `module.` as fit the known names best.
 
     Args:
         stored: Names with the same number of prefixes each.
@@ -229,7 +229,7 @@ def _prefixes(name: str) -> int:
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Whether a bare name of a checkpoint is that of an expert of another rank, or of another stage of a pipeline."""
+    """Return whether a bare name of a checkpoint belongs to an expert or a pipeline stage of another rank."""
     if name in names_of_all(model):
         return True
     translate: Callable[[str], str | None] | None = getattr(model, "held_name", None)
@@ -237,13 +237,13 @@ def is_elsewhere(model: nn.Module, name: str) -> bool:
 
 
 def saved_view(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is cut as the parameter of a bare name here, as a checkpoint has it; over the same memory."""
+    """View a tensor, sharded as the parameter of a bare name, as a checkpoint has it; shares memory."""
     view: Callable[[str, torch.Tensor], torch.Tensor] | None = getattr(model, "checkpoint_view", None)
     return tensor if view is None else view(name, tensor)
 
 
 def listed_names(optimizer: torch.optim.Optimizer, model: nn.Module, own: Names) -> Names:
-    """Names by the numbers of `optimizer.state_dict()`, in groups: those of all ranks where experts are divided.
+    """Return names by the numbers of `optimizer.state_dict()`, in groups; of all ranks if experts are divided.
 
     Args:
         optimizer: Of the model.
@@ -256,5 +256,5 @@ def listed_names(optimizer: torch.optim.Optimizer, model: nn.Module, own: Names)
 
 
 def by_number(names: Names) -> dict[Any, str]:
-    """Names by their number."""
+    """Map numbers to names."""
     return dict(enumerate(itertools.chain.from_iterable(names)))

@@ -1,4 +1,4 @@
-"""Folders and files that appear whole or not at all."""
+"""Atomic creation of folders and files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_fsdp.errors import CheckpointError
 
 
 def require_apart(target: Path, source: Path | None = None) -> None:
-    """Refuse a folder that cannot be made without harm to what is in use.
+    """Refuse a target folder that would overwrite or lie inside what is in use.
 
     Args:
         target: To be made.
-        source: What is read meanwhile; None: nothing that could be hurt.
+        source: The folder that is read meanwhile; None: there is none.
 
     Raises:
         CheckpointError: The target is the current folder, the source, or inside the source.
@@ -38,7 +38,7 @@ def require_apart(target: Path, source: Path | None = None) -> None:
 
 @contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """Make a file under a temporary name beside `target`, which it becomes when the block ends well.
+    """Make a file under a temporary name beside `target`, and rename it when the block ends well.
 
     Args:
         target: Must not exist.
@@ -58,7 +58,7 @@ def new_file(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Make a folder under a temporary name beside `target`, which it becomes when the block ends well.
+    """Make a folder under a temporary name beside `target`, and rename it when the block ends well.
 
     Whatever goes wrong, nothing of it is left; a process that is killed leaves the hidden temporary folder, never a
     part of the target.

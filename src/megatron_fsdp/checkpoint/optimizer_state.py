@@ -1,6 +1,6 @@
-"""Optimizer state by the names of parameters, so that it survives another order, grouping or number of ranks.
+"""Optimizer state by the names of parameters, independent of their order, grouping and the number of ranks.
 
-torch keys optimizer state by the position of parameters in the groups. In a checkpoint it stands under names:
+torch keys optimizer state by the position of parameters in the groups. In a checkpoint it is stored under names:
 `optimizer.state.<parameter>.<slot>`, and the options of the groups once, with the names of their parameters.
 """
 
@@ -33,7 +33,7 @@ KIND = "class"
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Names in a checkpoint of the parameters of each group, in order, without a prefix.
+    """Return the checkpoint names of the parameters of each group, in order, without a prefix.
 
     Raises:
         ConfigurationError: A parameter is none of the model's.
@@ -52,7 +52,7 @@ def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> l
 
 
 def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The optimizer's section of a checkpoint; tensors are the live ones.
+    """Collect the optimizer's section of a checkpoint; tensors are the live ones.
 
     Raises:
         ConfigurationError: As of `named_parameters_of`.
@@ -82,17 +82,17 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
 
 
 def own_names_of(model: nn.Module) -> set[str]:
-    """Names in a checkpoint of the parameters that are here."""
+    """Return the checkpoint names of this rank's parameters."""
     return {saved_name(model, name) for name, _ in model.named_parameters()}
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Name of the class whose state it is: that of the wrapped one where an optimizer wraps another."""
+    """Return the class name of the optimizer, or of the one that it wraps."""
     return type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
 
 
 def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state that holds this rank's part of a parameter as a plain tensor: one rank's would be kept for all."""
+    """Refuse state that is this rank's shard as a plain tensor: one rank's would be saved for all."""
     for param, slots in optimizer.state.items():
         if not isinstance(param, DTensor) or param._local_tensor.shape == param.shape:
             continue
@@ -107,7 +107,7 @@ def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised state tensor for a parameter.
+    """Make an uninitialised state tensor for a parameter.
 
     Args:
         param: The parameter.
@@ -128,7 +128,7 @@ def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torc
 
 
 def options_by_name(groups: object) -> dict[str, dict[str, Any]]:
-    """Options of each parameter's group by the parameter's name, out of what `collect` stored.
+    """Return the options of each parameter's group by its name, from what `collect` stored.
 
     Raises:
         ConfigurationError: It is something else.
@@ -145,7 +145,7 @@ def options_by_name(groups: object) -> dict[str, dict[str, Any]]:
 def merged_options(
     names: Sequence[Sequence[str]], live: Sequence[Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The options that each live group takes over.
+    """Return the options that each live group takes over.
 
     Args:
         names: Of the parameters of each live group.
@@ -182,7 +182,7 @@ def install(
     options: Sequence[Mapping[str, Any]],
     rest: Mapping[str, Any],
 ) -> None:
-    """Give an optimizer its state by its own `load_state_dict`, with the hooks that it has.
+    """Load state and options into an optimizer by its own `load_state_dict`, with its hooks.
 
     Args:
         optimizer: Changed in place.
@@ -190,7 +190,7 @@ def install(
         state: Slots by name of the parameter.
         kept: Parameters whose state stays.
         options: Of each group; those left out stay.
-        rest: What else its state dict has.
+        rest: Other entries of its state dict.
     """
     positions = dict(_positions(names))
     groups = []
@@ -214,27 +214,27 @@ def _positions(names: Sequence[Sequence[str]]) -> Iterator[tuple[str, int]]:
 
 
 class OptimizerByPosition:
-    """Shows an optimizer's state under text keys, and makes the tensors that a fresh one does not have yet.
+    """Presents an optimizer's state under text keys, and makes tensors that a fresh one does not have yet.
 
     Args:
-        optimizer: Of parameters that the checkpoint's own model and optimizer know nothing of.
+        optimizer: Of parameters outside of the checkpoint's own model and optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, with positions as text."""
+        """Return the optimizer's state dict, with positions as text."""
         found = self._optimizer.state_dict()
         return {**found, STATE: {str(position): slots for position, slots in found[STATE].items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state over, by the optimizer's own method."""
+        """Load a state by the optimizer's own method."""
         by_position = {int(position): slots for position, slots in state_dict.get(STATE, {}).items()}
         self._optimizer.load_state_dict({**state_dict, STATE: by_position})
 
     def blank(self, path: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor to load into, cut as its parameter; None for what is no state of a parameter.
+        """Make a tensor to load into, sharded as its parameter; None for what is no state of a parameter.
 
         Args:
             path: Inside the state dict.
@@ -248,5 +248,5 @@ class OptimizerByPosition:
 
 
 def as_extra(value: Any) -> Any:
-    """An object as it is put into a checkpoint."""
+    """Wrap an optimizer so that it can be an extra of a checkpoint; return other objects unchanged."""
     return OptimizerByPosition(value) if isinstance(value, torch.optim.Optimizer) else value

@@ -1,4 +1,4 @@
-"""Read part of a chunk without the rest of it: a chunk may be a stack of layers, and what is wanted one of them."""
+"""Reads part of a chunk without the rest of it, such as one layer of a stack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BEHIND_CONTENTS = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # their data descriptor,
 
 
 class ChunkIndex:
-    """The boxes of one tensor's chunks, by where they lie along its first axes: there may be many thousands.
+    """The boxes of one tensor's chunks, indexed by their position along the first axes; there may be thousands.
 
     Only axes along which all boxes have the same length are used (so they begin at multiples of it, since they cover
     the tensor); the others do not narrow the search.
@@ -42,7 +42,7 @@ class ChunkIndex:
             self._cells[tuple(at // step for at, step in zip(box.offsets, self._steps, strict=False))].append(i)
 
     def candidates(self, wanted: Box) -> Iterator[int]:
-        """Chunks that may meet a box; all that do are among them."""
+        """Yield chunks that may meet a box; all that do are among them."""
         ranges = [
             range(first // step, (first + length - 1) // step + 1)
             for first, length, step in zip(wanted.offsets, wanted.lengths, self._steps, strict=False)
@@ -51,7 +51,7 @@ class ChunkIndex:
             yield from self._cells.get(cell, ())
 
     def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Chunks that share elements with a box, each with what they share, in global coordinates."""
+        """Yield the chunks that share elements with a box, each with the shared box in global coordinates."""
         for i in self.candidates(wanted) if wanted.numel else ():
             shared = self._boxes[i].meet(wanted)
             if shared is not None:
@@ -59,7 +59,7 @@ class ChunkIndex:
 
 
 def stretch_of(shape: Sequence[int], box: Box) -> int | None:
-    """First element, where a box is one stretch of the flattened tensor."""
+    """Return the first element of a box that is contiguous in the flattened tensor; None if it is not."""
     partial = max((axis for axis, n in enumerate(box.lengths) if n != shape[axis]), default=0)
     if any(length != 1 for length in box.lengths[:partial]):
         return None
@@ -70,7 +70,7 @@ def stretch_of(shape: Sequence[int], box: Box) -> int | None:
 
 
 def place_of_elements(stream: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype, where: str) -> int | None:
-    """Where the elements begin in an archive of `torch.save`; None where they are not as they are in memory.
+    """Find where the elements begin in an archive of `torch.save`; None if they are not stored as in memory.
 
     Args:
         stream: With the archive; its elements are not read.

@@ -1,6 +1,6 @@
-"""Make a written folder a checkpoint that readers see, in steps of which each leaves a whole one (docs/saving.md).
+"""Publishes a written folder as a checkpoint, in steps each of which leaves a whole one (docs/saving.md).
 
-One process does this. Whatever the moment it is killed at, `RunFolder` finds the checkpoint from before or the new one.
+One process does this. Whenever it is killed, `RunFolder` finds the previous checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
 class FileOps:
-    """Changes to the file system."""
+    """Changes to the file system, which tests may replace."""
 
     def make_folder(self, path: Path) -> None:
         """Make one folder."""
         path.mkdir()
 
     def make_root(self, path: Path) -> None:
-        """Make a folder and those above, where they are not there."""
+        """Make a folder and its parents, if missing."""
         path.mkdir(parents=True, exist_ok=True)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a folder another name in the same folder; atomic."""
+        """Rename a folder within its parent; atomic."""
         source.rename(target)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Put a file in the place of another; atomic."""
+        """Replace a file by another; atomic."""
         source.replace(target)
 
     def write_file(self, path: Path, content: str) -> None:
@@ -64,7 +64,7 @@ class FileOps:
             os.close(descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """Force the names in a folder to the disk, where the file system can do that with folders."""
+        """Force the names in a folder to the disk, if the file system supports that."""
         try:
             self.sync_file(path)
         except OSError as error:
@@ -72,26 +72,26 @@ class FileOps:
                 raise
 
     def remove_file(self, path: Path) -> None:
-        """Remove a file that may be gone already."""
+        """Remove a file, if it exists."""
         path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and all in it; it may be gone already."""
+        """Remove a folder and its content, if it exists."""
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
-            if path.exists():  # somebody else removes it too; what they leave is removed next time
+            if path.exists():  # another process removes it too; the next save removes the rest
                 raise
 
 
 def claim(path: Path, held: ExitStack) -> bool:
     """Lock a file or folder until `held` ends, or the process, however that ends.
 
-    Where the file system knows no locks, or nothing can be opened, nobody is refused. On NFS a lock of a file holds for
+    If the file system has no locks, or nothing can be opened, every claim succeeds. On NFS a lock of a file holds for
     all machines, that of a folder for this one.
 
     Returns:
-        False where somebody else has it: another process, or another call in this one.
+        False where another process, or another call in this one, has it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -109,7 +109,7 @@ def claim(path: Path, held: ExitStack) -> bool:
 
 
 def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> list[int]:
-    """The iterations that nobody keeps, oldest first.
+    """Return the iterations to delete, oldest first.
 
     Kept are the `keep_last` newest up to the one pointed to. What is newer than that belongs to a run that was given
     up for an earlier checkpoint; it is left to the user.
@@ -126,7 +126,7 @@ def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> 
 
 
 class Publisher:
-    """Writes to the folder of a run. What it hides there is claimed until `end`, so that nobody takes it for left over.
+    """Writes to the folder of a run. Hidden folders are claimed until `end`, so that they are not taken for leftovers.
 
     Attributes:
         folder: The folder of the run.
@@ -138,7 +138,7 @@ class Publisher:
         self._claims = contextlib.ExitStack()
 
     def begin(self, iteration: int, overwrite: bool) -> Path:
-        """Clear what killed runs have left, and make an empty hidden folder to write a checkpoint into.
+        """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
 
         Raises:
             CheckpointError: The iteration exists, and is not to be overwritten.
@@ -160,11 +160,11 @@ class Publisher:
             # Another process took it for left over before it was claimed.
 
     def end(self) -> None:
-        """Give up what was claimed, after a save that was published or failed."""
+        """Release what was claimed, after a save that was published or failed."""
         self._claims.close()
 
     def publish(self, staging: Path, iteration: int, keep_last: int | None) -> None:
-        """Give a written folder its name, let the pointer name it, and delete what is not kept.
+        """Rename a written folder, point the pointer to it, and delete what is not kept.
 
         An error before the pointer has moved undoes all of it. Afterwards it is a warning, but for the last step that
         makes the move survive a power failure.
@@ -205,9 +205,9 @@ class Publisher:
             self.discard(self.folder.path_of(old))
 
     def discard(self, path: Path) -> None:
-        """Delete a folder that may be gone already, under a hidden name, so that no reader sees half of it.
+        """Delete a folder, if it exists, under a hidden name, so that no reader sees half of it.
 
-        What cannot be deleted is warned about.
+        Failures are warnings.
         """
         hidden = Hidden.parse(path)
         with self._warning_of(f"{path} could not be deleted"):
@@ -221,11 +221,11 @@ class Publisher:
             self._ops.remove_tree(path)
 
     def _clear_leftovers(self) -> set[int]:
-        """Remove what killed processes have left; what a living one has claimed stays.
+        """Remove leftovers of killed processes; what a living one has claimed stays.
 
         Returns:
-            Iterations that were given their name by a process that was killed before it could move the pointer. Who
-            resumes from the pointer comes to them again; they may be replaced unasked.
+            Iterations that were renamed by a process that was killed before it could move the pointer. A run that
+            resumes from the pointer reaches them again, and may replace them.
         """
         never_pointed_to: set[int] = set()
         for entry in self.folder.hidden():
@@ -247,7 +247,7 @@ class Publisher:
         return set()
 
     def _clear_pointer(self, entry: Hidden) -> set[int]:
-        """Remove the unused pointer of a killed process, unless it tells of a checkpoint that was never pointed to."""
+        """Remove the unused pointer of a killed process, unless it names a checkpoint that was never pointed to."""
         iteration = _number_in(entry.path)
         if iteration is not None and self.folder.path_of(iteration).exists() and not self._is_pointed_to(iteration):
             return {iteration}
@@ -262,7 +262,7 @@ class Publisher:
             return False
 
     def _restore_or_discard(self, entry: Hidden) -> None:
-        """Give a checkpoint that was about to be replaced its name back, where no other one has taken it."""
+        """Restore the name of a checkpoint that was about to be replaced, if no other has taken it."""
         published = self.folder.root / entry.name
         if not published.exists():
             with self._warning_of(f"{entry.path} could not be renamed to {published.name}"):
@@ -271,7 +271,7 @@ class Publisher:
             self.discard(entry.path)
 
     def _clear_replaced(self, iteration: int) -> None:
-        """Remove what the iteration was before, and pointers that tell it was never pointed to."""
+        """Remove the previous version of an iteration, and pointers that mark it as never pointed to."""
         name = self.folder.path_of(iteration).name
         for entry in self.folder.hidden():
             if entry.purpose is Purpose.REPLACED and entry.name == name:

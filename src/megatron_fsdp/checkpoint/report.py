@@ -1,4 +1,4 @@
-"""What loading did, key by key."""
+"""The report of a load, key by key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Which tensors and objects were loaded, and which were not. The same on every rank.
+    """The keys that were loaded, and those that were not. The same on every rank.
 
     Attributes:
         loaded: Keys that were read into the live objects.
@@ -49,7 +49,7 @@ class LoadReport:
         return "\n".join([counts, *lines, *self.notes])
 
     def require_complete(self, source: str) -> None:
-        """Refuse what did not fit.
+        """Raise an error if anything did not fit.
 
         Args:
             source: Names the checkpoint.
@@ -65,7 +65,7 @@ class LoadReport:
 
 
 def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> LoadReport:
-    """What loading did in all stages; collective.
+    """Merge the reports of all pipeline stages; collective.
 
     Args:
         own: Of this rank.

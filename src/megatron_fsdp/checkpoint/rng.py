@@ -2,7 +2,7 @@
 
 A logical rank is a rank's place as the model sees it: its index along pipeline parallelism, tensor parallelism and
 data parallelism (all other mesh dimensions, flattened). With as many of each as when it was saved, each logical
-rank gets back the very streams it had, wherever it runs now. With other numbers no stream belongs to anyone: every rank
+rank gets back the very streams it had, wherever it runs now. With other numbers the streams fit no rank: every rank
 is then seeded from its logical rank and a digest of all saved streams, so that ranks differ, nothing repeats, and the
 same checkpoint on the same new ranks gives the same numbers again.
 """
@@ -30,7 +30,7 @@ SECTION = "rng_state"
 
 @dataclass(frozen=True)
 class LogicalRank:
-    """A rank's place.
+    """A rank's place along tensor, data and pipeline parallelism.
 
     Attributes:
         tensor: Index along tensor parallelism.
@@ -50,18 +50,18 @@ class LogicalRank:
 
     @property
     def key(self) -> str:
-        """As a checkpoint names it: stage, tensor index, data index."""
+        """The name in a checkpoint: stage, tensor index, data index."""
         return f"({self.stage}, {self.tensor}).{self.data}"
 
     @property
     def topology(self) -> list[int]:
-        """How many there are of each, as a checkpoint says it; without a pipeline nothing is said of stages."""
+        """The size along each, as a checkpoint stores it; stages only if there is a pipeline."""
         sizes = [self.tensor_size, self.data_size]
         return sizes if self.stages == 1 else [*sizes, self.stages]
 
 
 def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> LogicalRank:
-    """This rank's place.
+    """Return this rank's place.
 
     Args:
         model: Sharded, or not: then all ranks of the group are data-parallel. A stage of a pipeline counts pipelines in
@@ -81,7 +81,7 @@ def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) ->
 
 
 def place_in(names: Sequence[str], shape: Sequence[int], coordinate: Sequence[int], tp_dim: str) -> LogicalRank:
-    """The place of one coordinate of a mesh; all dimensions but the tensor-parallel one count as one, the last fastest.
+    """Return the place of a mesh coordinate; all dimensions except `tp_dim` are flattened, the last fastest.
 
     Args:
         names: Of the dimensions.
@@ -98,7 +98,7 @@ def place_in(names: Sequence[str], shape: Sequence[int], coordinate: Sequence[in
 
 
 def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
-    """This rank's random states, as the section of a checkpoint."""
+    """Return this rank's random states, as the section of a checkpoint."""
     states: dict[str, Any] = {
         "random_rng_state": random.getstate(),
         "torch_rng_state": torch.get_rng_state(),
@@ -112,12 +112,12 @@ def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """What a rank's streams are to be set to.
+    """The states to set a rank's generators to.
 
     Attributes:
         device: Whose accelerator stream to set.
         states: The very states that were saved; None: seed anew.
-        seed: To seed with, where there are no states.
+        seed: The seed, where there are no states.
         told: What this does, for the report.
     """
 
@@ -128,7 +128,7 @@ class RandomStates:
 
 
 def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> RandomStates:
-    """What `restore` is to set; tried out on generators of its own, and nothing is set yet.
+    """Prepare what `restore` is to set, tested on separate generators; nothing is set yet.
 
     Args:
         found: Objects of the section by key.
@@ -154,10 +154,10 @@ def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) 
 
 
 def restore(prepared: RandomStates) -> None:
-    """Set this rank's streams.
+    """Set this rank's generators.
 
     Raises:
-        CheckpointError: They cannot be set here.
+        CheckpointError: The states cannot be set.
     """
     if prepared.states is not None:
         _set(prepared.states, prepared.device)
@@ -177,7 +177,6 @@ def _states_of(found: Any, key: str) -> Mapping[str, Any]:
 
 
 def _try(states: Mapping[str, Any], device: torch.device) -> None:
-    """Set generators that nobody draws from."""
     with _told_as_unfit():
         torch.Generator().set_state(states["torch_rng_state"])
         random.Random().setstate(states["random_rng_state"])
@@ -206,7 +205,7 @@ def _told_as_unfit() -> Iterator[None]:
 
 
 def _seed(found: Mapping[str, Any], place: LogicalRank) -> int:
-    """63 bits from all saved torch streams and this rank's place."""
+    """Derive a 63-bit seed from all saved torch states and this rank's place."""
     stage = "" if place.stages == 1 else f" {place.stage}/{place.stages}"
     digest = hashlib.sha256(f"{place.tensor}/{place.tensor_size} {place.data}/{place.data_size}{stage}".encode())
     for key in sorted(found):

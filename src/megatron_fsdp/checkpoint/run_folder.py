@@ -1,9 +1,9 @@
-"""The folder of a run: names, what counts as a checkpoint, and where the latest one is. Reads only, and knows no ranks.
+"""The folder of a run: names, which folders are checkpoints, and which is the latest. Reads only, without ranks.
 
 <root>/latest_checkpointed_iteration.txt              the pointer: a decimal iteration, or `release`
 <root>/iter_0000010/                                  a checkpoint
 <root>/.iter_0000020.partial-<owner>-<serial>/        being written, or left by a killed run
-<root>/.iter_0000010.replaced-<owner>-<serial>/       on its way out; counts until another one has its name
+<root>/.iter_0000010.replaced-<owner>-<serial>/       being replaced; counts until another one has its name
 <root>/.iter_0000005.discarded-<owner>-<serial>/      being deleted
 <root>/.latest_checkpointed_iteration.txt.partial-<owner>-<serial>   the next pointer
 """
@@ -35,7 +35,7 @@ _SHOWN = 8
 
 
 class Purpose(StrEnum):
-    """Why something lies under a hidden name."""
+    """Why an entry has a hidden name."""
 
     PARTIAL = "partial"
     REPLACED = "replaced"
@@ -60,7 +60,7 @@ class Hidden:
 
     @classmethod
     def parse(cls, path: Path) -> Hidden | None:
-        """What a path says; None where it is none of ours."""
+        """Parse a path; None if it is not one of ours."""
         found = _HIDDEN.fullmatch(path.name)
         if found is None or (found["name"] != POINTER and iteration_of(found["name"]) is None):
             return None
@@ -68,18 +68,18 @@ class Hidden:
 
 
 def hidden_name(name: str, purpose: Purpose) -> str:
-    """A new hidden name, which no other process and no other save makes."""
+    """Make a new hidden name, unique over processes and saves."""
     return f".{name}.{purpose}-{_owner(os.getpid())}-{uuid.uuid4().hex[:8]}"
 
 
 @functools.cache
 def _owner(process: int) -> str:
-    """A word that names this process: its number alone may come again after a restart."""
+    """Return a word that identifies this process: its number alone may be reused after a restart."""
     return f"{process}x{uuid.uuid4().hex[:12]}"
 
 
 def folder_name(iteration: int) -> str:
-    """The name of a checkpoint.
+    """Return the name of a checkpoint's folder.
 
     Raises:
         ConfigurationError: The iteration is no whole number from 0.
@@ -90,7 +90,7 @@ def folder_name(iteration: int) -> str:
 
 
 def iteration_of(name: str) -> int | None:
-    """The iteration that a folder's name stands for; None for any other name."""
+    """Return the iteration of a folder's name; None for any other name."""
     found = _FOLDER.fullmatch(name)
     if found is None or folder_name(int(found[1])) != name:
         return None
@@ -98,7 +98,7 @@ def iteration_of(name: str) -> int | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a folder holds what is written last."""
+    """Return whether a folder holds the file that is written last."""
     return (path / MARK_OF_WHOLE).is_file()
 
 
@@ -113,7 +113,7 @@ class RunFolder:
     root: Path
 
     def path_of(self, iteration: int) -> Path:
-        """Where the checkpoint of an iteration is published, whether it is there or not.
+        """Return where the checkpoint of an iteration is published, whether it exists or not.
 
         Raises:
             ConfigurationError: The iteration is no whole number from 0.
@@ -121,18 +121,18 @@ class RunFolder:
         return self.root / folder_name(iteration)
 
     def hidden(self) -> list[Hidden]:
-        """What lies here under hidden names, in the order of names; nothing where there is no folder."""
+        """List the entries with hidden names, in the order of names; empty if there is no folder."""
         found = (Hidden.parse(path) for path in self._entries())
         return [entry for entry in found if entry is not None]
 
     def iterations(self) -> list[int]:
-        """The iterations with a whole checkpoint, ascending."""
+        """List the iterations with a whole checkpoint, ascending."""
         numbers = {iteration_of(path.name) for path in self._entries() if is_whole(path)}
         numbers |= {iteration_of(entry.name) for entry in self._replaced()}
         return sorted(number for number in numbers if number is not None)
 
     def find(self, iteration: int) -> Path | None:
-        """The whole checkpoint of an iteration; None where there is none.
+        """Return the whole checkpoint of an iteration; None if there is none.
 
         A process that was killed while it replaced a checkpoint may have left the old one under its hidden name.
         """
@@ -143,10 +143,10 @@ class RunFolder:
         return aside[-1] if aside else None
 
     def pointed(self) -> int | str | None:
-        """What the pointer says: an iteration or `release`; None where there is no pointer.
+        """Read the pointer: an iteration or `release`; None if there is no pointer.
 
         Raises:
-            CheckpointError: It says something else, or cannot be read.
+            CheckpointError: It has other content, or cannot be read.
         """
         pointer = self.root / POINTER
         try:
@@ -166,10 +166,10 @@ class RunFolder:
         return int(number[1])
 
     def latest(self) -> Path | None:
-        """The checkpoint that the pointer names; without a pointer the newest; None where there is none at all.
+        """Return the checkpoint that the pointer names; without a pointer the newest; None if there is none.
 
         Raises:
-            CheckpointError: The root is no folder or a checkpoint itself, the pointer says nonsense, or names one that
+            CheckpointError: The root is no folder or a checkpoint itself, the pointer is invalid, or names one that
                 is not there.
         """
         self._require_folder()
@@ -186,7 +186,7 @@ class RunFolder:
         return found
 
     def resolve(self, iteration: int | None = None) -> Path:
-        """The checkpoint of an iteration, or the latest one.
+        """Return the checkpoint of an iteration, or the latest one.
 
         Raises:
             CheckpointError: As `latest`, or there is no such checkpoint.

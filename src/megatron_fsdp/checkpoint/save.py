@@ -1,4 +1,4 @@
-"""Write a state with torch.distributed.checkpoint, and seal it: a checksum of every global tensor as it is written.
+"""Writes a state with torch.distributed.checkpoint, with a checksum of every global tensor as it is written.
 
 Each rank sums over the chunks that it writes; the sums travel with the results that torch gathers anyway, and the rank
 that writes the metadata adds them up and writes the manifest. No collective is added.
@@ -53,7 +53,7 @@ def save_alone(state: Mapping[str, Any], **options: Any) -> None:
 
 @dataclass
 class Seal:
-    """What one rank has written.
+    """The checksums of what one rank has written.
 
     Attributes:
         tensors: Sum over the chunks of each tensor.
@@ -65,7 +65,7 @@ class Seal:
 
 
 class SealingPlanner(DefaultSavePlanner):
-    """torch's planner over a flat state, noting checksums of what it hands to the writer."""
+    """torch's save planner over a flat state, which checksums what it hands to the writer."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -83,16 +83,16 @@ class SealingPlanner(DefaultSavePlanner):
         super().set_up_planner(leaves, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank holds, and how its keys nest."""
+        """Plan what this rank holds, with the paths of its keys."""
         plan = super().create_local_plan()
         self.plan = SavePlan(plan.items, plan.storage_data, self.mappings)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """torch's, with the nesting of every rank's keys.
+        """Merge the plans of all ranks, with the paths of every rank's keys.
 
         Raises:
-            CheckpointError: Ranks give different things for one key, of which torch would write one and drop the rest.
+            CheckpointError: Ranks give different values for one key, of which torch would write one and drop the rest.
         """
         require_alike(all_plans)
         plans, metadata = super().create_global_plan(all_plans)
@@ -100,10 +100,10 @@ class SealingPlanner(DefaultSavePlanner):
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of one item.
+        """Return the data of one item.
 
         Raises:
-            ConfigurationError: An object that could not be read again without running code from the checkpoint.
+            ConfigurationError: An object could not be read again without running code from the checkpoint.
         """
         data, key = super().resolve_data(write_item), write_item.index.fqn
         if isinstance(data, io.BytesIO):
@@ -119,7 +119,7 @@ class SealingPlanner(DefaultSavePlanner):
 
 
 class SealingWriter(FileSystemWriter):
-    """torch's writer, which also writes the manifest, last but for the metadata.
+    """torch's writer, which also writes the manifest, just before the metadata.
 
     torch's keeps every tensor that it had to copy (and that is every view of a flat buffer) until the file is done;
     here one tensor is held at a time. Its planner keeps a `Seal` as `seal`.
@@ -134,7 +134,7 @@ class SealingWriter(FileSystemWriter):
         self._progress = progress
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, where it has something to write, force it to the disk, and add its sums."""
+        """Write this rank's file, if it has data, force it to the disk, and add its checksums."""
         results: list[WriteResult] = []
         if plan.items:
             name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
@@ -163,7 +163,7 @@ class SealingWriter(FileSystemWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank: the manifest, then the metadata, whose presence says that all is there."""
+        """Write the manifest on one rank, then the metadata, whose presence marks a whole checkpoint."""
         seals = [found.storage_data for of_rank in results for found in of_rank if found.index == _SEAL]
         written = [[found for found in of_rank if found.index != _SEAL] for of_rank in results]
         text = manifest_of(metadata, seals).to_json()
@@ -175,7 +175,7 @@ class SealingWriter(FileSystemWriter):
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements on the CPU, in a storage of just their size: `torch.save` writes the whole storage."""
+    """Return a CPU tensor with a storage of just its size: `torch.save` writes the whole storage."""
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided:
         return tensor
@@ -184,13 +184,13 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_alike(plans: Sequence[SavePlan]) -> None:
-    """Refuse keys that are not the same global tensor, or not objects, on all ranks that have them.
+    """Refuse keys whose global tensor or kind differs between ranks.
 
     Args:
         plans: By rank, as they come from the ranks.
 
     Raises:
-        CheckpointError: There are some.
+        CheckpointError: There are such keys.
     """
     first: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
     differing: dict[str, None] = {}
@@ -221,7 +221,7 @@ def _kind_in_words(kind: tuple[torch.Size, torch.dtype] | None) -> str:
 
 
 def manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
-    """The manifest of what ranks have written."""
+    """Make the manifest of what ranks have written."""
     tensors = {}
     for key, found in metadata.state_dict_metadata.items():
         if isinstance(found, TensorStorageMetadata):
@@ -251,7 +251,7 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
 def write_planned(
     state: Mapping[str, Any], writer: SealingWriter, planner: SavePlanner, group: dist.ProcessGroup | None = None
 ) -> None:
-    """`dcp.save` over the ranks of a group, or by this process where it is alone; collective.
+    """Call `dcp.save` over the ranks of a group, or in this process if it is alone; collective.
 
     Raises:
         CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
@@ -266,7 +266,7 @@ def write_planned(
 
 
 def _require_whole(state: Mapping[str, Any]) -> None:
-    """Refuse to let one process save what other ranks hold a part of, as when torch.distributed was taken down."""
+    """Refuse to save other ranks' DTensors from one process, as after torch.distributed was shut down."""
     for key, value in flatten(state)[0].items():
         if isinstance(value, DTensor) and value.device_mesh.size() > 1:
             raise CheckpointError(

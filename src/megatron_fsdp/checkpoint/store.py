@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved so that no reader ever sees half of one, found again, and thinned out."""
+"""The checkpoints of a run: published atomically, found again, and pruned."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class CheckpointStore:
         patience_s: float = 10.0,
         ops: FileOps | None = None,
     ) -> None:
-        """A store; touches nothing yet.
+        """Prepare a store; nothing is written yet.
 
         Args:
             root: The folder of the run, on a file system that all ranks share.
             keep_last: How many checkpoints to keep; None: all.
             group: The ranks.
-            patience_s: Seconds a rank looks for the folder that rank 0 has made, before it takes it for missing.
+            patience_s: Seconds that a rank waits to see the folder that rank 0 has made.
             ops: Changes to the file system, for tests.
         """
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
@@ -70,7 +70,7 @@ class CheckpointStore:
         self._publisher = Publisher(self._folder, self._ops)
 
     def over(self, group: dist.ProcessGroup | None) -> CheckpointStore:
-        """The same store over another group of the same ranks, as a save in the background needs."""
+        """Return this store over another group of the same ranks, as a background save needs."""
         return CheckpointStore(
             self.root, keep_last=self.keep_last, group=group, patience_s=self._patience_s, ops=self._ops
         )
@@ -78,7 +78,7 @@ class CheckpointStore:
     # ---- finding ----------------------------------------------------------------------------------------------------
 
     def path_of(self, iteration: int) -> Path:
-        """Where the checkpoint of an iteration is published, whether it is there or not; not collective.
+        """Return where the checkpoint of an iteration is published, whether it exists or not; not collective.
 
         Raises:
             ConfigurationError: The iteration is no whole number from 0.
@@ -86,7 +86,7 @@ class CheckpointStore:
         return self._folder.path_of(iteration)
 
     def iterations(self) -> list[int]:
-        """The iterations with a whole checkpoint, ascending; collective.
+        """List the iterations with a whole checkpoint, ascending; collective.
 
         Raises:
             CheckpointError: The root cannot be read.
@@ -94,19 +94,19 @@ class CheckpointStore:
         return decided_by_first(self._folder.iterations, f"looking into {self.root}", self.group)
 
     def latest(self) -> Path | None:
-        """The checkpoint that the pointer names, or the newest where there is no pointer; collective.
+        """Return the checkpoint that the pointer names, or the newest if there is no pointer; collective.
 
         Returns:
             Its folder; None where there is no checkpoint yet.
 
         Raises:
-            CheckpointError: The root is no folder or a checkpoint itself, or the pointer says nonsense or names one
+            CheckpointError: The root is no folder or a checkpoint itself, or the pointer is invalid or names one
                 that is not there; says which are.
         """
         return self._found(self._folder.latest)
 
     def resolve(self, iteration: int | None = None) -> Path:
-        """The checkpoint to load; collective.
+        """Return the checkpoint to load; collective.
 
         Args:
             iteration: Which; None: the latest.
@@ -120,7 +120,7 @@ class CheckpointStore:
         return found
 
     def resolve_or_itself(self, iteration: int | None = None) -> Path:
-        """As `resolve`, but a root that is itself a checkpoint is the one to load, where no iteration is asked for.
+        """Return the checkpoint to load, or the root if it is itself one and no iteration is given.
 
         Raises:
             CheckpointError: As `resolve`, or the root is a checkpoint and also holds those of a run.
@@ -155,7 +155,7 @@ class CheckpointStore:
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def write(self, iteration: int, writer: Writer, *, overwrite: bool = False, is_synced: bool = False) -> Path:
-        """Save a checkpoint: all of it, or none; collective.
+        """Save a whole checkpoint, or nothing; collective.
 
         Every rank calls the writer with the same hidden folder, in which some rank has to leave `.metadata`. Then the
         files are forced to the disk, the folder gets its name, the pointer moves to it, and old checkpoints go
@@ -188,7 +188,7 @@ class CheckpointStore:
         )
         target = self.path_of(first)
         staging = self.root / name
-        is_first = rank_of(self.group) == 0  # asked for now: torch.distributed may be gone after an error
+        is_first = rank_of(self.group) == 0  # read now: torch.distributed may be shut down after an error
         try:
             self._require_common_ground(staging, iteration, first, doing)
             together(doing, lambda: writer(staging), self.group)
@@ -202,7 +202,7 @@ class CheckpointStore:
         return target
 
     def _begin(self, iteration: int, overwrite: bool) -> tuple[int, str, str]:
-        """On rank 0: the iteration, the name of the hidden folder, and what is being done."""
+        """Return, on rank 0, the iteration, the name of the hidden folder, and a description for errors."""
         doing = f"saving {self.path_of(iteration)}"
         try:
             if is_whole(self.root):
@@ -215,7 +215,7 @@ class CheckpointStore:
             raise CheckpointError(f"{doing} failed ({type(error).__name__}: {error})") from error
 
     def _require_common_ground(self, staging: Path, iteration: int, first: int, doing: str) -> None:
-        """Refuse ranks that save different iterations, or do not see what rank 0 sees."""
+        """Refuse ranks that save different iterations, or do not see rank 0's folder."""
         everyone = gather_objects((iteration, self._sees(staging)), self.group)
         if any(type(theirs) is not int or theirs != first for theirs, _ in everyone):
             each = by_value([repr(theirs) for theirs, _ in everyone])
@@ -236,7 +236,7 @@ class CheckpointStore:
         return True
 
     def _sync_share(self, staging: Path) -> None:
-        """Force this rank's share of the files to the disk; shares go by name, so that listings need not agree."""
+        """Force this rank's share of the files to the disk; shares follow from names, not from listings."""
         ranks, rank = world_size_of(self.group), rank_of(self.group)
         for folder, _, names in os.walk(staging):
             for name in names:

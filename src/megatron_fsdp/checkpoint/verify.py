@@ -1,4 +1,4 @@
-"""Compare what a checkpoint holds with what its manifest says: by one process, or shared by the ranks that load it.
+"""Compares the content of a checkpoint with its manifest: in one process, or shared by the ranks that load it.
 
 One chunk is in memory at a time.
 """
@@ -28,13 +28,13 @@ _SHOWN = 20
 
 
 def share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> list[str]:
-    """The keys that one of several ranks looks at, about equal in bytes: the largest first, in turns back and forth.
+    """Return the keys that one of several ranks reads, balanced by bytes: the largest first, in turns back and forth.
 
     Args:
         folder: The checkpoint.
         rank: Which.
         ranks: How many share the work.
-        without: Sections that nobody looks at.
+        without: Sections that are skipped.
     """
     sizes = {key: entry.nbytes for key, entry in folder.tensors.items()}
     sizes |= {key: entry.span.length for key, entry in folder.objects.items()}
@@ -48,7 +48,7 @@ def share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collectio
 
 
 def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collection[str]) -> dict[str, str]:
-    """What is wrong with tensors and objects, in words, by key.
+    """Describe what is wrong with tensors and objects, by key.
 
     Args:
         folder: The checkpoint.
@@ -85,7 +85,7 @@ def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collect
 
 
 def _other_kind(folder: CheckpointFolder, manifest: Manifest, key: str) -> str | None:
-    """Where a key is not what the manifest says it is, in words."""
+    """Describe how a key differs from its entry in the manifest; None if it does not."""
     if key in folder.objects:
         return "is an object, and a tensor in the manifest" if key in manifest.tensors else None
     entry, seal = folder.tensors[key], manifest.tensors.get(key)
@@ -98,7 +98,7 @@ def _other_kind(folder: CheckpointFolder, manifest: Manifest, key: str) -> str |
 
 
 def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tuple[str, int]]:
-    """Keys and numbers of their chunks, in the order in which they lie."""
+    """Return keys and numbers of their chunks, in the order of files and offsets."""
     places = []
     for key in keys:
         is_tensor = key in folder.tensors
@@ -108,14 +108,14 @@ def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tu
 
 
 def key_problems(folder: CheckpointFolder, manifest: Manifest) -> dict[str, str]:
-    """Keys that only one of checkpoint and manifest has, in words."""
+    """Describe keys that only one of checkpoint and manifest has."""
     listed, there = manifest.tensors.keys() | manifest.objects.keys(), folder.tensors.keys() | folder.objects.keys()
     missing = dict.fromkeys(sorted(listed - there), "is in the manifest and not in the checkpoint")
     return missing | dict.fromkeys(sorted(there - listed), "is in the checkpoint and not in the manifest")
 
 
 def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> str:
-    """Check this rank's share of a checkpoint, and all its names.
+    """Verify this rank's share of a checkpoint, and all its names.
 
     Args:
         folder: The checkpoint.
@@ -149,7 +149,7 @@ def _told(problems: dict[str, str], shown: int = 8) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be.
+    """One problem of a checkpoint.
 
     Attributes:
         kind: What it is.
@@ -167,17 +167,17 @@ class Finding:
 
 @dataclass
 class VerifyReport:
-    """What was found, by name.
+    """The findings of a verification, by kind.
 
     Attributes:
         folder: The checkpoint.
         tensors: How many tensors it holds.
         objects: How many objects.
         nbytes: Bytes of tensors and objects that were read.
-        damaged: What is there and wrong.
-        missing: What should be there and is not.
-        unexpected: Tensors and objects of which the manifest does not know, and files that belong to nothing.
-        unverified: What could be read, or was not, and was not compared with anything.
+        damaged: Entries that are there and wrong.
+        missing: Entries that should be there and are not.
+        unexpected: Tensors and objects that the manifest does not have, and files that belong to nothing.
+        unverified: Entries that were not compared with anything, whether or not they were read.
     """
 
     folder: str
@@ -191,11 +191,11 @@ class VerifyReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is damaged or missing, and nothing but files is there that nobody saved."""
+        """Whether nothing is damaged or missing, and nothing but files is unexpected."""
         return not (self.damaged or self.missing or any(found.kind != "file" for found in self.unexpected))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report for JSON."""
         return {"is_whole": self.is_whole, **asdict(self)}
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ class VerifyReport:
 
 
 def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
-    """Look for damage in one checkpoint; whatever wrote it.
+    """Check one checkpoint of any program for damage.
 
     Args:
         folder: With `.metadata` in it.
@@ -308,7 +308,7 @@ def _compare_names(opened: CheckpointFolder, sealed: Manifest, report: VerifyRep
 def _check(
     opened: CheckpointFolder, key: str, sealed: Manifest | None, file_problems: Mapping[str, str], deep: bool
 ) -> tuple[Literal["fine", "damaged", "unverified"], str]:
-    """Read one tensor or object and compare it, as far as there is something to compare it with."""
+    """Read one tensor or object and compare it with the manifest or stored CRCs, if there are any."""
     chunks = opened.tensors[key].chunks if key in opened.tensors else [opened.objects[key]]
     files = dict.fromkeys(chunk.span.file for chunk in chunks)
     damage = [f"{name} {file_problems[name]}" for name in files if name in file_problems]
@@ -331,7 +331,7 @@ def _check(
 
 
 def _unreadable_parts(opened: CheckpointFolder, key: str) -> list[str]:
-    """What cannot be read of a key, or does not fit the CRC-32 that torch stored with it; in words."""
+    """Describe what cannot be read of a key, or does not match the CRC-32 that torch stored with it."""
     told = []
     for index in range(len(opened.tensors[key].chunks) if key in opened.tensors else 1):
         try:

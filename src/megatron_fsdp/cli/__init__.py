@@ -1,1 +1,1 @@
-"""The `mfsdp` command: arguments in, exit codes and text out; the work is done in the layers below."""
+"""The `mfsdp` command line: parses arguments, prints results and returns exit codes."""

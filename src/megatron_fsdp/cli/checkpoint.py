@@ -75,7 +75,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def inspector(argv: Sequence[str] | None = None) -> int:
-    """Run the commands of `mfsdp checkpoint` as a program of its own, `tools/checkpoint/checkpoint_inspector.py`."""
+    """Run the commands of `mfsdp checkpoint` as a separate program, `tools/checkpoint/checkpoint_inspector.py`."""
     parser = Parser(prog="checkpoint_inspector.py", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     add_commands(parser)
@@ -83,7 +83,7 @@ def inspector(argv: Sequence[str] | None = None) -> int:
 
 
 def _add(commands: Any, name: str, run: Run, description: str, title: str | None = None) -> argparse.ArgumentParser:
-    """Add a command that works on the first rank of torchrun alone; without a title it is not listed."""
+    """Add a command that runs on torchrun's first rank only; without a title it is not listed."""
     shown = {} if title is None else {"help": title}
     parser: argparse.ArgumentParser = commands.add_parser(name, description=description, **shown)
     parser.set_defaults(run=functools.partial(_on_first_rank, run))
@@ -110,7 +110,7 @@ def _add_filter(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_msc(parser: argparse.ArgumentParser) -> None:
-    """Know an option of Megatron-LM's inspector that cannot be honoured, so that it is refused in words."""
+    """Accept an option of Megatron-LM's inspector that is not supported, so that it is refused with a message."""
     parser.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -358,9 +358,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
-    """Which folders to look at, and what is wrong with the pointer to the latest."""
+    """Return the folders to verify, and what is wrong with the pointer to the latest."""
     is_named_so = given.is_dir() and iteration_of(given.name) is not None
-    if is_named_so or any((given / name).exists() for name in (METADATA, FILE_NAME)):  # one of them may be what is lost
+    if is_named_so or any((given / name).exists() for name in (METADATA, FILE_NAME)):  # one of them may be missing
         if every:
             raise CheckpointError(f"{given} is one checkpoint; --all takes the folder of a run")
         return [given], None
@@ -489,7 +489,7 @@ def _add_map(commands: Any) -> None:
 
 
 def _map(args: argparse.Namespace) -> int:
-    """Write the map, and print it and where it is, in the words of Megatron-LM's inspector."""
+    """Write the map, then print it and its path in the format of Megatron-LM's inspector."""
     path = export_group_map_json(args.torch_dcp_dir, args.out, args.model_prefix)
     write_line(f"torch dcp content: {json.dumps(json.loads(path.read_text(encoding='utf-8')))}")
     write_line(str(path))

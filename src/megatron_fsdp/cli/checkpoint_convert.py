@@ -130,7 +130,7 @@ def _with_swiglu_values(argv: Sequence[str], is_reference: bool) -> list[str]:
 
 
 def _is_scope(word: str) -> bool:
-    """Whether what follows `--swiglu` is its value, and not a folder."""
+    """Return whether the word after `--swiglu` is its value, and not a folder."""
     return word in (AUTO, ALL, NONE) or (_SCOPE.fullmatch(word) is not None and not Path(word).exists())
 
 
@@ -154,7 +154,7 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
 
 
 class _Progress:
-    """A line on stderr for each tenth of the first rank's bytes."""
+    """Prints a line to stderr for each tenth of the first rank's bytes."""
 
     def __init__(self) -> None:
         self._told = 0
@@ -190,5 +190,5 @@ def _fail(error: Exception, status: int) -> int:
 
 
 def _is_first() -> bool:
-    """Whether this process is the one that talks; known before and after there is a process group."""
+    """Return whether this process prints; known with and without a process group."""
     return rank_of() == 0 if dist.is_initialized() else int(os.environ.get("RANK", "0")) == 0

@@ -1,4 +1,4 @@
-"""`mfsdp describe`: what would be made of a model on one rank of many, told by the real engine without memory."""
+"""`mfsdp describe`: how a model would be sharded on one rank of many, from the real engine without memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Describe.
+    """Describe the model.
 
     Returns:
         The exit status.
@@ -118,7 +118,6 @@ def _trainable(params: Any) -> list[Any]:
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `fully_shard_model`."""
     from megatron_fsdp.config.precision import MixedPrecisionPolicy, dtype_from_name
     from megatron_fsdp.fully_shard import fully_shard_model
 
@@ -149,7 +148,7 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A Python literal such as 3, True or None; else the text."""
+    """Parse a Python literal such as 3, True or None; return anything else as text."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -82,13 +82,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, and show the result.
+    """Check parity and print the result.
 
     Returns:
         The exit status.
 
     Raises:
-        MegatronFSDPError: It could not be run.
+        MegatronFSDPError: The check could not be run.
     """
     from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
 
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _what(args: argparse.Namespace) -> tuple[Any, Any]:
-    """What builds the model, and its batch."""
+    """Return the model function and its batch."""
     if (args.model is None) == (args.hf_config is None):
         raise ConfigurationError("give either MODEL (package.module:name) or --hf-config")
     if args.model is not None:
@@ -181,10 +181,10 @@ class CausalModel:
         return model.eval()
 
     def vocabulary_size(self) -> int:
-        """Return how many tokens there are.
+        """Return the number of tokens in the vocabulary.
 
         Raises:
-            ConfigurationError: As `__call__`, or the configuration does not say.
+            ConfigurationError: As `__call__`, or the configuration has no vocabulary size.
         """
         size = getattr(self._config(), "vocab_size", None)
         if not isinstance(size, int):

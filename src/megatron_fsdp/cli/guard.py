@@ -1,4 +1,4 @@
-"""The edge of the program: what went wrong becomes one line and an exit status."""
+"""The outermost error handler: an error becomes one line and an exit status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fsdp.interruption import EXIT_INTERRUPTED, raising
 
 
 def run_guarded(parser: Parser, argv: Sequence[str]) -> int:
-    """Parse, run the command, and return its exit status; 2 where it could not do its work."""
+    """Parse, run the command, and return its exit status; 2 where it failed."""
     args = parser.parse_args(argv)
     try:
         with raising():

@@ -1,4 +1,4 @@
-"""`hang`: why a run stands still."""
+"""`mfsdp hang`: why a run stands still."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain.
+    """Explain why a run hangs.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigurationError: There are no logs, or the time is none.
+        ConfigurationError: There are no logs, or the time is invalid.
     """
     from megatron_fsdp.engine.collective_log import check_timeout
     from megatron_fsdp.hang.explain import explain

@@ -1,4 +1,4 @@
-"""The `mfsdp` command: which command a command line means; only that one is imported."""
+"""The `mfsdp` command: finds the command that a command line names, and imports only that one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: Arguments after the program's name; None: those of this process, whose program this is then.
+        argv: Arguments after the program's name; None: those of this process.
 
     Returns:
-        The exit status: 0 well; 1 well, and the answer is no (they differ, there are problems); 2 it went wrong.
+        The exit status: 0 success; 1 success with a negative answer (differences, problems); 2 failure.
     """
     if argv is None:
         end_quietly()

@@ -14,7 +14,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option for output that programs read."""
+    """Add the option `--json` to a parser."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -46,7 +46,7 @@ def write_table(columns: Sequence[str], rows: Rows, *, right: Sequence[str] = ()
     Args:
         columns: Their titles.
         rows: Cells of each row.
-        right: Titles of the columns that stand at the right.
+        right: Titles of the columns that are aligned to the right.
     """
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[place]) for row in [columns, *cells]) for place in range(len(columns))]
@@ -59,5 +59,5 @@ def write_table(columns: Sequence[str], rows: Rows, *, right: Sequence[str] = ()
 
 
 def printable(text: str) -> str:
-    """Write control characters, which could command the terminal, as escapes."""
+    """Escape control characters, which could command the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

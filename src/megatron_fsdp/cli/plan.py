@@ -1,4 +1,4 @@
-"""`mfsdp plan`: what a run will need, before there is hardware for it."""
+"""`mfsdp plan`: memory, communication and time of a run, before there is hardware for it."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan.
+    """Plan a run and print the plan.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigurationError: Something is not known or cannot be.
+        ConfigurationError: A name is not known or a value is impossible.
     """
     if args.list:
         return _list()
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_config(args: argparse.Namespace) -> int:
-    """Plan a run of the trainer."""
+    """Plan a run of the trainer from its configuration file."""
     from megatron_fsdp.plan.planning import plan_workload
 
     for name, default in vars(args.parser.parse_args([])).items():
@@ -179,7 +179,7 @@ def _run_config(args: argparse.Namespace) -> int:
 
 
 def _run_model(args: argparse.Namespace) -> int:
-    """Plan a model with what the command line says."""
+    """Plan a model with the options of the command line."""
     from megatron_fsdp.plan.planning import plan_workload, recommend
 
     is_auto = args.strategy == _AUTO
@@ -259,7 +259,7 @@ def _workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
 
 
 def _inputs(path: str) -> Any:
-    """Inputs on the meta device, made by a function or found as they are."""
+    """Load inputs on the meta device from an import path of a function or of a value."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -274,7 +274,7 @@ def _found(path: str, argument: str) -> Any:
 
 
 def _build(args: argparse.Namespace) -> Any:
-    """The model of the command line, on the default device."""
+    """Build the model of the command line on the default device."""
     from megatron_fsdp.plan.models import build_meta_model, comes_from_config
 
     dtype = _compute_dtype(args)
@@ -324,7 +324,7 @@ def _list() -> int:
 
 
 def _published(*, as_json: bool) -> int:
-    """Predictions beside what was published."""
+    """Print predictions beside published figures."""
     from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 
     found = compare_published()
@@ -390,7 +390,7 @@ def _show_plan(plan: Plan, *, with_units: bool) -> None:
 
 
 def _agrees(args: argparse.Namespace, plan: Plan, build: Callable[[], Any]) -> bool:
-    """Whether a simulated run of the engine agrees with a plan; shows both."""
+    """Simulate the run with the engine, print both, and return whether they agree."""
     from megatron_fsdp.plan.checking import check_by_simulation
 
     found = check_by_simulation(plan, build)

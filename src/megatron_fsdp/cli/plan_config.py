@@ -1,4 +1,4 @@
-"""What the trainer would run, as something to plan: its presets of models, and `mfsdp train --config FILE`."""
+"""Plans what the trainer would run: its model presets, and `mfsdp train --config FILE`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RECOMPUTE = {None: "none", "full": "full", "selective": "attention"}
 
 
 def trainer_presets() -> tuple[str, ...]:
-    """Their names."""
+    """Return the names of the trainer's presets."""
     return tuple(PRESETS)
 
 
@@ -47,7 +47,7 @@ def build_trainer_model(name: str, dtype: torch.dtype) -> Decoder:
 def trainer_workload(
     name: str, ranks: ParallelRanks, sequence_length: int | None, micro_batch: int | None, dtype: torch.dtype
 ) -> Workload:
-    """Find what one rank of the trainer computes with a preset.
+    """Build the workload of one rank of the trainer with a preset.
 
     Args:
         name: Of the preset.
@@ -68,13 +68,13 @@ def trainer_workload(
 
 
 def _preset(name: str) -> tuple[ModelOptions, int]:
-    """What a preset says of the model, and its microbatch."""
+    """Return a preset's model options and its microbatch."""
     options = assemble((Layer(f"preset {name}", find_preset(name)),))
     return options.model, options.training.micro_batch_size or 1
 
 
 def _build(options: ModelOptions, vocab_size: int, dtype: torch.dtype) -> Decoder:
-    """The trainer's own decoder for these options, on the default device."""
+    """Build the trainer's own decoder for these options on the default device."""
     from megatron_fsdp.train.models.build import model_shape
     from megatron_fsdp.train.models.decoder import Decoder
 
@@ -82,7 +82,7 @@ def _build(options: ModelOptions, vocab_size: int, dtype: torch.dtype) -> Decode
 
 
 def _workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[int, int], name: str) -> Workload:
-    """What one rank computes with the trainer's own decoder, on (sequences, tokens)."""
+    """Build the workload of one rank with the trainer's own decoder, on (sequences, tokens)."""
     import torch
 
     from megatron_fsdp.plan.planning import make_workload
@@ -112,7 +112,7 @@ class PlannedRun:
         setup: Ranks, strategy, dtypes, batch and optimizer.
         workload: What one rank computes.
         build: Makes the whole model on the default device, to check a plan by.
-        notices: What the trainer would tell.
+        notices: Messages that the trainer would print.
     """
 
     setup: Setup
@@ -122,7 +122,7 @@ class PlannedRun:
 
 
 def planned_run(path: Path, num_ranks: int) -> PlannedRun:
-    """Read a configuration as the trainer does, for so many accelerators that multiply bfloat16.
+    """Read a configuration as the trainer does, for `num_ranks` accelerators with bfloat16 matrix products.
 
     Raises:
         ConfigurationError: The trainer would refuse it, or the planner does not know its engine.
@@ -159,7 +159,7 @@ def planned_run(path: Path, num_ranks: int) -> PlannedRun:
 
 
 def _check(job: Job, path: Path) -> None:
-    """Refuse what the planner does not know."""
+    """Refuse runs that the planner does not cover."""
     training, model = job.options.training, job.options.model
     if job.engine != "megatron_fsdp":
         raise ConfigurationError(
@@ -210,5 +210,5 @@ def _setup(job: Job) -> Setup:
 
 
 def _unsaid() -> dict[str, Any]:
-    """Arguments of the engine that the trainer leaves at their defaults; its configuration says the rest."""
+    """Return the defaults of the engine's arguments that the trainer leaves alone; its configuration sets the rest."""
     return {name: each.default for name, each in inspect.signature(MegatronFSDP.__init__).parameters.items()}

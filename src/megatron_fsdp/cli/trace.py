@@ -1,4 +1,4 @@
-"""`trace`: what recordings of all ranks say, as a table, JSON, a picture or one file for a viewer."""
+"""`mfsdp trace`: recordings of all ranks as a table, JSON, a picture or one file for a viewer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, compare, and write what is asked for.
+    """Read timelines, compare them, and write the requested output.
 
     Returns:
         The exit status.

@@ -1,4 +1,4 @@
-"""Two observations side by side: what differs first in each place, in the order of causes (pure)."""
+"""Compares two observations: the first difference in each place, in the order of causes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from megatron_fsdp.doctor.training import Observation, Place, Values
 _ROUNDINGS = 4
 """A weight before and after, on either side, each rounded once or twice by half an eps."""
 _UPDATE = Tolerance(1e-2)
-"""To name what is wrong with an update: a difference of nearly equal weights is known to few digits."""
+"""For diagnosing an update: a difference of nearly equal weights has few significant digits."""
 
 
 def compare(reference: Reference, found: Observation, *, repeats: bool = True) -> list[Difference]:
     """Compare a sharded run with one process.
 
     Args:
-        reference: What is right.
-        found: What the sharded run saw.
-        repeats: Whether the same work gives the same bits on this device; then a resumed run has to.
+        reference: The run of one process.
+        found: The sharded run.
+        repeats: Whether the device is deterministic; then a resumed run has to give the same bits.
 
     Returns:
         At most one difference for each place, the earliest cause first.
@@ -54,7 +54,7 @@ def compare(reference: Reference, found: Observation, *, repeats: bool = True) -
 
 @dataclass(frozen=True)
 class _Tensors:
-    """The tensors of one place of a run, on both sides: what one process has, and what the sharded run has."""
+    """The tensors of one place of a run: those of one process, and those of the sharded run."""
 
     reference: Reference
     found: Observation
@@ -72,7 +72,7 @@ class _Tensors:
 
     @cached_property
     def allowed(self) -> Tolerance:
-        """How far apart they may be."""
+        """The tolerance between both sides."""
         if self.where in (INITIAL, COUNTER):
             return EXACT
         allowed = self.reference.tolerance.at_step(self.step)
@@ -80,11 +80,11 @@ class _Tensors:
 
     @cached_property
     def by_rank(self) -> Mapping[str, tuple[Tensor | None, ...]]:
-        """Those that ranks hold different values of."""
+        """The tensors on which ranks disagree: the value of each rank."""
         return self.found.disagreements.get(self.place, {})
 
     def compare(self) -> Difference | None:
-        """Return the first that differs, in the order of causes."""
+        """Return the first tensor that differs, in the order of causes."""
         names = [name for name in self._ordered() if name in self.by_rank or self._is_wrong(name, self.got.get(name))]
         if not names:
             return None
@@ -131,23 +131,23 @@ class _Tensors:
         return bool(self._wrong_elements(name, got).any())
 
     def _wrong_elements(self, name: str, got: Tensor) -> Tensor:
-        """Return which elements differ from those of one process, of tensors of the same shape."""
+        """Return which elements differ from those of one process; both tensors have the same shape."""
         want = self.want[name]
         assert want is not None
         wrong, update = self.allowed.differing(want, got, self._extra(name)), self._update(name, got)
         return wrong if update is None else wrong | (update[0] > update[1])
 
     def _wrong_rank(self, name: str) -> int | None:
-        """Return the first rank whose value is wrong, of those that hold different ones."""
+        """Return the first rank whose value is wrong, where ranks disagree."""
         values = enumerate(self.by_rank.get(name, ()))
         return next((rank for rank, value in values if value is None or self._is_wrong(name, value)), None)
 
     def _extra(self, name: str) -> Tensor | None:
-        """Return what is allowed besides."""
+        """Return the tolerance added element by element."""
         return self.reference.spread[self.step - 1].get(name) if self.where in (WEIGHT, STATE) else None
 
     def _worst(self, name: str, got: Tensor | None) -> tuple[float, float]:
-        """Return the largest difference, and what was allowed there."""
+        """Return the largest difference, and the tolerance there."""
         want = self.want.get(name)
         error, limit = _worst(want, got, self.allowed, self._extra(name))
         update = None if want is None or got is None or want.shape != got.shape else self._update(name, got)
@@ -159,7 +159,7 @@ class _Tensors:
     # ---- updates are small beside weights, so they are compared by themselves too ---------------------------------
 
     def _changes(self, name: str, got: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return by how much an update changed a weight in one process, and in the sharded run."""
+        """Return how much an update changed a weight in one process, and in the sharded run."""
         before = (WEIGHT, self.step - 1) if self.step > 1 else (INITIAL, 0)
         old, old_got = (run.values[before].get(name) for run in (self.reference.observation, self.found))
         want = self.want.get(name)
@@ -170,10 +170,10 @@ class _Tensors:
         return want.double() - old.double(), got.double() - old_got.double()
 
     def _update(self, name: str, got: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return how far the update of each element is off, and what is allowed.
+        """Return how far the update of each element is off, and its tolerance.
 
-        That is the tolerance of updates, twice what the gradients' tolerance makes of the weight before and after, and
-        the rounding of two weights of either side.
+        That is the tolerance of updates, twice the gradients' tolerance applied to the weight before and after, and the
+        rounding of two weights on either side.
         """
         changes, want = self._changes(name, got), self.want.get(name)
         if changes is None or want is None or got is None:
@@ -214,7 +214,7 @@ class _Tensors:
         return replace(told, words=f"has an update that {told.words}")
 
     def _with_wrong_ranks(self, told: Diagnosis) -> Diagnosis:
-        """Name the ranks whose loss is wrong, of a loss that is."""
+        """Name the ranks whose loss is wrong, if the tensor is a loss."""
         if self.where != LOSS or not self.found.losses_of_ranks:
             return told
         losses = self.found.losses_of_ranks[self.step - 1]
@@ -225,7 +225,7 @@ class _Tensors:
         return replace(told, words=f"{told.words} (wrong on rank(s) {', '.join(map(str, wrong))})") if wrong else told
 
     def _tell_owners(self, names: Sequence[str]) -> str:
-        """Name the ranks whose shards hold everything that differs, where not all do."""
+        """Name the ranks whose shards hold everything that differs, unless all do."""
         ranks, owners = set[int](), self.found.owners
         for name in names:
             want, got = self.want.get(name), self.got.get(name)
@@ -273,7 +273,7 @@ class _Tensors:
 
 
 def _compare_copies(place: Place, want: Values, got: Values, tolerance: Tolerance) -> Difference | None:
-    """Compare what was saved with what was loaded, or the step after it with and without."""
+    """Compare the saved tensors with the loaded ones, or the next step with and without loading."""
     names = []
     for name in dict.fromkeys([*want, *got]):
         one, other = want.get(name), got.get(name)
@@ -291,7 +291,7 @@ def _compare_copies(place: Place, want: Values, got: Values, tolerance: Toleranc
 def _worst(
     want: Tensor | None, got: Tensor | None, tolerance: Tolerance, extra: Tensor | None = None
 ) -> tuple[float, float]:
-    """Return the largest difference, and what was allowed there."""
+    """Return the largest difference, and the tolerance there."""
     if want is None or got is None or want.shape != got.shape or want.numel() == 0:
         return math.nan, math.nan
     error = (got.double() - want.double()).abs()

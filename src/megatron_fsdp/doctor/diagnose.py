@@ -1,4 +1,4 @@
-"""Whether two tensors differ by more than rounding, and which known fault explains how (pure)."""
+"""Tells whether two tensors differ by more than rounding, and which known fault explains the difference."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 FEW = 8
-"""So many elements may be a multiple of what they should be by chance."""
+"""Up to this many elements may have one wrong factor by chance."""
 _BY_DTYPE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 _GROWTH = 4.0
-"""By how much rounding is let grow from one update to the next."""
+"""Growth of the tolerance from one update to the next."""
 _FLOOR = 0.1
 """Of the tolerance, for the largest element of the whole gradient: see `Tolerance.among`."""
 _NEAR_RATIO = 2e-3
@@ -32,7 +32,7 @@ class Tolerance:
     floor: float = 0.0
 
     def at_step(self, step: int) -> Tolerance:
-        """Return what is allowed in a step, counted from 1: four times as much after every update."""
+        """Return the tolerance in a step, counted from 1: four times as much after every update."""
         growth = _GROWTH ** (max(step, 1) - 1)
         return Tolerance(self.part * growth, self.floor * growth)
 
@@ -68,11 +68,11 @@ class Tolerance:
         return ~(is_near | (got == want) | (got.isnan() & want.isnan()))
 
     def agrees(self, expected: Tensor, found: Tensor, extra: Tensor | None = None) -> bool:
-        """Tell whether shapes are equal and no element differs."""
+        """Return whether shapes are equal and no element differs."""
         return expected.shape == found.shape and not bool(self.differing(expected, found, extra).any())
 
     def agree_numbers(self, expected: float, found: float) -> bool:
-        """Tell whether two numbers agree."""
+        """Return whether two numbers agree."""
         return self.agrees(torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64))
 
 
@@ -90,7 +90,7 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a tensor.
+    """The diagnosis of a tensor that differs.
 
     Attributes:
         kind: For programs: non-finite, missing, unexpected, shape, zero, frozen, stale, not reduced, not accumulated,
@@ -106,7 +106,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Suspect:
-    """The value that a known fault would give in place of the right one."""
+    """The value that a known fault would give instead of the right one."""
 
     kind: str
     words: str
@@ -115,7 +115,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Context:
-    """What else is known of a tensor; everything whole and of its shape.
+    """What else is known of a tensor; all tensors are whole and of its shape.
 
     Attributes:
         num_ranks: Data-parallel ranks.
@@ -132,7 +132,7 @@ class Context:
     suspects: tuple[Suspect, ...] = ()
 
     def part(self, piece: slice) -> Context:
-        """Return the same of some elements of the tensor made flat."""
+        """Return the context of some elements of the flattened tensor."""
         return replace(
             self,
             of_ranks=tuple(value.flatten()[piece] for value in self.of_ranks),
@@ -149,16 +149,16 @@ Explain = Callable[[Tensor, Tensor, Context, float], Diagnosis | None]
 
 
 def diagnose(expected: Tensor | None, found: Tensor | None, context: Context, tolerance: Tolerance) -> Diagnosis:
-    """Say what is wrong with a tensor that differs.
+    """Diagnose a tensor that differs.
 
     Args:
         expected: What one process has; None where it has none.
         found: What the sharded run has; None where it has none.
         context: What else is known.
-        tolerance: How near is the same.
+        tolerance: The differences that do not count.
 
     Returns:
-        The first explanation that fits; causes that need an exact match are tried before mere ratios.
+        The first explanation that fits; causes that need an exact match are tried before ratios.
     """
     if found is None:
         return Diagnosis("missing", f"is missing (None): one process has a {context.what}")
@@ -182,7 +182,7 @@ def diagnose(expected: Tensor | None, found: Tensor | None, context: Context, to
 
 
 def tell_ratio(ratio: float, num_ranks: int, microbatches: int) -> str:
-    """Tell a ratio in words.
+    """Describe a ratio in words.
 
     Returns:
         Such as `2 times what it should be (the number of ranks, 2: summed over ranks where the mean is wanted)`.
@@ -199,7 +199,7 @@ def tell_ratio(ratio: float, num_ranks: int, microbatches: int) -> str:
 
 
 def _known_ratios(num_ranks: int, microbatches: int) -> dict[float, str]:
-    """Return ratios that name their cause."""
+    """Return the ratios that name their cause."""
     n, k = num_ranks, microbatches
     found = {2.0: "", 0.5: ""}
     if k > 1:
@@ -248,7 +248,7 @@ def _explain_suspects(_expected: Tensor, found: Tensor, context: Context, slack:
 
 
 def _explain_not_reduced(expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
-    """Explain a gradient that is that of one rank's samples: everywhere, or of each rank in its own shard."""
+    """Explain a gradient of one rank's samples only: everywhere, or of each rank in its own shard."""
     n = len(context.of_ranks)
     if n < 2:
         return None
@@ -269,7 +269,7 @@ def _explain_not_reduced(expected: Tensor, found: Tensor, context: Context, slac
 
 
 def _explain_factor(expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
-    """Explain a tensor that is a multiple of the right one; few elements have to be a multiple that names its cause."""
+    """Explain a multiple of the right tensor; with few elements, only a ratio that names its cause counts."""
     known = (-1.0, *_known_ratios(context.num_ranks, context.microbatches))
     return _factor_among(known if expected.numel() <= FEW else (*known, None), expected, found, context, slack)
 
@@ -281,7 +281,7 @@ def _explain_factor_of_few(expected: Tensor, found: Tensor, context: Context, sl
 def _factor_among(
     ratios: Iterable[float | None], expected: Tensor, found: Tensor, context: Context, slack: float
 ) -> Diagnosis | None:
-    """Return the first ratio that fits; None among them stands for the one that fits best."""
+    """Return the first ratio that fits; None among them stands for the best fit."""
     want, got = expected.flatten(), found.flatten()
     square = float(want @ want)
     fitted = float(want @ got) / square if square > 0 else 0.0
@@ -311,7 +311,7 @@ def _explain_moved(expected: Tensor, found: Tensor, _context: Context, slack: fl
 
 
 def _explain_rounded(expected: Tensor, found: Tensor, context: Context, _slack: float) -> Diagnosis | None:
-    """Explain elements that are all off by what a coarser dtype rounds them at most, and some by 1/16 of it at least.
+    """Explain elements that are off by no more than the rounding of a coarser dtype, and some by 1/16 of it.
 
     A gradient is a sum of the terms of n ranks. Each is off by eps / 2 of the largest, the sum of the first k of them
     by k times that, and so is their mean: eps / 2 * (1 + (2 + ... + n) / n + 1) in all. A kept value has to be one that

@@ -1,4 +1,4 @@
-"""Ranks of this machine for one call: started, watched, and ended whatever happens."""
+"""Starts ranks on this machine for one call, watches them, and ends them in any case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_fsdp.doctor.task import require_count
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
 
 _GRACE_S = 5.0
-"""How long the others may go on once a rank has failed."""
+"""Seconds that other ranks may run once a rank has failed."""
 _SHOWN = 4000
 _NEVER_BEGAN = (
     "it never began: new processes import the script again, so what starts ranks has to stand in a file, under "
@@ -38,7 +38,7 @@ _NEVER_BEGAN = (
 
 @dataclass(frozen=True)
 class _Place:
-    """Which rank a process is, and where it writes what it has to say."""
+    """The rank of a process, and the file that it writes its result to."""
 
     rank: int
     num_ranks: int
@@ -85,7 +85,7 @@ def run_on_local_ranks(
 
 
 def choose_device(device: str | None, num_ranks: int) -> str:
-    """Choose the type of device for so many ranks.
+    """Choose the type of device for `num_ranks` ranks.
 
     Raises:
         ConfigurationError: There are not enough.
@@ -120,7 +120,7 @@ def _pickled(job: Any) -> bytes:
 
 
 def _rank_main(place: _Place, job: bytes) -> None:
-    """Join the others, run, write the result or the failure, and end without destructors that may wait for peers."""
+    """Join the process group, run, write the result or the failure, and exit without waiting for peers."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log = os.open(place.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -174,7 +174,7 @@ def _join(place: _Place) -> None:
 
 
 def _wait(processes: Sequence[SpawnProcess], timeout_s: float) -> None:
-    """Wait until all have ended, the time is up, or the grace after a first failure is."""
+    """Wait until all processes have ended, the time is up, or the grace after a first failure is over."""
     deadline, has_failed = time.monotonic() + timeout_s, False
     while running := [process for process in processes if process.is_alive()]:
         if not has_failed and any(process.exitcode for process in processes if process not in running):
@@ -187,7 +187,7 @@ def _wait(processes: Sequence[SpawnProcess], timeout_s: float) -> None:
 
 
 def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], timeout_s: float) -> None:
-    """Raise what came first: others fail because of it. A rank that died could not even say what it met."""
+    """Raise the first failure, which caused the others. A rank that died could not report anything."""
     failures = {
         place.rank: pickle.loads(place.file("failure").read_bytes())
         for place in places

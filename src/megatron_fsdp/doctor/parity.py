@@ -59,8 +59,8 @@ def check_parity(
             `model(samples)` of a tensor.
         optimizer_fn: (model) -> optimizer; or "adamw" or "sgd", of learning rate 1e-3.
         shard_fn: (model, optimizer) -> (model, optimizer), on every rank: any way to shard; None: `fully_shard`.
-        ranks: How many ranks to start. Of two a factor of 2 may be their number, or something that is doubled.
-        strategies: For `fully_shard`, one run each: 0 to 3, or their names. Left aside with `shard_fn`.
+        ranks: How many ranks to start. With two, a factor of 2 may be their number, or something that is doubled.
+        strategies: For `fully_shard`, one run each: 0 to 3, or their names. Ignored with `shard_fn`.
         steps: Optimizer steps to compare.
         microbatches: Into how many microbatches a batch is cut; gradients add up over them.
         max_norm: Gradients are clipped to this norm, by the model's own `clip_grad_norm_` if it has one, else by
@@ -106,7 +106,7 @@ def check_parity(
 
 
 def check_on_ranks(task: Task, device_name: str | None) -> ParityReport:
-    """Run the check on the ranks that there are; collective. Rank 0 is the one process, while the others wait.
+    """Run the check on the existing ranks; collective. Rank 0 also runs the one process, while the others wait.
 
     Returns:
         The same report on every rank.
@@ -117,7 +117,7 @@ def check_on_ranks(task: Task, device_name: str | None) -> ParityReport:
 
 
 def _generators(device: torch.device) -> str:
-    """The accelerator whose random state is put back besides that of the CPU; torch wants one named in any case."""
+    """Return the device type whose random state is restored; torch requires one even on the CPU."""
     return "cuda" if device.type == "cpu" else device.type
 
 
@@ -144,12 +144,12 @@ def _check_here(task: Task, device: torch.device) -> ParityReport:
 
 
 def _from_first(value: Any) -> Any:
-    """Give every rank what rank 0 has; collective."""
+    """Broadcast the value of rank 0; collective."""
     return gather_objects(value)[0]
 
 
 def _with_batches(task: Task) -> Task:
-    """The task with its batches, which have to be the same on every rank; collective."""
+    """Return the task with its batches, which must be the same on every rank; collective."""
     made = _together(task.with_batches, "the batches could not be made")
     digests = gather_objects([digest_of_batch(batch) for batch in made.made])
     other = [rank for rank, own in enumerate(digests) if own != digests[0]]
@@ -162,11 +162,11 @@ def _with_batches(task: Task) -> Task:
 
 
 def _together(act: Callable[[], Result], failing: str) -> Result:
-    """Do something; what a rank raises is raised on all ranks. Collective."""
+    """Call `act`, and raise on all ranks what a rank raises; collective."""
     result, failure, told = None, None, None
     try:
         result = act()
-    except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
+    except Exception as error:  # noqa: BLE001 - the other ranks must raise it too
         failure = error
         is_usage = isinstance(error, ConfigurationError)
         told = (is_usage, str(error) if is_usage else "".join(traceback.format_exception(error)).strip())
@@ -196,7 +196,7 @@ def _shardings(task: Task, device: torch.device) -> list[tuple[str, ShardFn]]:
 
 
 def _device(name: str | None) -> torch.device:
-    """Where this rank computes."""
+    """Return the device on which this rank computes."""
     if name is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         name = "cpu" if found is None or dist.get_backend() == "gloo" else found.type
@@ -206,7 +206,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _check(task: Task) -> None:
-    """Refuse what no run could honour, before ranks are started."""
+    """Refuse arguments that no run could honour, before ranks are started."""
     require_count("steps", task.steps)
     require_count("microbatches", task.microbatches)
     if task.reduction not in ("mean", "sum"):

@@ -1,4 +1,4 @@
-"""One process on the whole batch: whether the model agrees with itself, what is right, and what known faults give."""
+"""Trains one process on the whole batch: the right values, and those that known faults would give."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process found.
+    """The values that one process found.
 
     Attributes:
-        num_ranks: For how many data-parallel ranks it stands.
+        num_ranks: How many data-parallel ranks it stands for.
         microbatches: Per step.
-        tolerance: How far a right run may be from it.
-        observation: What is right; only initial weights where nothing can be compared.
+        tolerance: How far a correct run may be from it.
+        observation: The right values; only initial weights where nothing can be compared.
         finding: What is wrong with the model or its loss, if anything is.
         can_compare: Whether the model repeats itself.
-        notes: What is worth knowing, and no fault.
+        notes: Remarks that are no fault.
         frozen: Parameters that are not trained.
         backward_order: Parameters in the order in which their gradients came.
         losses_of_ranks: Loss of each rank's samples in step 1.
@@ -58,7 +58,7 @@ class Reference:
 
 
 class _NotComparableError(Exception):
-    """Nothing can be compared with this model; says why."""
+    """Raised when this model cannot be compared; says why."""
 
 
 def run_reference(task: Task, num_ranks: int, device: torch.device) -> Reference:
@@ -88,7 +88,7 @@ class _Pass:
 
 
 class _OneProcess:
-    """The model twice in one process: one that is trained, and a probe that tries things out beside it."""
+    """Two copies of the model in one process: one is trained, the other (the probe) tries variants."""
 
     def __init__(self, task: Task, num_ranks: int, device: torch.device) -> None:
         self.task, self.num_ranks, self.device = task, num_ranks, device
@@ -153,7 +153,6 @@ class _OneProcess:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Tell what is worth knowing, and no fault."""
         found = []
         if self.batch_norms:
             found.append(
@@ -212,7 +211,7 @@ class _OneProcess:
                     )
 
     def _try(self, ranks: Sequence[Sequence[Part]], seed: int | None = None) -> _Pass:
-        """Run forward and backward on the probe, and leave it as it was."""
+        """Run forward and backward on the probe, and restore its buffers."""
         buffers = self.probe.buffers()
         torch.manual_seed(self.task.seed if seed is None else seed)
         self.probe.model.zero_grad()
@@ -223,7 +222,7 @@ class _OneProcess:
     # ---- what is right ------------------------------------------------------------------------------------------
 
     def _train(self, initial: Values, *, by_slices: bool) -> tuple[dict[Place, Values], dict[Place, Values]]:
-        """Make all steps, and beside each after the first what it would be with the weights before the last update."""
+        """Make all steps, and record what each after the first would be with the weights before the last update."""
         task, trainee = self.task, self.trainee
         values, stale = dict[Place, Values]({(INITIAL, 0): initial}), dict[Place, Values]()
         weights = [initial]
@@ -255,11 +254,11 @@ class _OneProcess:
     def _spread(
         self, values: Mapping[Place, Values], of_ranks: Sequence[Values], stale: Mapping[Place, Values]
     ) -> tuple[Values, ...]:
-        """Measure how far weights and optimizer state move when gradients change by what rounding may change.
+        """Measure how far weights and optimizer state move when gradients change by rounding.
 
         Adam divides a gradient by its own size: where that is no more than rounding, the update may have either sign.
-        What no sample reaches (a row of an embedding) has a gradient of zero without any rounding, and is left alone:
-        it is zero in other gradients of the same samples too.
+        Elements that no sample reaches (a row of an embedding) have a gradient of exactly zero, and are left alone:
+        they are zero in other gradients of the same samples too.
         """
         spread: list[dict[str, Tensor | None]] = [{} for _ in range(self.task.steps)]
         for sign in (1.0, -1.0):
@@ -298,7 +297,7 @@ def _watch_backward(trainee: Trainee) -> list[str]:
 
 
 def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | None:
-    """Tell what differs first; None if nothing does."""
+    """Describe the first difference; None if there is none."""
     if not tolerance.agree_numbers(expected.loss, found.loss):
         return f"the loss is {expected.loss:.9g}, then {found.loss:.9g}"
     allowed = tolerance.among(expected.gradients.values())
@@ -330,7 +329,7 @@ def _tell_random(model: nn.Module, difference: str) -> str:
 
 
 def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int, difference: str) -> str:
-    """Tell why losses of ranks do not make up that of the batch; sharding has no part in it."""
+    """Explain that the losses of ranks do not make up that of the batch, which sharding has no part in."""
     told = f"from the whole batch in one process to its {num_ranks} slices together, {difference}"
     if task.reduction == "mean" and abs(slices * num_ranks - whole) <= 1e-3 * abs(whole):
         return (

@@ -1,4 +1,4 @@
-"""What a parity check found, for people and for programs (plain data)."""
+"""The result of a parity check, for people and for programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ COLUMNS = (
     ("updates", (COUNTER, WEIGHT, STATE, BUFFER)),
     ("checkpoint", (LOADED, RESUMED)),
 )
-"""What is shown of each run, and the places that belong to it."""
+"""The columns of each run, and the places that belong to each."""
 
 LIMITS = "sharding changes nothing; a fault of the model itself, which one process has too, is not seen"
-"""What a report that passed has to say of itself."""
+"""The limits that a passed report states."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Difference:
     also: tuple[str, ...] = ()
 
     def told(self) -> str:
-        """Tell the difference in a sentence."""
+        """Describe the difference in a sentence."""
         when = f" of step {self.step}" if self.step else ""
         name = f" `{self.name}`" if self.name else ""
         size = "" if math.isnan(self.error) else f" [off by {self.error:.3g}, allowed {self.allowed:.3g}]"
@@ -60,7 +60,7 @@ class Difference:
         return f"{self.where}{when}{name} {self.words}{size}{more}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON: numbers that are not finite become None."""
+        """Return the fields for JSON: numbers that are not finite become None."""
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in {**asdict(self), "also": list(self.also)}.items()
@@ -69,7 +69,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One sharded run.
+    """The result of one sharded run.
 
     Attributes:
         label: Such as "strategy 3 (optim_grads_params)".
@@ -104,7 +104,7 @@ class ParityReport:
         part_allowed: Allowed difference, as a part of an element and of the largest one; times 4 with every update.
         findings: What is wrong with the model or its loss, before any sharding.
         runs: One per strategy.
-        notes: What is worth knowing, and no fault.
+        notes: Remarks that are no fault.
     """
 
     num_ranks: int
@@ -126,16 +126,16 @@ class ParityReport:
 
     @property
     def judged(self) -> bool:
-        """Whether this says something of sharding: not where nothing but the model or its loss is at fault."""
+        """Whether the result says something about sharding; False if only the model or its loss is at fault."""
         return not self.findings or any(run.differences for run in self.runs)
 
     @property
     def verdict(self) -> str:
-        """One word or two: "passed", "DIFFERS" or "NOT JUDGED"."""
+        """The verdict: "passed", "DIFFERS" or "NOT JUDGED"."""
         return "passed" if self.passed else "DIFFERS" if self.judged else "NOT JUDGED"
 
     def diagnosis(self) -> list[str]:
-        """Return sentences: each finding, the first difference of each run (alike ones together), and the notes."""
+        """Return sentences: each finding, the first difference of each run (equal ones together), and the notes."""
         lines = [f"before sharding: {finding.told()}" for finding in self.findings]
         of_runs = dict[str, list[str]]()
         for run in self.runs:
@@ -146,12 +146,12 @@ class ParityReport:
         return lines + [f"note: {note}" for note in (*self.notes, *limits)]
 
     def compared(self) -> str:
-        """Tell what was compared with what: "2 ranks against one process, 3 steps, tolerance 1e-05"."""
+        """Describe what was compared: "2 ranks against one process, 3 steps, tolerance 1e-05"."""
         ranks, steps = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((self.num_ranks, "rank"), (self.steps, "step")))
         return f"{ranks} against one process, {steps}, tolerance {self.part_allowed:g}"
 
     def told(self) -> str:
-        """Tell everything, as text."""
+        """Return the whole report as text."""
         lines = [self.compared()]
         for run in self.runs:
             cells = zip(COLUMNS, run.cells(), strict=True)
@@ -162,7 +162,7 @@ class ParityReport:
         return self.told()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the report for JSON."""
         return {
             "passed": self.passed,
             "judged": self.judged,

@@ -1,4 +1,4 @@
-"""The sharded side: train on these ranks, note whole tensors, and take a checkpoint there and back."""
+"""The sharded side: trains on these ranks, records whole tensors, and saves and loads a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shard_with(strategy: int | str, device: torch.device) -> ShardFn:
 
 
 def run_sharded(task: Task, shard: ShardFn, known: tuple[str, ...], device: torch.device) -> Observation:
-    """Train on these ranks; collective.
+    """Train on these ranks and record what is compared; collective.
 
     Args:
         task: What to train.
@@ -61,7 +61,7 @@ def _shard(shard: ShardFn, pair: Pair) -> Pair:
     """Call a sharding function.
 
     Raises:
-        ConfigurationError: It gives something else than a model and an optimizer.
+        ConfigurationError: It returns something else than a model and an optimizer.
     """
     given: Any = shard(*pair)
     is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -77,7 +77,7 @@ def _shard(shard: ShardFn, pair: Pair) -> Pair:
 def _step(
     task: Task, trainee: Trainee, step: int, device: torch.device, losses: list[tuple[float, ...]]
 ) -> dict[Place, Values]:
-    """Make one step of this rank's samples, and note the losses of all ranks too."""
+    """Make one step with this rank's samples, and record the losses of all ranks."""
     num_ranks = dist.get_world_size()
     microbatches = task.microbatches_of(step, num_ranks, device)
 
@@ -91,7 +91,7 @@ def _step(
 def _round_trip(
     task: Task, trainee: Trainee, shard: ShardFn, known: tuple[str, ...], device: torch.device
 ) -> dict[Place, tuple[Values, Values]]:
-    """Save, load into a fresh model with other weights, and let both make one more step."""
+    """Save, load into a fresh model with other weights, and make one more step with both."""
     made = tempfile.mkdtemp(prefix="mfsdp-doctor-", dir=task.checkpoint_dir) if dist.get_rank() == 0 else ""
     folder = Path(gather_objects(made)[0])
     try:
@@ -114,9 +114,9 @@ def _everything(trainee: Trainee) -> Values:
 
 
 def _disagreements(values: Mapping[Place, Values]) -> dict[Place, dict[str, tuple[Tensor | None, ...]]]:
-    """Return what ranks hold different values of, in the first place where they do.
+    """Return the values of each rank that differ between ranks, in the first place where any do.
 
-    One collective, and one more if so.
+    Takes one collective, and one more if there is such a place.
     """
     mine = {(place, name): digest_of(value) for place, here in values.items() for name, value in here.items()}
     everyone = gather_objects(mine)

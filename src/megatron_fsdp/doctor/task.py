@@ -1,4 +1,4 @@
-"""What is to be checked: how to build, feed and shard the user's model."""
+"""What to check: how to build, feed and shard the user's model."""
 
 import hashlib
 import inspect
@@ -19,14 +19,14 @@ OptimizerFn = Callable[[nn.Module], torch.optim.Optimizer]
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 ShardFn = Callable[[nn.Module, torch.optim.Optimizer], Pair]
 Part = tuple[float, Any]
-"""A weight and the samples whose loss it weighs."""
+"""A weight of the loss, and its samples."""
 
 LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to run, as `check_parity` documents it; a callable may be given by its import path, "package.module:name".
+    """The arguments of `check_parity`; a callable may be given by its import path, "package.module:name".
 
     Attributes:
         part_allowed: `tolerance` of `check_parity`.
@@ -116,20 +116,20 @@ class Task:
         return [part_of(batch, number, self.microbatches) for number in range(self.microbatches)]
 
     def parts_of_rank(self, microbatches: list[Any], rank: int, num_ranks: int) -> list[Part]:
-        """Return the samples of one rank."""
+        """Return the weighted samples of one rank."""
         return [(1 / self.microbatches, part_of(micro, rank, num_ranks)) for micro in microbatches]
 
     def parts_of_all(self, microbatches: list[Any], num_ranks: int) -> list[list[Part]]:
-        """Return the samples of every rank, slice by slice, weighed so that losses add up as those of ranks do."""
+        """Return the samples of every rank, weighted so that losses add up as those of ranks do."""
         share = self.share_of_rank(num_ranks) / self.microbatches
         return [[(share, part_of(micro, rank, num_ranks)) for micro in microbatches] for rank in range(num_ranks)]
 
     def parts_whole(self, microbatches: list[Any]) -> list[Part]:
-        """Return whole microbatches."""
+        """Return whole microbatches, weighted."""
         return [(1 / self.microbatches, micro) for micro in microbatches]
 
     def share_of_rank(self, num_ranks: int) -> float:
-        """Return what the loss of one rank counts in that of all."""
+        """Return the weight of one rank's loss in that of all ranks."""
         return 1 / num_ranks if self.reduction == "mean" else 1.0
 
     def loss_of(self, model: nn.Module, samples: Any) -> Tensor:
@@ -166,7 +166,7 @@ def _checked(loss: Any, gave: str, hint: str) -> Tensor:
 
 
 def require_count(argument: str, value: Any) -> None:
-    """Refuse what is no whole number from 1.
+    """Refuse a value that is not a whole number of at least 1.
 
     Raises:
         ConfigurationError: It is not.
@@ -230,7 +230,7 @@ def part_of(batch: Any, index: int, count: int) -> Any:
 
 
 def digest_of(value: Tensor | None) -> bytes:
-    """Hash bits and shape of a tensor on the CPU; empty for None."""
+    """Hash bits and shape of a CPU tensor; return b"" for None."""
     if value is None:
         return b""
     data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -238,7 +238,7 @@ def digest_of(value: Tensor | None) -> bytes:
 
 
 def digest_of_batch(batch: Any) -> bytes:
-    """Hash the tensors, numbers and texts in dicts, tuples and lists; other values are left out."""
+    """Hash the tensors, numbers and strings in dicts, tuples and lists; ignore other values."""
     total = hashlib.blake2b(digest_size=16)
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""Training a model, sharded or not, and noting what it does; the same lines run in both settings."""
+"""Trains a model, sharded or not, and records what it does; the same code runs in both settings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 Values = Mapping[str, Tensor | None]
 """Whole tensors on the CPU by the names of the user's model; the loss and the norm by an empty name."""
 Place = tuple[str, int]
-"""What kind of value, and of which step (from 1; 0: before the first)."""
+"""The kind of value, and its step (from 1; 0: before the first)."""
 AddUp = Callable[[float], float]
-"""From the loss of this process to that of all."""
+"""Sums this process's loss over all ranks."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one run saw.
+    """The values that one run gave.
 
     Attributes:
         values: All that is compared, in the order of causes.
@@ -44,7 +44,7 @@ class Observation:
 
 
 class Trainee:
-    """A model and its optimizer under observation; methods that read tensors are collective where they are sharded.
+    """A model and its optimizer; methods that read tensors are collective where they are sharded.
 
     Args:
         model: Sharded or not.
@@ -66,11 +66,11 @@ class Trainee:
         return ((self._own_name(name), param) for name, param in self.model.named_parameters())
 
     def parameters(self) -> Values:
-        """Return weights, whole."""
+        """Return the whole weights."""
         return {name: whole(param) for name, param in self.named_parameters()}
 
     def owners(self) -> Mapping[str, Tensor]:
-        """Return which rank holds each element of the parameters that are cut into shards; flat, int16."""
+        """Return which rank holds each element of the sharded parameters; flat, int16."""
         found = {}
         for name, param in self.named_parameters():
             if isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements):
@@ -81,7 +81,7 @@ class Trainee:
         return found
 
     def gradients(self) -> Values:
-        """Return gradients, whole; None where there is none."""
+        """Return the whole gradients; None where there is none."""
         found: dict[str, Tensor | None] = {}
         for name, param in self.named_parameters():
             grad = param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
@@ -89,11 +89,11 @@ class Trainee:
         return found
 
     def buffers(self) -> Values:
-        """Return buffers, whole."""
+        """Return the whole buffers."""
         return {self._own_name(name): whole(buffer) for name, buffer in self.model.named_buffers()}
 
     def put_back(self, buffers: Values) -> None:
-        """Set buffers to what they were; of a model that is not sharded."""
+        """Set the buffers of an unsharded model to earlier values."""
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 value = buffers.get(name)
@@ -112,7 +112,7 @@ class Trainee:
         return counters, tensors
 
     def _own_name(self, name: str) -> str:
-        """Return the name in the user's model, without what wrappers put into it."""
+        """Return the name in the user's model, without the prefixes of wrappers."""
         if not self._known or name in self._known:
             return name
         short = name
@@ -131,7 +131,7 @@ class Trainee:
         Gradients add up, and the buffers of the first rank are kept.
 
         Returns:
-            The weighed sum of the losses.
+            The weighted sum of the losses.
         """
         before, kept, total = None, None, 0.0
         for place, parts in enumerate(ranks):
@@ -149,7 +149,7 @@ class Trainee:
         return total
 
     def step(self, number_of_step: int, ranks: Sequence[Sequence[Part]], add_up: AddUp = float) -> dict[Place, Values]:
-        """Make one optimizer step of the parts of the ranks that this process stands for, and note everything."""
+        """Make one optimizer step with the parts of the given ranks, and record everything."""
         self.optimizer.zero_grad()
         loss = add_up(self.backward(ranks))
         gradients = self.gradients()
@@ -168,7 +168,7 @@ class Trainee:
         return {(where, number_of_step): values for where, values in found.items()}
 
     def _clip(self) -> float | None:
-        """Clip as the model does it itself, else as torch does, and return the norm of before."""
+        """Clip by the model's own method, else by torch's, and return the norm before clipping."""
         if self._task.max_norm is None:
             return None
         clip: Any = getattr(self.model, "clip_grad_norm_", None)
@@ -180,12 +180,12 @@ class Trainee:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Copy a whole tensor into this process' memory; collective where it is sharded."""
+    """Copy a whole tensor to the CPU; collective where it is sharded."""
     with torch.no_grad():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return full.detach().to("cpu", copy=True)
 
 
 def number(value: float) -> Tensor:
-    """Return a number as a tensor, float64."""
+    """Return a number as a float64 tensor."""
     return torch.tensor(value, dtype=torch.float64)

@@ -1,1 +1,1 @@
-"""Why a run hangs: the logs of all ranks, read together, and the odd one out."""
+"""Hang diagnosis: the logs of all ranks, read together, name the rank that stands out."""

@@ -1,4 +1,4 @@
-"""The first operation in which ranks differ, and who is the odd one. Pure."""
+"""Finds the first operation in which ranks differ, and the ranks that stand out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BESIDE = frozenset(phase.value for phase in (Phase.AGREE, Phase.NORM, Phase.WHOL
 
 
 class Difference(Enum):
-    """In what they differ."""
+    """The property in which operations differ."""
 
     SKIPPED = "skipped"
     ORDER = "order"
     BYTES = "bytes"
-    EARLIER = "earlier"  # before what the logs hold
+    EARLIER = "earlier"  # before the first operation in the logs
     EXTRA = "extra"  # something that the caller asks for, which takes all ranks
 
 
@@ -69,7 +69,7 @@ def first_mismatch(by_rank: Mapping[int, Operations]) -> Mismatch | None:
 
 
 def _sides(there: Mapping[int, Operation], key: object) -> tuple[list[int], list[int]]:
-    """Minority and majority; with as many on both sides, the lowest rank is of the majority."""
+    """Split ranks into minority and majority; in a tie, the lowest rank belongs to the majority."""
     assert callable(key)
     camps: dict[object, list[int]] = {}
     for rank in sorted(there):
@@ -104,10 +104,10 @@ def _what(operation: Operation) -> tuple[str, int]:
 
 
 def _is_odd(number: int, one: Operations, other: Operations) -> bool:
-    """Whether `one`, of two that differ, is the odd one.
+    """Return whether `one`, of two that differ, is the odd one.
 
-    It is where the other did what has come next before; else, where it alone leaves something out for good; else, where
-    it alone is ahead in the order of units.
+    It is if the other does what followed the same operation before; else, if it alone skips something for good; else,
+    if it alone is ahead in the order of units.
     """
     before = _came_next_before(number, one)
     if before is not None and (before == _what(one[number])) != (before == _what(other[number])):
@@ -121,13 +121,13 @@ def _is_odd(number: int, one: Operations, other: Operations) -> bool:
 
 
 def _came_next_before(number: int, operations: Operations) -> tuple[str, int] | None:
-    """What came, the last time, after the operation that comes before this one."""
+    """Return what followed, the last time, after the operation that precedes this one."""
     place = _last_time(number, operations)
     return None if place is None else _what(operations[place])
 
 
 def _last_time(number: int, operations: Operations) -> int | None:
-    """Where, the last time, this one would have come: after the same operation as now."""
+    """Return the earlier place at which this operation was due: after the same operation as now."""
     if number - 1 not in operations:
         return None
     previous = operations[number - 1]
@@ -139,10 +139,9 @@ def _last_time(number: int, operations: Operations) -> int | None:
 
 
 def _is_extra(number: int, one: Operations, other: Operations) -> bool:
-    """Whether `one` asks for something that the other does not.
+    """Return whether `one` does something that the other does not do at all.
 
-    Where it would have come to that anyway, by what the other does later or by what it did the last time itself, it
-    leaves out what comes before.
+    If the other does it later, or `one` did it later the last time, `one` skips what precedes it instead.
     """
     mine = one[number]
     if mine.phase not in BESIDE or other[number].phase in BESIDE or _what(mine) in _after(number, other):
@@ -154,18 +153,18 @@ def _is_extra(number: int, one: Operations, other: Operations) -> bool:
 
 
 def _after(number: int, operations: Operations) -> set[tuple[str, int]]:
-    """What is done after operation `number`, in the same step."""
+    """Return what is done after operation `number`, in the same step."""
     step = operations[number].step
     return {_what(later) for place, later in operations.items() if place > number and later.step == step}
 
 
 def _skips_surely(number: int, one: Operations, other: Operations) -> bool:
-    """Whether `one` is where the other comes later, and never comes to what it leaves out."""
+    """Return whether the other does later what `one` does now, and `one` never does what it skips."""
     return _what(one[number]) in _after(number, other) and _what(other[number]) not in _after(number, one)
 
 
 def _skips(number: int, one: Operations, other: Operations) -> bool:
-    """Whether `one` seems to leave out what the other does."""
+    """Return whether `one` seems to skip what the other does."""
     if _what(other[number]) in _after(number, one):
         return False
     if other[number].phase in BESIDE:
@@ -174,9 +173,9 @@ def _skips(number: int, one: Operations, other: Operations) -> bool:
 
 
 def _is_ahead(one: Operation, other: Operation) -> bool:
-    """Whether a pass that visits units in order, forwards or backwards, comes to `one` later.
+    """Return whether a pass that visits units in order, forward or backward, reaches `one` later.
 
-    What belongs to the whole model (unit 0, apart from its own gather) stands at the end of a pass.
+    Operations of the whole model (unit 0, apart from its own gather) stand at the end of a pass.
     """
     if one.in_backward != other.in_backward:
         return one.in_backward

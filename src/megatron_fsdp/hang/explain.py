@@ -1,4 +1,4 @@
-"""From the logs of all ranks to the odd one: who it is, where it is, and what the others wait for. Pure."""
+"""Explains a hang from the logs of all ranks: which rank stands out, where it is, and what the others wait for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_fsdp.hang.state import Doing, Operation, State, communicates, stat
 from megatron_fsdp.hang.writer import UnitFacts
 
 _UNSURE_S = 1.5
-"""Between two signs of life."""
+"""Uncertainty of clocks and heartbeats, in seconds."""
 _SILENT_S = 5.0
-"""How much earlier than the others a rank on another machine has to fall silent to count as gone."""
+"""Seconds by which a rank on another machine must fall silent before the others to count as gone."""
 
 
 _TAKES_ALL = (
@@ -59,7 +59,7 @@ _BY_NAME = {phase.value: phase for phase in Phase}
 
 
 class Kind(Enum):
-    """What is wrong."""
+    """The kind of a finding."""
 
     NOTHING = "nothing is odd"
     MISSING = "a rank has no log"
@@ -130,7 +130,7 @@ class Explanation:
 
     @property
     def is_odd(self) -> bool:
-        """Whether something is wrong."""
+        """Whether any finding names a problem."""
         return any(finding.kind is not Kind.NOTHING for finding in self.findings)
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class Explanation:
 
 
 def explain(logs: Logs, after_s: float) -> Explanation:
-    """Find the odd rank.
+    """Explain from logs why a run stands still.
 
     Args:
         logs: What the ranks wrote.
@@ -193,8 +193,8 @@ class _Ranks:
         self.newest_ns = max(state.seen_ns for state in self.states.values())
 
     def find(self) -> Finding:
-        """Find what is odd; what explains everything else comes first."""
-        # Before what is over: back ends end a process where others send it what it does not expect.
+        """Find what is odd; causes come before their consequences."""
+        # Differences come before ends: back ends end a process that receives what it does not expect.
         steps = (self._missing, self._different, self._over, partial(self._elsewhere, self._stuck()))
         for step in steps:
             finding = step()
@@ -203,7 +203,7 @@ class _Ranks:
         return Finding(Kind.NOTHING)
 
     def _stuck(self) -> list[State]:
-        """Ranks in which nothing has happened for too long while they communicate, or that could wait no longer."""
+        """Return the ranks that communicate and have been quiet for too long, or whose wait ended in an error."""
         return [
             state
             for state in self.states.values()
@@ -211,10 +211,10 @@ class _Ranks:
         ]
 
     def _stands_still(self, state: State) -> bool:
-        """Whether nothing had happened on a rank for too long when it was last seen.
+        """Return whether a rank had been quiet for too long when it was last seen.
 
-        Whoever starts ranks ends the rest by SIGTERM when one has failed. Where a wait had ended in an error, by
-        whatever time limit, a rest that was quiet for longer than clocks and signs of life are unsure stood still.
+        A launcher ends the remaining ranks by SIGTERM when one has failed. If a wait had ended in an error, by whatever
+        time limit, a remaining rank stood still if it was quiet for longer than clocks and heartbeats are uncertain.
         """
         is_rest = state.was_terminated and any(other.waited_in_vain for other in self.states.values())
         return state.quiet_s >= (min(self.after_s, 2 * _UNSURE_S) if is_rest else self.after_s)
@@ -233,9 +233,9 @@ class _Ranks:
         return Finding(Kind.MISSING, missing, (told, *self._others_told(missing)))
 
     def _over(self) -> Finding | None:
-        """Ranks whose process or pass is over while others go on: the first of them.
+        """Find ranks whose process or pass is over while others go on: the first of them.
 
-        One that stood still before its process died, while others waited, is told of as such: the death came later.
+        A rank that stood still before its process died, while others waited, is reported as standing still.
         """
         stuck = self._stuck()
         own = {rank: at for rank in self.states if (at := self._own_error_ns(rank)) is not None}
@@ -256,16 +256,16 @@ class _Ranks:
         return None
 
     def _own_error_ns(self, rank: int) -> int | None:
-        """When a rank raised an error that did not come out of communication with others."""
+        """Return when a rank raised an error that did not come from communication."""
         state, log = self.states[rank], self.logs[rank]
         if state.failed_ns is not None:
             return None if communicates(state.failed_in) else state.failed_ns
         return state.since_ns if state.doing is Doing.ENDED and log.words else None
 
     def _gone(self) -> list[int]:
-        """Ranks whose process died before those of others; none where all went together.
+        """Return the ranks whose process died before those of others; none where all died together.
 
-        One that still saw its communication fail did not start it, however it ended.
+        A rank whose communication failed first is not the cause, however it ended.
         """
         if all(state.is_gone for state in self.states.values()):
             unsuspecting = [rank for rank, state in self.states.items() if state.failed_ns is None]
@@ -303,7 +303,7 @@ class _Ranks:
         return Finding(Kind.DIED, ranks, (told, *stack, *self._unit_line(state), *self._others_told(ranks)))
 
     def _death_told(self, rank: int) -> str:
-        """How the process of a rank ended, as the predicate of a sentence."""
+        """Say how the process of a rank ended, as the predicate of a sentence."""
         process = self.logs[rank].writer.process
         which = f"(process {process.pid} on {process.host})"
         if self.states[rank].was_terminated:
@@ -311,7 +311,7 @@ class _Ranks:
         return f"died without a word {which}, as after kill -9 or when memory runs out"
 
     def _stack_told(self, rank: int) -> tuple[str, ...]:
-        """What Python ran on a rank when SIGTERM ended it."""
+        """Return the Python stack of a rank when SIGTERM ended it."""
         stack = self.logs[rank].termination.rpartition("(most recent call first)")[2].splitlines()
         frames = [line for line in stack if line.startswith("  File ")][:_FRAMES_SHOWN]
         return ("when SIGTERM came it ran, innermost first:", *frames) if frames else ()
@@ -401,14 +401,14 @@ class _Ranks:
         return Finding(Kind.EQUAL, (), (told_equal, *self._stuck_told()))
 
     def _later_deaths_told(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """How odd ranks ended after they had stood still."""
+        """Say how odd ranks ended after they had stood still."""
         gone = self._gone()
         dead = [rank for rank in ranks if rank in gone or self.states[rank].was_terminated]
         told = [f"after that rank {rank} {self._death_told(rank)}" for rank in dead[:4]]
         return (*told, *(self._stack_told(dead[0]) if dead else ()))
 
     def _alone(self, stuck: Sequence[State]) -> Finding:
-        """A few ranks have begun something that most have not, such as a norm that only they ask for."""
+        """Describe a few ranks that began something that most have not, such as a norm that only they compute."""
         ranks = tuple(state.rank for state in stuck)
         told = f"only {subject(ranks)} {doing_told(stuck[0], self.units)}, and most ranks have not come to that"
         return Finding(Kind.ALONE, ranks, (told, *self._others_told(ranks)))
@@ -416,7 +416,7 @@ class _Ranks:
     # ---- sentences ----------------------------------------------------------------------------------------------
 
     def _others_told(self, odd: Sequence[int]) -> tuple[str, ...]:
-        """What the ranks that are not odd do, and what the unit of the first that waits holds."""
+        """Say what the other ranks do, and what the unit of the first that waits holds."""
         return self._told([state for rank, state in self.states.items() if rank not in odd])
 
     def _stuck_told(self) -> tuple[str, ...]:
@@ -436,7 +436,7 @@ class _Ranks:
         return (*lines, *(self._unit_line(waiting[0]) if waiting else ()))
 
     def _unit_line(self, state: State) -> tuple[str, ...]:
-        """What the unit holds that a rank is concerned with, if it is."""
+        """Say what the unit of a rank's operation holds, if it has one."""
         return (unit_told(self.units[state.unit]),) if state.phase and state.phase not in BESIDE else ()
 
 
@@ -465,12 +465,12 @@ def subject(ranks: Iterable[int]) -> str:
 
 
 def seconds(value: float) -> str:
-    """Tell a time with one decimal."""
+    """Format a time with one decimal."""
     return f"{value:.1f} s"
 
 
 def where(step: int, in_backward: bool, phase: str = "") -> str:
-    """Tell a place, such as `in the forward of step 3`; steps count from 0, as optimizer steps do.
+    """Name a place, such as `in the forward of step 3`; steps count from 0, as optimizer steps do.
 
     Args:
         step: The step.
@@ -483,7 +483,7 @@ def where(step: int, in_backward: bool, phase: str = "") -> str:
 
 
 def after(step: int, in_backward: bool, phase: str) -> str:
-    """Tell a place outside of the model, such as `after the backward of step 3`.
+    """Name a place outside of the model, such as `after the backward of step 3`.
 
     Args:
         step: The step.
@@ -499,14 +499,14 @@ def after(step: int, in_backward: bool, phase: str) -> str:
 
 
 def operation_told(operation: Operation, units: Sequence[UnitFacts]) -> str:
-    """Tell what an operation does, as the predicate of a sentence about one rank."""
+    """Describe an operation, as the predicate of a sentence about one rank."""
     phase = _BY_NAME.get(operation.phase)
     template = _DONE.get(phase, operation.phase) if phase is not None else operation.phase
     return template.format(unit=units[operation.unit].label, bytes=operation.num_bytes)
 
 
 def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
-    """Tell what a rank is doing, as the predicate of a sentence about it."""
+    """Describe what a rank is doing, as the predicate of a sentence about it."""
     if state.doing is Doing.NOTHING_YET:
         return "has not called the model yet"
     if state.doing is Doing.ENDED:
@@ -520,14 +520,14 @@ def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
 
 
 def phase_told(name: str, unit: int, units: Sequence[UnitFacts]) -> str:
-    """Tell what goes on in a phase, as the predicate of a sentence."""
+    """Describe a phase, as the predicate of a sentence."""
     phase = _BY_NAME.get(name)
     template = _WAITING[phase] if phase is not None else f"is in {name} of {{unit}}"
     return template.format(unit=units[unit].label)
 
 
 def unit_told(unit: UnitFacts) -> str:
-    """Tell what a unit holds."""
+    """Describe what a unit holds."""
     names = unit.parameters
     more = f" and {len(names) - _PARAMETERS_SHOWN} more" if len(names) > _PARAMETERS_SHOWN else ""
     shown = ", ".join(names[:_PARAMETERS_SHOWN]) or "no parameters"

@@ -1,6 +1,6 @@
 """Logs of a folder, and dumps of PyTorch's flight recorder beside them, as frozen data.
 
-What cannot be read is told in words, and left out. Of the flight recorder, which records the last collectives of a
+What cannot be read is left out, with a remark. Of the flight recorder, which records the last collectives of a
 process, of any library, only the JSON form is read; dumps in pickle, which could run code, are left alone.
 """
 
@@ -35,14 +35,14 @@ _FLIGHTS_SHOWN = 3
 
 @dataclass(frozen=True)
 class RankLog:
-    """What one rank did last.
+    """The last records of one rank.
 
     Attributes:
         writer: Who it is.
         records: The last ones, oldest first.
         torn: Places of the ring that hold no whole record.
-        beat: The last sign of life; None: never given.
-        words: The error that was told last; empty: none.
+        beat: The last heartbeat; None: there was none.
+        words: The last error that was logged; empty: none.
         alive: Whether the process runs; None: it is on another machine.
         flight: What PyTorch's flight recorder had, one line per collective; empty where there is no dump.
         read_ns: When it was read, in nanoseconds since 1970.
@@ -110,7 +110,7 @@ def read_log(path: Path) -> RankLog:
 
 
 def _content(path: Path) -> bytes:
-    """All of a file; opening a pipe or a device would wait for somebody, or never end."""
+    """Read all of a regular file; a pipe or a device could block, or never end."""
     if not path.is_file():
         raise ValueError("it is no regular file")
     if path.stat().st_size > MOST_FILE_BYTES:
@@ -178,9 +178,9 @@ def flight_name(rank: int, model: int) -> str:
 
 
 def dump_flight(folder: Path, writer: Writer) -> bool:
-    """Write what the recorder of this process holds beside its log; whether there was anything.
+    """Write this process's flight recorder beside its log; return whether it held anything.
 
-    It records where `TORCH_FR_BUFFER_SIZE` (or `TORCH_NCCL_TRACE_BUFFER_SIZE`) is above 0.
+    The recorder is on if `TORCH_FR_BUFFER_SIZE` (or `TORCH_NCCL_TRACE_BUFFER_SIZE`) is above 0.
     """
     dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None) or getattr(
         _distributed_c10d, "_dump_nccl_trace_json", None

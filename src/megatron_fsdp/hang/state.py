@@ -1,4 +1,4 @@
-"""What a rank was doing, read off its records. Pure."""
+"""Derives what a rank was doing from its records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMMUNICATES = frozenset(
 
 
 class Doing(Enum):
-    """What a rank is about."""
+    """What a rank is doing."""
 
     NOTHING_YET = "has not called the model"
     OUTSIDE = "outside of the model"
@@ -61,7 +61,7 @@ class Operation:
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """What ranks have to have in common."""
+        """The properties that must be equal on all ranks."""
         return self.phase, self.unit, self.num_bytes
 
 
@@ -81,10 +81,10 @@ class State:
         operations: The last that it started since the last reset, by number.
         failed_ns: When it failed; None: it did not.
         failed_in: Name of the phase that the error came out of.
-        is_gone: Its process is dead and said no goodbye; None: nobody here can know.
+        is_gone: Its process died without closing its log; None: not known on this machine.
         epoch: How often the model was reset, modulo 256.
-        said_goodbye: Its process ended, or its log was stopped; also of one that failed before.
-        is_inside: Whether a phase is under way, or was when it said goodbye.
+        said_goodbye: Its process ended, or its log was stopped; also after a failure.
+        is_inside: Whether a phase is open, or was when the log was closed.
         was_terminated: Its process is dead, and SIGTERM had come.
     """
 
@@ -107,7 +107,7 @@ class State:
 
     @property
     def waits(self) -> bool:
-        """Whether it communicates."""
+        """Whether the rank communicates."""
         return self.doing is Doing.WAITS
 
     @property
@@ -117,7 +117,7 @@ class State:
 
     @property
     def quiet_s(self) -> float:
-        """For how long nothing had happened when it was last seen."""
+        """Seconds without any event before the rank was last seen."""
         return max(0, self.seen_ns - self.since_ns) / 1e9
 
     @property
@@ -127,7 +127,7 @@ class State:
 
 
 def state_of(log: RankLog) -> State:
-    """Read off a log what its rank was doing."""
+    """Derive from a log what its rank was doing."""
     writer, records = log.writer, log.records
     began_ns = records[-1].time_ns if records else writer.started_ns
     seen_ns = max(began_ns, log.beat.time_ns if log.beat is not None else 0, log.read_ns if log.alive else 0)
@@ -173,12 +173,12 @@ def state_of(log: RankLog) -> State:
 
 
 def communicates(phase: str) -> bool:
-    """Tell whether a phase of this name sends or waits for something."""
+    """Return whether a phase of this name communicates."""
     return phase in _COMMUNICATES
 
 
 def _unwind(records: tuple[Record, ...]) -> tuple[list[Record], Record | None]:
-    """The beginnings of phases that are under way, outermost first, and the failure that nobody recovered from."""
+    """Return the open phases, outermost first, and the failure that was not recovered from."""
     stack: list[Record] = []
     failure: Record | None = None
     for record in records:

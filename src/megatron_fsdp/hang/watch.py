@@ -1,4 +1,4 @@
-"""A log that gives signs of life, and speaks up when nothing happens for too long."""
+"""A log with heartbeats, which explains a hang when nothing happens for too long."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from megatron_fsdp.hang.writer import Process, UnitFacts, Writer, file_name, is_
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 _BEAT_S = 1.0
 _NOTE_AFTER_S = 1.0
-"""An error that ends a wait is explained with what has stood still for so long; the other ranks may be ending too."""
+"""Seconds without progress that explain an error that ended a wait; the other ranks may be ending too."""
 
 
 class HangLog(RingLog):
-    """The log of a model on this rank, with a thread that beats and watches.
+    """The log of a model on this rank, with a thread that writes heartbeats and watches for a hang.
 
-    Ranks that wait all see the same logs, so the lowest of those that wait in the folder explains, once for each
-    standstill, and the others keep quiet. Where each machine has a folder of its own, one rank of each machine does.
+    Waiting ranks all see the same logs, so the lowest waiting rank of the folder explains, once for each standstill,
+    and the others are silent. Where each machine has a folder of its own, one rank of each machine does.
     Nothing is stopped: what looks like a hang may be a slow step.
 
     Args:
         folder: Where the logs are.
         engine: Of the model.
-        timeout_s: How long nothing may happen inside of a phase; None: only beat.
+        timeout_s: How long nothing may happen inside of a phase; None: write heartbeats only.
     """
 
     def __init__(self, folder: Path, engine: Engine, timeout_s: float | None) -> None:
@@ -57,7 +57,7 @@ class HangLog(RingLog):
         weakref.finalize(self, over.set)
 
     def look(self) -> float:
-        """Beat, and speak up if it is time to.
+        """Write a heartbeat, and explain if nothing has happened for too long.
 
         Returns:
             Seconds until the next look.
@@ -73,12 +73,12 @@ class HangLog(RingLog):
         return min(_BEAT_S, self.timeout_s / 4)
 
     def withdraw(self) -> None:
-        """Leave no log: another rank could not begin its own, and numbers of models are the same on all ranks."""
+        """Remove the log: another rank could not begin its own, and numbers of models are the same on all ranks."""
         self.close()
         self.ring.path.unlink(missing_ok=True)
 
     def explains(self) -> str:
-        """As `Observer`."""
+        """Return an explanation of what is odd, or an empty string (see `Observer`)."""
         with contextlib.suppress(MegatronFSDPError, OSError):
             found = explain(read_folder(self.folder, self.writer.run), _NOTE_AFTER_S)
             return str(found) if found.is_odd else ""
@@ -102,7 +102,7 @@ class HangLog(RingLog):
 
 
 def _watch(reference: weakref.ref[HangLog], over: threading.Event) -> None:
-    """Look again and again, for as long as the log is there."""
+    """Look again and again until the log is collected or closed."""
     pause_s = 0.0
     while not over.wait(pause_s):
         log = reference()
@@ -116,10 +116,10 @@ def _watch(reference: weakref.ref[HangLog], over: threading.Event) -> None:
 
 
 def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
-    """A new log in a folder, which is made where it is missing.
+    """Create a log in a folder, which is made where it is missing.
 
-    A log that another process left there under the same name is replaced, if that process is over. Models of one
-    process get numbers, in the order in which their logs begin, which has to be the same on all ranks.
+    A log that another process left there under the same name is replaced if that process is over. Models of one process
+    are numbered in the order in which their logs begin, which must be the same on all ranks.
 
     Raises:
         ConfigurationError: The folder cannot be written, or a job that still runs keeps its logs there.
@@ -153,14 +153,14 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
 
 
 def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
-    """One more than the last model whose log this process has begun in the folder.
+    """Return the number after the last model whose log this process has begun in the folder.
 
     Raises:
         ConfigurationError: A process of another run that still lives writes a log of this rank.
     """
     found = (rank_and_model(path.name) for path in folder.iterdir())
     models = sorted((place[1] for place in found if place is not None and place[0] == rank), reverse=True)
-    for model in models:  # those of this process come before what is left of earlier ones
+    for model in models:  # logs of this process come before those of earlier ones
         try:
             writer = read_writer(folder / file_name(rank, model))
         except (OSError, ValueError):
@@ -176,7 +176,7 @@ def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
 
 
 def _run() -> str:
-    """The name of the run: that of the first rank that asked, by way of the store that all of them share."""
+    """Return the name of the run: that of the first rank that asked, through the store that all ranks share."""
     store = distributed_c10d._get_default_store()
     return bytes(store.compare_set(_RUN_KEY, "", uuid.uuid4().hex)).decode()
 

@@ -1,4 +1,4 @@
-"""What a log says of who wrote it: rank, process, units, and what the file is called; for writers and readers."""
+"""The header of a log: rank, process and units, and the file's name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _START_FIELD = 19  # field 22 of proc(5), counted after the name in parentheses,
 
 @dataclass(frozen=True)
 class Process:
-    """One process among all that ever were.
+    """One process, told from all others, on any machine and at any time.
 
     Attributes:
         host: Name of its machine.
@@ -76,7 +76,7 @@ class Writer:
 
 
 def writer_from_json(found: Mapping[str, Any]) -> Writer:
-    """Return the writer that a header, the fields of a `Writer` as JSON, tells of.
+    """Parse the writer from a header, the fields of a `Writer` as JSON.
 
     Raises:
         ValueError: Something is missing, or is not what it should be.
@@ -95,13 +95,13 @@ def file_name(rank: int, model: int) -> str:
 
 
 def rank_and_model(name: str) -> tuple[int, int] | None:
-    """Return the rank and model that a file of this name is of; None where it is not called as logs are."""
+    """Parse rank and model from a log's file name; None where it is not a log's name."""
     found = _NAME.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 0))
 
 
 def is_log_name(name: str) -> bool:
-    """Tell whether a file is called as logs are."""
+    """Return whether a file name is a log's."""
     return rank_and_model(name) is not None
 
 
@@ -109,12 +109,12 @@ def is_log_name(name: str) -> bool:
 
 
 def this_process() -> Process:
-    """Return the process that asks."""
+    """Return the current process."""
     return Process(socket.gethostname(), os.getpid(), _started(os.getpid()), _namespace())
 
 
 def is_alive(process: Process) -> bool | None:
-    """Tell whether a process still runs; None: it is of another machine or container, so nobody here knows."""
+    """Return whether a process still runs; None if it belongs to another machine or container."""
     if process.host != socket.gethostname() or process.namespace != _namespace():
         return None
     try:
@@ -147,5 +147,5 @@ def _started(pid: int) -> int | None:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Dead, but its parent has not looked yet."""
+    """Return whether a process is dead but not yet reaped by its parent."""
     return _fields(pid)[:1] == ["Z"]

@@ -1,4 +1,4 @@
-"""What a run will need, worked out without hardware by the layout, grouping and schedule code that runs it."""
+"""The planner: memory, communication and time of a run, worked out without hardware by the engine's own code."""
 
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, plan, recommend

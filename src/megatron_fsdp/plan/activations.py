@@ -1,4 +1,4 @@
-"""What a forward and backward keep alive and compute, found out by running them once without memory.
+"""Activation memory and FLOPs of one forward and backward, measured on the meta device.
 
 Tensors on the meta device have shapes and storages of a size, but no bytes. Autograd saves, frees and accumulates them
 as it does real ones, so following storages through one step on the meta device gives the activation memory of a real
@@ -44,9 +44,9 @@ def profile_compute(
     kernels: Kernels = "cuda",
     recompute: Recompute = "none",
 ) -> ComputeProfile:
-    """Run forward, loss and backward once and write down what is alive and what is computed between the units' events.
+    """Run forward, loss and backward once and record activation memory and FLOPs between the units' events.
 
-    The step is ``loss_fn(model(inputs)).backward()``: nobody holds the model's output while backward runs. A gradient
+    The step is ``loss_fn(model(inputs)).backward()``: the model's output is not kept during backward. A gradient
     of a parameter dies as soon as it is complete, as the engine copies it into a bucket and drops it.
 
     Args:
@@ -106,7 +106,7 @@ def _bytes_of(inputs: Any) -> int:
 
 @dataclass
 class _Open:
-    """The segment under way."""
+    """The segment that is being recorded."""
 
     event: Event
     unit: int
@@ -127,7 +127,7 @@ class _Open:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operator, and is told of every event."""
+    """A dispatch mode that records every operator, and the events that hooks report."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
@@ -157,13 +157,13 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def mark(self, event: Event, unit: int) -> None:
-        """An event ends the segment under way and begins the next."""
+        """End the open segment and begin the next one."""
         if event is Event.FORWARD_BEGINS:
             self._forwards.append(unit)
         elif event is Event.FORWARD_ENDS:
             self._forwards.pop()
             if self.in_backward:
-                self._backward_of = unit  # what was recomputed last is what backward comes to next
+                self._backward_of = unit  # backward continues with the unit that was recomputed last
         elif event is Event.BACKWARD_BEGINS:
             self.in_backward = True
             self._backward_of = unit or self._backward_of  # a unit may share its output with the root around it
@@ -175,19 +175,19 @@ class _Recorder(TorchDispatchMode):
         self._open = _Open(event, unit, computing, now, now)
 
     def gradient(self, name: str) -> None:
-        """The gradient of a parameter is complete, and alive."""
+        """Record that the gradient of a parameter is complete, and alive."""
         self._open.gradients.append(name)
         self._open.gradient_peak_bytes = max(self._open.gradient_peak_bytes, self._live.now_bytes)
 
     def finish(self) -> tuple[Segment, ...]:
-        """All segments; the first only where something was computed in it."""
+        """Return all segments; the first only if something was computed in it."""
         segments = [*self._done, self._open.close(self._live.now_bytes)]
         return tuple(segments if segments[0].operators else segments[1:])
 
 
 @contextmanager
 def _hooked(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) -> Iterator[None]:
-    """Hooks at the places where the engine has its own."""
+    """Install hooks at the places where the engine has its own."""
     handles: list[RemovableHandle] = []
     for unit, name in enumerate(unit_names):
         module = model.get_submodule(name)
@@ -239,7 +239,7 @@ def _take_gradient(recorder: _Recorder, name: str, param: Tensor) -> None:
 
 
 def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
-    """The plain tensors among the arguments or results of an operator, also one list deep."""
+    """Yield the plain tensors among the arguments or results of an operator, also one list deep."""
     for value in values:
         if type(value) in _PLAIN:
             assert isinstance(value, Tensor)
@@ -249,7 +249,7 @@ def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 class LiveStorages:
-    """Follows storages until they die. Views share a storage; on the meta device storages have sizes, too.
+    """Sums the sizes of storages until they are freed. Views share a storage; meta storages have sizes, too.
 
     Attributes:
         now_bytes: Alive now.
@@ -261,10 +261,7 @@ class LiveStorages:
         self._sizes: dict[int, int] = {}
 
     def note(self, operands: Iterable[Tensor], results: Iterable[Tensor]) -> None:
-        """An operator has run: follow the storages of its results that are not those of its operands.
-
-        Those of operands are from before, or they are followed already.
-        """
+        """Follow the storages of an operator's results, except those that it shares with its operands."""
         known = {tensor.untyped_storage()._cdata for tensor in operands}
         for tensor in results:
             storage = tensor.untyped_storage()
@@ -284,7 +281,6 @@ class LiveStorages:
         self.now_bytes += self._sizes[key]
 
     def _measure(self, key: int, storage: torch.UntypedStorage) -> None:
-        """It may have been resized."""
         size = storage.nbytes()
         self.now_bytes += size - self._sizes[key]
         self._sizes[key] = size
@@ -294,17 +290,17 @@ class LiveStorages:
 
 
 class Answers:
-    """Runs operators; conditions on tensors of the meta device get the answer of a full, plain batch.
+    """Runs operators; conditions on meta tensors are answered as for a full batch without odd values.
 
-    Models ask whether nothing is padded (`mask.all()`): yes; or whether anything is odd (`x.isnan().any()`): no. So
-    a condition is true, but that anything is so is false.
+    Models check that nothing is padded (`mask.all()`) or that something is odd (`x.isnan().any()`). So every condition
+    is True, except that `any` is False.
     """
 
     def __init__(self) -> None:
         self._any: Callable[[], object] = lambda: None  # the storage of the latest result of `any`, while it lives
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The operator's result, or an answer where it would be the value of a meta tensor.
+        """Return the operator's result, or an answer where it would be the value of a meta tensor.
 
         Grouped products are given their shapes here, because torch's rule for the meta device refuses all dtypes but
         bf16, which the kernels of devices do not.
@@ -339,7 +335,7 @@ class Answers:
 def _grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, _bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Rows by a stack of matrices (2D x 3D, 3D x 2D), a stack by a stack, or stretches of columns by such of rows."""
+    """Infer the shape of a grouped matrix product: 2D x 3D and 3D x 2D (rows), 3D x 3D, or 2D x 2D (columns)."""
     shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.dim() == right.dim():
         groups = left.shape[0] if left.dim() == 3 or offs is None else offs.shape[0]
@@ -351,7 +347,7 @@ def _grouped_product(
 
 
 def operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Floating point operations of one call.
+    """Count the floating point operations of one operator call.
 
     Args:
         func: An operator of torch with its overload, as a dispatch mode gets it.
@@ -368,9 +364,9 @@ def operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 def operator_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Bytes of one call's operands and results; none for views and for memory that is only asked for.
+    """Count the bytes of one call's operands and results; 0 for views and uninitialized memory.
 
-    Rows that are looked up in a table count, not the table.
+    A lookup in a table counts the rows it reads, not the table.
     """
     packet = func.overloadpacket
     results = list(tensors_of((result,)))
@@ -383,13 +379,13 @@ def operator_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether results share memory with operands without being written."""
+    """Return whether results share memory with operands without being written."""
     infos = [returned.alias_info for returned in func._schema.returns]
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes that it covers; what is expanded is read once."""
+    """Return the bytes that a tensor covers; an expanded dimension is read once."""
     lengths = [length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or length == 0]
     return math.prod(lengths) * tensor.element_size()
 
@@ -403,14 +399,14 @@ def _cpu_attention_backward(args: Sequence[Any], _: Any) -> int:
 
 
 def _per_head(tensors: Sequence[Tensor]) -> list[torch.Size]:
-    """Shapes of query, key and value where each query head has a key head of its own."""
+    """Return the shapes of query, key and value as if each query head had a key head of its own."""
     query, key, value = tensors
     heads = query.shape[1]
     return [torch.Size((shape[0], heads, *shape[2:])) for shape in (query.shape, key.shape, value.shape)]
 
 
 def _grouped_flops(args: Sequence[Any], _: Any) -> int:
-    """Each row by one matrix of a stack, or each stretch of columns by its stretch of rows: all columns count once."""
+    """Count FLOPs: each row by one matrix of a stack, or each stretch of columns by its stretch of rows."""
     left, right = args[0], args[1]
     stacked = left.shape[0] if left.dim() == right.dim() == 3 else 1
     return int(2 * stacked * left.shape[-2] * left.shape[-1] * right.shape[-1])
@@ -423,7 +419,7 @@ _OWN: dict[Any, Callable[[Sequence[Any], Any], int]] = {
 }
 
 _PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
-"""With weights, where 8-bit formats are used."""
+"""Products with weights, which may use 8-bit formats."""
 
 _WRITES_NOTHING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 

@@ -1,4 +1,4 @@
-"""A plan held against the real runtime: the same rank, wrapped and stepped by the engine with fake tensors."""
+"""Compares a plan with the real engine: the same rank, wrapped and stepped with fake tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Checked:
 
     @property
     def agrees(self) -> bool:
-        """Whether they are the same."""
+        """Whether both figures are equal."""
         return self.planned == self.simulated
 
 
@@ -83,7 +83,7 @@ def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bo
 
 
 def _optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """One with the state of the planned kind; how it borrows in a step does not matter here."""
+    """Build an optimizer with the planned kind of state; its temporaries do not matter here."""
     trained = [param for param in params if param.requires_grad]
     if name.startswith("adamw"):
         return torch.optim.AdamW(trained, foreach=False)

@@ -1,4 +1,4 @@
-"""What one rank's compute needs over one forward and backward, as plain data.
+"""What one rank computes and keeps alive over one forward and backward, as plain data.
 
 A step of the compute is a row of events: a unit's forward begins (`F1>`), ends (`F1<`), its backward begins (`B1`), and
 the backward is over (`E`). What happens between two of them is a segment. The scheduler is driven by the same events.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Event(Enum):
-    """What begins a segment."""
+    """The event that begins a segment."""
 
     STEP_BEGINS = "S"  # only where something is computed before the model's forward
     FORWARD_BEGINS = "F>"  # also of a recomputation, where the unit's own hooks see it
@@ -62,14 +62,14 @@ class Segment:
     gradient_peak_bytes: int = 0
 
     def __str__(self) -> str:
-        """Compact form of the event for tests and traces, such as `F3>`, `F3<`, `B3` or `E`."""
+        """Return the event in compact form for tests and traces, such as `F3>`, `F3<`, `B3` or `E`."""
         if self.event in (Event.STEP_BEGINS, Event.BACKWARD_ENDS):
             return self.event.value
         kind = self.event.value
         return f"{kind[0]}{self.unit}{kind[1:]}"
 
     def but(self, **changes: Any) -> Segment:
-        """The same with other values."""
+        """Return a copy with other values."""
         return replace(self, **changes)
 
 
@@ -89,12 +89,12 @@ class ComputeProfile:
 
     @property
     def peak_bytes(self) -> int:
-        """The most activation bytes that were alive at a time."""
+        """The most activation bytes alive at one time."""
         return max(segment.peak_bytes for segment in self.segments)
 
     @property
     def kept_bytes(self) -> int:
-        """Alive when backward begins: what autograd has saved, and results that somebody holds."""
+        """Activation bytes alive when backward begins: what autograd saved, and results that are still referenced."""
         return self.segments[self.backward_start].begin_bytes
 
     @property
@@ -108,22 +108,22 @@ class ComputeProfile:
 
     @property
     def forward_flops(self) -> int:
-        """Of forward and loss, each once."""
+        """FLOPs of forward and loss, each once."""
         return sum(segment.flops for segment in self.segments[: self.backward_start])
 
     @property
     def backward_flops(self) -> int:
-        """Of backward, without what is recomputed."""
+        """FLOPs of backward, without what is recomputed."""
         return sum(segment.flops - segment.recomputed_flops for segment in self.segments[self.backward_start :])
 
     @property
     def recomputed_flops(self) -> int:
-        """Of forwards that backward repeats."""
+        """FLOPs of forwards that backward repeats."""
         return sum(segment.recomputed_flops for segment in self.segments)
 
     @property
     def moved_bytes(self) -> int:
-        """Of all segments."""
+        """Bytes that all segments read and write."""
         return sum(segment.moved_bytes for segment in self.segments)
 
     @property
@@ -157,5 +157,5 @@ class Exchange:
 
 
 def unit_around(name: str, unit_names: Iterable[str]) -> str:
-    """The unit that holds a module; the root, "", where no other does."""
+    """Return the name of the unit that holds a module; "", the root, where no other does."""
     return next((unit for unit in unit_names if unit and f"{name}.".startswith(f"{unit}.")), "")

@@ -1,6 +1,6 @@
-"""Mixtures of experts without values: routing is balanced.
+"""Mixtures of experts on the meta device: routing is assumed to be balanced.
 
-Which rows an expert gets is data. What is alive depends on the number of rows only, where all experts are computed by
+Which rows an expert gets is data. Memory depends on the number of rows only, where all experts are computed by
 one grouped product, as transformers 5 does by default: k rows for each token, however they are routed.
 """
 
@@ -18,7 +18,7 @@ _FIELD = "_experts_implementation"
 
 @contextmanager
 def balanced_experts(model: nn.Module) -> Iterator[None]:
-    """Let fused experts of transformers compute without values: loops over experts give way to grouped products.
+    """Let fused experts of transformers run without values: loops over experts become grouped products.
 
     Args:
         model: Its configs are changed inside of the block only; without experts nothing is done.

@@ -1,4 +1,4 @@
-"""Which kernels a device would choose, where that decides what is saved for backward.
+"""The kernels that a device would choose, where the choice decides what is saved for backward.
 
 On the meta device torch takes composite functions apart as no real device does: attention becomes a product, a softmax
 and a product, which saves the square of the sequence length. Inside `kernels_of` such functions call the operators that
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.library import _scoped_library
 
 Kernels = Literal["cuda", "cpu", "math"]
-"""Of a CUDA device, of a CPU, or those of a CPU with attention by products, which saves all scores."""
+"""Kernels of a CUDA device, of a CPU, or of a CPU with attention by matrix products, which saves all scores."""
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -26,9 +26,9 @@ _FLASH_HEAD_DIM = 256
 
 @contextmanager
 def kernels_of(kernels: Kernels) -> Iterator[None]:
-    """Inside of it, attention, dropout and root mean square norms on the meta device use the operators of a device.
+    """Let attention, dropout and RMS norms on the meta device use the operators of a device inside the block.
 
-    The functions are replaced in torch's dispatcher, for tensors of the meta device only, so whoever calls them gets
+    The functions are replaced in torch's dispatcher, for tensors of the meta device only, so every caller gets
     the replacement: transformers, `nn.MultiheadAttention`, a recomputed forward.
 
     Args:
@@ -57,7 +57,7 @@ class _Attention:
     grouped: bool
 
     def by_products(self) -> Tensor:
-        """The scores are a tensor, and saved."""
+        """Compute attention by matrix products, which saves the scores."""
         result: Tensor = _ATEN._scaled_dot_product_attention_math(
             self.query,
             self.key,
@@ -73,17 +73,16 @@ class _Attention:
 
     @property
     def plain(self) -> bool:
-        """Four dimensions, and something in each."""
+        """Whether all three tensors have four dimensions and are not empty."""
         tensors = (self.query, self.key, self.value)
         return all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in tensors)
 
     @property
     def one_head_size(self) -> bool:
-        """Queries, keys and values have the same number of features."""
+        """Whether queries, keys and values have the same number of features."""
         return self.query.shape[-1] == self.key.shape[-1] == self.value.shape[-1]
 
     def additive_mask(self) -> Tensor | None:
-        """The mask as a summand of the scores."""
         if self.mask is None or self.mask.dtype != torch.bool:
             return self.mask
         kept, masked = (torch.scalar_tensor(x, dtype=self.query.dtype, device="meta") for x in (0.0, float("-inf")))
@@ -141,7 +140,7 @@ def _efficient(call: _Attention) -> Tensor:
 
 
 def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
-    """CUDA keeps a mask of one byte per element, others one of the input's dtype."""
+    """Run CUDA's fused dropout, which saves a mask of one byte per element; others save the input's dtype."""
     if not train or p == 0 or given.numel() == 0:
         return given
     result: Tensor = _ATEN.native_dropout(given, p, True)[0]
@@ -149,17 +148,16 @@ def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _fused_rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, _eps: float | None = None) -> Tensor:
-    """CUDA has one kernel for it in each direction; the meta device has none, and takes it apart."""
+    """Run RMS norm as one kernel in each direction, as CUDA does; the meta device would decompose it."""
     result: Tensor = _RmsNorm.apply(given, weight, len(shape))  # type: ignore[no-untyped-call]  # torch's own
     return result
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps the input, the weight and one number per row, in fp32 for half precision."""
+    """RMS norm that saves the input, the weight and one number per row (fp32 for half precision)."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        """One pass over the input."""
         dtype = torch.float32 if given.dtype in _HALF else given.dtype
         scale = given.new_empty((*given.shape[: given.dim() - dims], *(1 for _ in range(dims))), dtype=dtype)
         ctx.save_for_backward(given, weight, scale)
@@ -167,7 +165,6 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """One pass over the input and the gradient."""
         given, weight, _ = ctx.saved_tensors
         wanted = weight is not None and ctx.needs_input_grad[1]
         return grads[0] * given, torch.empty_like(weight) if wanted else None, None

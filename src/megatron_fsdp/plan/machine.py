@@ -1,7 +1,7 @@
-"""What a machine can do, in numbers that anybody may change. Pure.
+"""Machines in numbers that a user may change: FLOPs, memory and links.
 
-The presets are the makers' figures for dense 16-bit matrix products, memory and links per direction; what a run reaches
-of them is in the fields called efficiency, which are assumptions and stand in every report.
+The presets are the makers' figures for dense 16-bit matrix products, memory and links per direction. The fields named
+efficiency are the fractions that a run is assumed to reach; every report states them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Machine:
         return self.flops * self.flops_efficiency
 
     def compute_s(self, flops: float, moved_bytes: float, operators: int = 0, fp8_flops: float = 0.0) -> float:
-        """Time of some operators one after another: matrix products, then what only moves memory.
+        """Estimate the time of operators that run one after another: matrix products, then memory-bound ones.
 
         A roofline per kind of work (Williams, Waterman and Patterson, 2009), with a floor for starting operators.
 
@@ -108,7 +108,7 @@ class Machine:
         return max(work, operators * self.operator_s)
 
     def bytes_per_s(self, ranks: int, stride: int = 1) -> float:
-        """What each rank of a group sends per second in a ring or pairwise algorithm.
+        """Return the bytes per second that each rank of a group sends in a ring or pairwise algorithm.
 
         Ranks of one node share a link; a group over several nodes is held up by the network, where the adapters of all
         its members in a node carry one ring each.
@@ -124,14 +124,14 @@ class Machine:
         return min(across, self.link_bytes_per_s if members > 1 else across) * self.network_efficiency
 
     def latency_s(self, ranks: int, stride: int = 1) -> float:
-        """Latency of a collective: a hop for every doubling of the group, inside of nodes and between them."""
+        """Return the latency of a collective: a hop for every doubling of the group, within nodes and between them."""
         spread = -(-((ranks - 1) * stride + 1) // self.devices_per_node)
         nodes = spread if stride < self.devices_per_node else ranks
         inside = -(-ranks // nodes)
         return self.link_latency_s * _doublings(inside) + self.network_latency_s * _doublings(nodes)
 
     def collective_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Time of a collective in which every rank sends some bytes.
+        """Estimate the time of a collective in which every rank sends `sent_bytes`.
 
         Args:
             sent_bytes: By one rank.
@@ -143,7 +143,7 @@ class Machine:
         return sent_bytes / self.bytes_per_s(ranks, stride) + self.latency_s(ranks, stride)
 
     def all_to_all_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Time of an all-to-all: what leaves the node goes over each rank's own adapter, the rest over the link.
+        """Estimate the time of an all-to-all: bytes that leave the node use each rank's adapter, the rest the link.
 
         Args:
             sent_bytes: By one rank, equally much to every other.
@@ -158,10 +158,10 @@ class Machine:
         return max(inside, outside) / self.network_efficiency + self.latency_s(ranks, stride)
 
     def but(self, changes: Mapping[str, float]) -> Machine:
-        """The same with other figures.
+        """Return a copy of the machine with other figures.
 
         Raises:
-            ConfigurationError: There is no such figure, or it cannot be.
+            ConfigurationError: There is no such figure, or its value is impossible.
         """
         known = {field.name for field in fields(self)} - {"name"}
         for name in changes:
@@ -191,7 +191,7 @@ MACHINES: dict[str, Machine] = {
 
 
 def find_machine(name: str) -> Machine:
-    """A preset.
+    """Return the machine preset of this name.
 
     Raises:
         ConfigurationError: There is none of this name.

@@ -1,4 +1,4 @@
-"""From a name, a config, an import path or a function to a model on the meta device; nothing is downloaded."""
+"""Builds models on the meta device from a name, a config, an import path or a function; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.setup import nearest_name
 
 ModelSpec = str | Path | Mapping[str, Any] | Callable[[], nn.Module] | nn.Module
-"""What a model can be given as; see `build_meta_model`."""
+"""The ways to specify a model; see `build_meta_model`."""
 
 
 def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
@@ -57,14 +57,14 @@ def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Mo
 
 
 def comes_from_config(spec: ModelSpec) -> bool:
-    """Whether a model is built from a config, in a dtype that may be chosen, and not by a function of its own."""
+    """Return whether a model is built from a config, so that its dtype can be chosen."""
     if isinstance(spec, str):
         return spec in PRESETS or Path(spec).exists() or ":" not in spec
     return isinstance(spec, Path | Mapping) or not callable(spec)
 
 
 def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
-    """What a string stands for."""
+    """Resolve a string to a preset's config, a path or a function."""
     if text in PRESETS:
         return preset_config(text)
     if Path(text).exists():
@@ -94,7 +94,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def model_config(name: str) -> Any:
-    """The config of transformers of a preset.
+    """Return the transformers config of a preset.
 
     Raises:
         ConfigurationError: There is no preset of this name, or transformers is missing.
@@ -103,7 +103,7 @@ def model_config(name: str) -> Any:
 
 
 def read_config(source: str | Path) -> Any:
-    """The config of transformers in a local folder or file; code that lies beside it is not run.
+    """Read a transformers config from a local folder or file; code that lies beside it is not run.
 
     Raises:
         ConfigurationError: transformers is missing or does not read it.
@@ -119,7 +119,7 @@ def read_config(source: str | Path) -> Any:
 
 
 def build_from_config(config: Any, dtype: torch.dtype, kind: str = "AutoModelForCausalLM", **options: Any) -> nn.Module:
-    """A model of transformers on the meta device, with weights tied and the dtypes that it would be loaded in.
+    """Build a transformers model on the meta device, with tied weights and the dtypes that it would be loaded in.
 
     Args:
         config: Of transformers.
@@ -150,7 +150,6 @@ def build_from_config(config: Any, dtype: torch.dtype, kind: str = "AutoModelFor
 
 
 def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
-    """A causal language model of transformers."""
     transformers: Any = require(
         "transformers",
         "a model of this config",
@@ -216,7 +215,7 @@ def _name(function: object) -> str:
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, key_heads: int, **more: Any) -> dict[str, Any]:
-    """Fields that families like Llama share; the vocabulary is that of Llama 3."""
+    """Return the config fields that Llama-like families share; the vocabulary is that of Llama 3."""
     return {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -300,7 +299,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_config(name: str) -> dict[str, Any]:
-    """The config fields of a published model.
+    """Return the config fields of a published model.
 
     Raises:
         ConfigurationError: There is no preset of this name.

@@ -42,7 +42,7 @@ _FAMILIES: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """The narrow waists of DeepSeek's attention: widths of queries, of keys and values, and of the rotated part."""
+    """The low-rank widths of DeepSeek's attention: of queries, of keys and values, and of the rotated part."""
 
     query: int
     key_value: int
@@ -51,14 +51,14 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter.
+    """A parameter's shape and how tensor parallelism divides it.
 
     Attributes:
         name: Its own.
         shape: On one rank without parallelism.
         cut: The dimension that tensor-parallel ranks share; None: each holds all of it.
         parts: The most parts that it can be cut into (key heads); None: any number.
-        used: The part of it that one token meets: k of E experts; 0 for tables and vectors.
+        used: The fraction of it that one token uses: k of E experts; 0 for tables and vectors.
     """
 
     name: str
@@ -68,18 +68,18 @@ class Weight:
     used: float = 1.0
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """On the first tensor-parallel rank, which has the largest part."""
+        """Return the shape on the first tensor-parallel rank, which has the largest part."""
         if self.cut is None:
             return self.shape
         ranks = tp if self.parts is None else min(tp, self.parts)
         return tuple(-(-size // ranks) if dim == self.cut else size for dim, size in enumerate(self.shape))
 
     def flops(self, tp: int) -> float:
-        """Operations for one token on one rank."""
+        """Count the FLOPs of one token's product on one rank."""
         return 2 * self.used * prod(self.local_shape(tp)) if len(self.shape) > 1 else 0.0
 
     def output_width(self, tp: int) -> float:
-        """Numbers that the product with one token gives."""
+        """Return how many values the product with one token gives."""
         local = self.local_shape(tp)
         return self.used * prod(local[:-1])
 
@@ -134,42 +134,42 @@ class DecoderShape:
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         layers = (weight for layer in range(self.layers) for weight in self.layer(layer))
         ends = (*self.embedding(), *self.final_norm(), *(() if self.is_tied else self.head()))
         return sum(prod(weight.shape) for weight in (*layers, *ends))
 
     def flops(self, sequence_length: int) -> float:
-        """Operations of forward and backward for one token (Chowdhery et al., PaLM, 2022): no recomputation."""
+        """Count FLOPs of forward and backward for one token without recomputation (Chowdhery et al., PaLM, 2022)."""
         layers = sum(w.flops(1) for layer in range(self.layers) for w in self.layer(layer))
         scores = self.layers * self.score_flops(sequence_length)
         return 3 * (layers + scores + sum(weight.flops(1) for weight in self.head()))
 
     def score_flops(self, sequence_length: int) -> float:
-        """Operations of a forward of attention for one token in one layer."""
+        """Count the FLOPs of the attention scores and values for one token in one layer's forward."""
         return 2.0 * sequence_length * self.heads * (self.score_width + self.value_width)
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return whether a layer has experts."""
         return self.experts > 0 and layer >= self.dense_layers
 
     def layer(self, layer: int) -> tuple[Weight, ...]:
-        """All parameters of a layer, products in the order in which they run."""
+        """Return all parameters of a layer, products in the order in which they run."""
         mlp = self._experts() if self.is_mixture(layer) else self._mlp(self.inner)
         return (*self._norm("attention_norm"), *self._attention(), *self._norm("mlp_norm"), *mlp)
 
     def embedding(self) -> tuple[Weight, ...]:
-        """Tables of tokens and positions."""
+        """Return the tables of tokens and positions."""
         table = Weight("embedding", (self.vocabulary, self.hidden), 0, used=0.0)
         places = Weight("positions", (self.positions, self.hidden), used=0.0)
         return (table, places) if self.positions else (table,)
 
     def final_norm(self) -> tuple[Weight, ...]:
-        """Behind the last layer."""
+        """Return the parameters of the norm behind the last layer."""
         return self._norm("norm")
 
     def head(self) -> tuple[Weight, ...]:
-        """The product that gives logits."""
+        """Return the matrix that gives logits."""
         return (Weight("head", (self.vocabulary, self.hidden), 0),)
 
     def _norm(self, name: str) -> tuple[Weight, ...]:
@@ -229,7 +229,7 @@ def decoder_shape(config: Any, what: str) -> DecoderShape:
 
     Args:
         config: With a `model_type`.
-        what: What is asked for, such as "tp=8"; for the error.
+        what: The request, such as "tp=8", for the error.
 
     Raises:
         ConfigurationError: The formulas do not know the architecture.
@@ -272,7 +272,7 @@ def _head_width(config: Any) -> int:
 
 
 def not_modelled(what: str, reason: str) -> ConfigurationError:
-    """Say that nothing can be said: there is no plan, and so no verdict."""
+    """Make the error for an architecture that the formulas do not cover."""
     return ConfigurationError(
         f"{what} cannot be planned for this model, since {reason}, and the formulas know {', '.join(_FAMILIES)}: "
         "whether it fits is not known. Plan it over data-parallel ranks only"
@@ -283,7 +283,7 @@ def not_modelled(what: str, reason: str) -> ConfigurationError:
 
 
 def layers_of_stage(num_layers: int, stages: int, stage: int) -> range:
-    """The layers of a pipeline stage.
+    """Return the layers of a pipeline stage.
 
     Where embedding and head count as a layer each and the sum divides evenly, the ends have one layer less (Llama 3);
     else earlier stages take the remainder.
@@ -304,7 +304,7 @@ def layers_of_stage(num_layers: int, stages: int, stage: int) -> range:
 
 
 def microbatches_in_flight(setup: Setup, stage: int) -> float:
-    """How many microbatches' activations a stage keeps at a time.
+    """Count the microbatches whose activations a stage keeps at one time.
 
     A stage starts p - s microbatches before its first backward (1F1B), and with v virtual stages 2 (p - s - 1) +
     (v - 1) p + 1 parts of a v-th each (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2).
@@ -354,41 +354,41 @@ class DecoderShare:
 
     @property
     def layers(self) -> range:
-        """Of this stage."""
+        """The layers of this stage."""
         return layers_of_stage(self.shape.layers, self.ranks.pp, self.stage)
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on this rank."""
+        """Tokens of a microbatch on this rank."""
         return self.micro_batch * self.sequence_length // self.ranks.cp
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether the stage has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the head and the loss."""
+        """Whether the stage has the head and the loss."""
         return self.stage == self.ranks.pp - 1
 
     @property
     def model_flops(self) -> float:
-        """Operations of a microbatch, shared equally among the ranks that work on it."""
+        """FLOPs of a microbatch, shared equally among the ranks that work on it."""
         ranks = self.ranks
         return self.shape.flops(self.sequence_length) * self.tokens / (ranks.tp * ranks.pp)
 
     @property
     def hidden_bytes(self) -> int:
-        """Of the hidden states of a microbatch."""
+        """Bytes of the hidden states of a microbatch."""
         return self.tokens * self.shape.hidden * self.dtype.itemsize
 
     def module(self) -> nn.Module:
-        """The local shapes as a module on the meta device, with the experts of all expert-parallel ranks."""
+        """Build the local shapes as a module on the meta device, with the experts of all expert-parallel ranks."""
         return _Stage(self)
 
     def slowdown(self, setup: Setup) -> float:
-        """How much longer the busiest stage computes than this one."""
+        """Return how many times longer the busiest stage computes than this one."""
         ends = {self.stage, 1 % self.ranks.pp, self.ranks.pp - 1}
         times = {stage: replace(self, stage=stage)._forward_flops(setup) for stage in ends}
         return max(times.values()) / times[self.stage]
@@ -398,7 +398,7 @@ class DecoderShare:
         return layers + (_head_piece(self, setup).flops if self.is_last else 0.0)
 
     def notes(self, setup: Setup) -> tuple[str, ...]:
-        """What was assumed, in words."""
+        """List the assumptions, in words."""
         ranks, found = self.ranks, ["Computed by formulas: fused kernels, no dropout (docs/plan.md)."]
         if ranks.tp > 1:
             which = "with" if setup.sequence_parallel else "without"
@@ -415,7 +415,7 @@ class DecoderShare:
 
 
 class _Group(nn.Module):
-    """Parameters of local shapes."""
+    """A module that only holds parameters of local shapes."""
 
     def __init__(self, weights: Iterable[Weight], share: DecoderShare) -> None:
         super().__init__()
@@ -428,12 +428,12 @@ class _Group(nn.Module):
             (getattr(self, group) if group else self).register_parameter(name, made)
 
     def forward(self) -> None:
-        """Shapes do not compute."""
+        """Refuse to compute: there are shapes only."""
         raise NotImplementedError
 
 
 class DecoderLayer(_Group):
-    """One layer."""
+    """One layer of local shapes."""
 
 
 class _Stage(_Group):
@@ -485,12 +485,12 @@ class _Piece:
 
 
 def _outside(share: DecoderShare, setup: Setup) -> float:
-    """Bytes of a hidden state where tensor parallelism does not divide it but sequence parallelism does."""
+    """Return bytes of a token's hidden state in regions that only sequence parallelism divides."""
     return share.shape.hidden * share.dtype.itemsize / (share.ranks.tp if setup.sequence_parallel else 1)
 
 
 def _part_bytes(share: DecoderShare, layer: int) -> tuple[float, float, float]:
-    """Bytes that attention and the MLP save for one token besides their inputs, and those of attention's result.
+    """Count the bytes that attention and the MLP save for one token besides inputs, and those of attention's result.
 
     Korthikanti et al. 2022, section 4, for fused attention and gated products.
     """
@@ -501,21 +501,21 @@ def _part_bytes(share: DecoderShare, layer: int) -> tuple[float, float, float]:
     result = shape.heads * shape.value_width / tp * itemsize + _FP32 * shape.heads / tp
     if not shape.is_mixture(layer):
         mlp = (3 if shape.is_gated else 2) * shape.inner / tp * itemsize
-    else:  # rows that arrive and return, and what is inside of experts
+    else:  # rows that arrive and return, and activations inside of experts
         rows = shape.chosen * (2 * shape.hidden + 3 * shape.expert_inner / tp) * itemsize
         mlp = rows + 3 * shape.shared_inner / tp * itemsize + 2 * _FP32 * shape.experts
     return (queries + keys + waists) * itemsize + result, mlp, result
 
 
 def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
-    """A layer under the recomputation that was chosen."""
+    """Describe a layer under the chosen recomputation."""
     shape, tp, tokens = share.shape, share.ranks.tp, share.tokens
     (attention, mlp, result), outside = _part_bytes(share, layer), _outside(share, setup)
     products = [weight for weight in shape.layer(layer) if weight.flops(tp)]
     flops = [weight.flops(tp) for weight in products]
     out = [weight.name for weight in products].index("out")
     scores = shape.score_flops(share.sequence_length) / tp
-    everything = 4 * outside + attention + mlp  # two norms keep what they get and what they give
+    everything = 4 * outside + attention + mlp  # two norms keep their inputs and outputs
     results = sum(weight.output_width(tp) for weight in products[::2]) * share.dtype.itemsize
     choices: dict[Recompute, tuple[float, float, float]] = {  # bytes kept, operations repeated: products, attention
         "none": (everything, 0.0, 0.0),
@@ -540,7 +540,7 @@ def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
 
 
 def _head_piece(share: DecoderShare, setup: Setup) -> _Piece:
-    """Final norm, logits and their loss in fp32, over a divided vocabulary."""
+    """Describe final norm, logits and their loss in fp32, over a vocabulary divided by tensor parallelism."""
     shape, itemsize, tokens = share.shape, share.dtype.itemsize, share.tokens
     logits = -(-shape.vocabulary // share.ranks.tp)
     flops = sum(weight.flops(share.ranks.tp) for weight in shape.head()) * tokens
@@ -550,7 +550,7 @@ def _head_piece(share: DecoderShare, setup: Setup) -> _Piece:
 
 
 class _Pass:
-    """Collects the segments of a microbatch: events end the open segment, work goes into it."""
+    """Collects the segments of a microbatch: an event ends the open segment and begins another."""
 
     def __init__(self, unit_names: Sequence[str]) -> None:
         self._units = {name: index for index, name in enumerate(unit_names)}
@@ -558,7 +558,7 @@ class _Pass:
         self._segments: list[Segment] = []
 
     def event(self, event: Event, name: str, computing: str | None = None) -> None:
-        """Begin a segment; nothing happens for what is no unit."""
+        """Begin a segment; a name that is no unit is ignored."""
         if name in self._units:
             now = int(self._alive)
             inside = self._units.get(name if computing is None else computing, 0)
@@ -570,7 +570,7 @@ class _Pass:
         self._keep(piece.kept)
 
     def backward(self, piece: _Piece, gradients: Iterable[str]) -> None:
-        """Compute backward in it, and before that what is not there any more."""
+        """Compute backward in the open segment, after recomputing the activations that were not kept."""
         flops = 2 * piece.flops + piece.score_flops / 2 + piece.repeated
         moved = 2 * piece.moved + (piece.moved if piece.repeated else 0.0)
         products = 2 * piece.product_flops + piece.repeated_products
@@ -580,7 +580,6 @@ class _Pass:
         self._keep(-piece.kept)
 
     def segments(self) -> tuple[Segment, ...]:
-        """All of them."""
         return tuple(self._segments)
 
     def _work(self, flops: float, products: float, again: float, moved: float, more: float) -> None:
@@ -599,7 +598,7 @@ class _Pass:
 
 
 def share_profile(share: DecoderShare, setup: Setup, unit_names: Sequence[str]) -> ComputeProfile:
-    """Find the events, bytes and operations of a microbatch, for units with these names."""
+    """Compute the profile of a microbatch (events, bytes, FLOPs) for units with these names."""
     names = [name for name, _ in share.module().named_parameters()]
     layers = {f"layers.{place}": _layer_piece(share, setup, layer) for place, layer in enumerate(share.layers)}
     pieces: dict[str, _Piece] = {}
@@ -632,13 +631,13 @@ def share_profile(share: DecoderShare, setup: Setup, unit_names: Sequence[str]) 
 
 
 def share_exchanges(share: DecoderShare, setup: Setup) -> tuple[Exchange, ...]:
-    """Find the collectives and messages of a microbatch."""
+    """List the collectives and messages of a microbatch."""
     layers = [exchange for layer in share.layers for exchange in _layer_exchanges(share, setup, layer)]
     return (*_end_exchanges(share, setup), *layers, *_stage_exchanges(share, setup))
 
 
 def _layer_exchanges(share: DecoderShare, setup: Setup, layer: int) -> list[Exchange]:
-    """All-gathers and reduce-scatters (or all-reduces) of tensor, gathers of context, all-to-alls of expert ranks.
+    """List a layer's tensor-parallel, context-parallel and expert-parallel collectives.
 
     With sequence parallelism an all-gather begins and a reduce-scatter ends each half of a layer, in forward and in
     backward; without it two all-reduces are as many bytes. The gathers that backward repeats for weight gradients run
@@ -665,7 +664,7 @@ def _both(axis: str, unit: str, sent: int, count: int, repeats: dict[Recompute, 
 
 
 def _end_exchanges(share: DecoderShare, setup: Setup) -> list[Exchange]:
-    """A tensor-parallel embedding ends with a reduction, a divided head begins with a gather."""
+    """List the reduction behind a tensor-parallel embedding and the gather before a divided head."""
     if share.ranks.tp == 1:
         return []
     sent = share.hidden_bytes * (share.ranks.tp - 1) // share.ranks.tp
@@ -674,7 +673,7 @@ def _end_exchanges(share: DecoderShare, setup: Setup) -> list[Exchange]:
 
 
 def _stage_exchanges(share: DecoderShare, setup: Setup) -> list[Exchange]:
-    """Hidden states go to the next stage and gradients to the one before, once for each virtual stage.
+    """List the messages to the next and the previous stage, once for each virtual stage.
 
     Tensor-parallel ranks send a part each (Narayanan et al. 2021, section 4.1).
     """

@@ -1,4 +1,4 @@
-"""From a model, a number of ranks and a machine to what a run will need: `plan`, and `recommend` for the choices."""
+"""`plan` works out what a run will need from a model, ranks and a machine; `recommend` chooses the strategy."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from megatron_fsdp.plan.sharded import HeldBytes, PlannedModel, UnitModules, hel
 
 _SEQUENCE_LENGTH = 4096
 _MOST_TOKENS = 2**30
-"""More would not be counted right: torch's sizes are 64-bit numbers."""
-_ALMOST = 1.02  # of the fastest: what is simpler wins
+"""Larger counts could overflow torch's 64-bit sizes."""
+_ALMOST = 1.02  # of the fastest: the simpler plan wins
 
 
 def plan(
@@ -82,7 +82,7 @@ def plan(
     fp8: bool = False,
     overlap_exchanges: bool = False,
 ) -> Plan:
-    """Work out what a run will need, without hardware and without memory for weights.
+    """Plan a run: its memory, communication and time, without hardware and without memory for weights.
 
     Args:
         model: A preset's name, a Hugging Face config (mapping, file or folder), an import path of a function that
@@ -176,13 +176,13 @@ class Workload:
 
     @property
     def saved_buffer_bytes(self) -> int:
-        """Of the module's buffers that state dicts hold."""
+        """Bytes of the module's buffers that state dicts hold."""
         saved = self.module.state_dict()
         return sum(saved[name].nbytes for name, _ in self.module.named_buffers() if name in saved)
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the module's buffers."""
+        """Bytes of the module's buffers."""
         return sum(buffer.nbytes for buffer in self.module.buffers())
 
 
@@ -200,7 +200,7 @@ def make_workload(
     name: str | None = None,
     tokens: int | None = None,
 ) -> Workload:
-    """Find one rank's share of a model and of a microbatch; arguments as for `plan`.
+    """Build one rank's share of a model and of a microbatch; arguments as for `plan`.
 
     With inputs of their own, `tokens` says how many tokens they hold (None: as many as the first tensor has samples);
     `name` is what to call the model.
@@ -239,7 +239,7 @@ def make_workload(
 
 
 def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) -> Workload:
-    """What a rank computes, where formulas say it."""
+    """Make the workload of a rank whose compute is known by formulas."""
     return Workload(name, share.module(), None, share.tokens, total_numel=share.shape.numel, share=share, notes=notes)
 
 
@@ -254,7 +254,7 @@ def _notes(module: nn.Module, sequence_length: int) -> tuple[str, ...]:
 
 
 def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> Mapping[str, Any]:
-    """Tokens and labels for a causal language model of transformers, without memory.
+    """Make tokens and labels on the meta device for a causal language model of transformers.
 
     A cache of keys and values is for generation; in training it would grow when layers are computed again.
     """
@@ -283,7 +283,7 @@ def _check_inputs(inputs: Any) -> None:
 
 
 def _samples(inputs: Any) -> int:
-    """Samples of a microbatch: the first dimension of the first tensor."""
+    """Return the samples of a microbatch: the first dimension of the first tensor."""
     leaves = tree_leaves(inputs)
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
     if first is None or not first.shape[0]:
@@ -296,12 +296,12 @@ def _samples(inputs: Any) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank over a step.
+    """Memory of one rank over a step.
 
     Attributes:
         held: At all times, main gradients excepted.
         input_bytes: Of a microbatch.
-        peak: The moment at which most is there on top.
+        peak: The moment of the step that holds most on top of that.
         saving_bytes: Host memory that a checkpoint in the background takes for its copy; saving at once takes none.
     """
 
@@ -312,13 +312,13 @@ class RankMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is there at a time."""
+        """The most bytes that the rank holds at one time."""
         return self.held.at_all_times + self.input_bytes + self.peak.total_bytes
 
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What one rank does on one axis in one step.
+    """Communication of one rank along one axis in one step.
 
     Attributes:
         axis: "dp_shard", "dp_outer", "tp", "cp", "ep" or "pp".
@@ -337,7 +337,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run on paper.
+    """A planned run: memory, traffic and time of one rank.
 
     Attributes:
         workload: What a rank computes.
@@ -359,12 +359,12 @@ class Plan:
 
     @property
     def setup(self) -> Setup:
-        """What was chosen."""
+        """The ranks, strategy and options."""
         return self.model.setup
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits into what a model can have of a device."""
+        """Whether the peak fits into the usable memory of a device."""
         return self.memory.peak_bytes <= self.machine.usable_bytes
 
     @property
@@ -375,39 +375,39 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; of the busiest pipeline stage, with the bubble."""
+        """Seconds of a step of the busiest pipeline stage, with the bubble."""
         share = self.workload.share
         slowdown = 1.0 if share is None else share.slowdown(self.setup)
         return self.step.seconds * slowdown * (1 + self.bubble)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         ranks = self.setup.ranks
         sequences = ranks.data_parallel * ranks.cp
         return self.workload.tokens * sequences * self.setup.microbatches / self.step_s
 
     @property
     def model_flops(self) -> float:
-        """Operations of one microbatch on this rank, recomputation left out (the F of MFU)."""
+        """FLOPs of one microbatch on this rank without recomputation (the F of MFU)."""
         if self.workload.share is not None:
             return self.workload.share.model_flops
         return self.profile.forward_flops + self.profile.backward_flops
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was assumed, in words."""
+        """The assumptions, in words."""
         share = self.workload.share
         return (*self.workload.notes, *(() if share is None else share.notes(self.setup)))
 
     @property
     def utilisation(self) -> float:
-        """Model operations over what the devices could do in the time of a step (MFU; Chowdhery et al., PaLM, 2022)."""
+        """Model FLOPs over what the devices could do in the time of a step (MFU; Chowdhery et al., PaLM, 2022)."""
         return self.model_flops * self.setup.microbatches / (self.step_s * self.machine.flops)
 
     @property
     def hidden_from_tokens(self) -> float | None:
-        """Tokens per rank and microbatch from which compute takes as long as the sharding axis communicates.
+        """Tokens per rank and microbatch from which compute hides the communication of the sharding axis.
 
         Compute grows with the number of samples, and communication does not. None where nothing travels.
         """
@@ -416,12 +416,12 @@ class Plan:
 
     @property
     def exposed_fraction(self) -> float:
-        """Part of the step that waits for data-parallel collectives."""
+        """Fraction of the step that waits for data-parallel collectives."""
         return self.step.exposed_s / self.step.seconds if self.step.seconds else 0.0
 
 
 def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: ComputeProfile | None = None) -> Plan:
-    """Plan a run.
+    """Plan a run of a workload on a machine.
 
     Args:
         workload: What one rank computes.
@@ -457,7 +457,7 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
 
 
 def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
-    """Find out what a microbatch keeps and computes, by formulas or by running it once without memory."""
+    """Profile a microbatch, by formulas or by running it once on the meta device."""
     setup, names = model.setup, [unit.name for unit in model.units]
     if workload.share is not None:
         return share_profile(workload.share, setup, names)
@@ -514,10 +514,10 @@ def _model_parallel(exchanges: Sequence[Exchange], setup: Setup, machine: Machin
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to choose.
+    """The plans that were tried, and the best of them.
 
     Attributes:
-        plans: All that were tried, in the order in which they were tried: simple ones first.
+        plans: All that were tried, the simple ones first.
         best: The simplest of those that fit and are at most 2 % slower than the fastest; None where none fits.
     """
 
@@ -526,7 +526,7 @@ class Recommendation:
 
     @property
     def smallest(self) -> Plan:
-        """The one that takes least memory."""
+        """The plan that needs least memory."""
         return min(self.plans, key=lambda plan: plan.memory.peak_bytes)
 
 
@@ -566,7 +566,7 @@ def recommend(
 
 
 def _candidates(setup: Setup, machine: Machine, recompute: Recompute) -> Iterator[Setup]:
-    """Flat strategies first, then hybrid ones with the sharding axis as long as a node, twice that, and so on."""
+    """Yield flat strategies first, then hybrid ones with a sharding axis of one node, two nodes, four, and so on."""
     data_ranks = setup.ranks.dp_shard * setup.ranks.dp_outer
     for strategy in ShardingStrategy:
         if setup.ranks.ep > 1 and strategy is not ShardingStrategy.optim_grads_params:
@@ -588,7 +588,7 @@ def _candidates(setup: Setup, machine: Machine, recompute: Recompute) -> Iterato
 
 
 def _inner_sizes(ranks: ParallelRanks, machine: Machine, data_ranks: int) -> Iterator[int]:
-    """Divisors of the data-parallel ranks that fill whole nodes, from one node on in steps of two."""
+    """Yield the divisors of the data-parallel ranks that are one node, two nodes, four, and so on."""
     inner = max(1, machine.devices_per_node // (ranks.tp * ranks.cp))
     while inner < data_ranks:
         if data_ranks % inner == 0 and (inner * ranks.cp) % ranks.ep == 0 and inner > 1:
@@ -597,9 +597,9 @@ def _inner_sizes(ranks: ParallelRanks, machine: Machine, data_ranks: int) -> Ite
 
 
 def ranks_that_fit(plan: Plan) -> int | None:
-    """How many ranks the same plan would need to fit, where every rank holds a share of all state.
+    """Estimate how many ranks the same plan would need to fit, where every rank holds a shard of all state.
 
-    What is held between steps and what an optimizer borrows shrinks with the ranks; gathered weights, buckets and
+    Persistent memory and what an optimizer borrows shrink with the ranks; gathered weights, buckets and
     activations do not. None where more ranks do not help, or the strategy does not share everything out.
 
     Args:

@@ -1,4 +1,4 @@
-"""Published runs beside what the planner says of them, under one set of assumptions for all."""
+"""Published runs beside what the planner predicts for them, under one set of assumptions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Se
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run that somebody has measured.
+    """A run with published measurements.
 
     Attributes:
         name: For people.
         model: A preset's name, or a shape.
-        setup: How it was run, as far as it is told.
+        setup: Ranks and options, as far as published.
         machine: On what.
         batch: Sequences of a microbatch, and tokens of each.
         figure: As published, and its unit: one of `_UNITS`.
@@ -50,12 +50,12 @@ class Comparison:
 
     @property
     def predicted(self) -> float:
-        """In the unit of the published figure."""
+        """The prediction, in the unit of the published figure."""
         return _UNITS[self.run.figure[1]](self.plan)
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was published."""
+        """Relative error of the prediction."""
         return self.predicted / self.run.figure[0] - 1
 
 
@@ -74,7 +74,7 @@ COLUMNS = ("run", "predicted", "published", "error", "predicted peak", "publishe
 
 
 def published_row(found: Comparison) -> tuple[str, ...]:
-    """Cells of the table: `COLUMNS`."""
+    """Return the cells of the table's row: `COLUMNS`."""
     run, (figure, unit) = found.run, found.run.figure
     digits = 2 if unit == "s per step" else 0
     limit = f"fits {run.machine.memory_bytes / GIB:.0f} GiB"
@@ -107,7 +107,7 @@ _UNITS: Mapping[str, Callable[[Plan], float]] = {
 
 
 def _gpt(hidden: int, layers: int, heads: int) -> DecoderShape:
-    """Megatron's GPT: a vocabulary of 51,200, 2,048 learned positions."""
+    """Return the shape of Megatron's GPT: a vocabulary of 51,200, 2,048 learned positions."""
     width = hidden // heads
     return DecoderShape(
         hidden, layers, heads, heads, width, width, 4 * hidden, 51200, 2048, False, True, has_biases=True

@@ -1,4 +1,4 @@
-"""Which modules are run again in backward, so that only their inputs stay alive in between."""
+"""Activation recomputation: modules that run again in backward, so that only their inputs stay alive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARTS: dict[Recompute, tuple[str, ...]] = {
 
 @contextmanager
 def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recompute) -> Iterator[None]:
-    """Inside of it, modules keep only their inputs and compute again in backward (non-reentrant checkpoints of torch).
+    """Let modules keep only their inputs and recompute in backward inside the block (torch's checkpoint).
 
     Hooks of the modules run outside of the recomputation, as the engine's do. Random numbers are drawn anew, which
     changes no shape.
@@ -87,7 +87,7 @@ def _wrap(module: nn.Module, is_selective: bool) -> None:
 
 
 def _keeping_every_second_product() -> tuple[Any, Any]:
-    """Keep what attention and the first, third, ... matrix product of a unit give; compute the rest again."""
+    """Keep the results of attention and of the first, third, ... matrix product of a unit; recompute the rest."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -1,9 +1,9 @@
-"""A training step on paper: the engine's scheduler, driven by the events of a compute profile, on simulated wires.
+"""A simulated training step: the engine's scheduler, driven by the events of a compute profile, on simulated wires.
 
-What is gathered, reduced and released when is decided by the engine's own `Scheduler`; gathered weights and buckets
-live in its own `WeightMemory` and `BucketPool`, on the meta device; what a collective sends follows from its own
-layouts. Left to this file are a clock, and the order in which the executor borrows buckets and waits for reductions,
-which `megatron_fsdp.plan.checking` holds against the engine.
+The engine's own `Scheduler` decides what is gathered, reduced and released, and when; gathered weights and buckets live
+in its own `WeightMemory` and `BucketPool`, on the meta device; its own layouts say what a collective sends. This file
+adds a clock, and the order in which the executor borrows buckets and waits for reductions, which
+`megatron_fsdp.plan.checking` compares with the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _META = torch.device("meta")
 
 
 class Wire(Enum):
-    """Whose collectives: those of the ranks of the sharding axis, or of the outer axis."""
+    """The process groups of a collective: those of the sharding axis, or of the outer axis."""
 
     INNER = "inner"
     OUTER = "outer"
@@ -86,7 +86,7 @@ class Wires:
     _free_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(Wire, 0.0))
 
     def send(self, wire: Wire, purpose: str, unit: int, sent_bytes: int, is_expert: bool) -> float:
-        """Start a collective behind those of the same wire; returns when it is done."""
+        """Start a collective behind those of the same wire; return the time when it is done."""
         if not sent_bytes:
             return self.now_s
         start = max(self.now_s, self._free_s[wire])
@@ -96,7 +96,7 @@ class Wires:
         return end
 
     def wait(self, end_s: float) -> None:
-        """Let the compute side wait until then."""
+        """Let the compute side wait until a time."""
         self.exposed_s += max(0.0, end_s - self.now_s)
         self.now_s = max(self.now_s, end_s)
 
@@ -125,7 +125,7 @@ class Moment:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """All bytes held at this moment."""
         borrowed = self.gathered_bytes + self.bucket_bytes
         return self.activation_bytes + borrowed + self.gradient_bytes + self.passing_bytes
 
@@ -152,13 +152,13 @@ class ReplayedStep:
 
     @property
     def peak(self) -> Moment:
-        """When most is held; the first of equals."""
+        """The moment at which most is held; the first of equals."""
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What things take.
+    """Times and sizes that a replayed step is given.
 
     Attributes:
         transfer: Of a collective.
@@ -218,7 +218,7 @@ def _group(group: GroupFootprint, is_expert: bool, setup: Setup) -> _Group:
 
 
 class _Unit:
-    """The sizes of a unit's collectives and gradients, and what is known of them now."""
+    """The sizes of a unit's collectives and gradients, and their current state."""
 
     def __init__(self, index: int, unit: PlannedUnit, setup: Setup) -> None:
         groups, strategy = [plan.footprint(index) for plan in unit.groups], setup.strategy
@@ -254,7 +254,7 @@ class _Reduction:
 
 
 class _Replay:
-    """What the executor does with the scheduler's operations."""
+    """Executes the scheduler's operations on simulated wires, as the executor does on real ones."""
 
     def __init__(self, model: PlannedModel, costs: StepCosts) -> None:
         setup = model.setup
@@ -302,7 +302,7 @@ class _Replay:
         self._began_s, self._began_exposed_s = self._wires.now_s, self._wires.exposed_s
 
     def recorded(self) -> ReplayedStep:
-        """What was recorded since."""
+        """Return what was recorded since `begin_recording`."""
         began = self._began_s
         shifted = [
             Transfer(t.wire, t.purpose, t.unit, t.sent_bytes, t.start_s - began, t.end_s - began)
@@ -318,7 +318,7 @@ class _Replay:
         )
 
     def _note(self, label: str, activation_bytes: int) -> None:
-        """Write down what is held, with the most that has passed since the last note."""
+        """Record the memory held now, with the peak of transient tensors since the last record."""
         self._moments.append(
             Moment(
                 self._wires.now_s - self._began_s,
@@ -333,14 +333,13 @@ class _Replay:
         self._most_passing_bytes = self._passing_bytes
 
     def _pass(self, num_bytes: int) -> None:
-        """Shard-sized tensors come, or go."""
+        """Allocate (or, with a negative count, free) shard-sized tensors."""
         self._passing_bytes += num_bytes
         self._most_passing_bytes = max(self._most_passing_bytes, self._passing_bytes)
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def step(self, profile: ComputeProfile) -> None:
-        """All microbatches and the optimizer."""
         self._cast_bytes, self._compute_s = 0, 0.0
         for unit in self._units:
             unit.has_main = False
@@ -415,7 +414,7 @@ class _Replay:
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def _gather_across(self, unit: _Unit) -> None:
-        """Bring over the outer axis what the last step changed."""
+        """All-gather over the outer axis what the last optimizer step changed."""
         if unit.is_behind:
             unit.is_behind = False
             sent = [(group.is_expert, group.gather_across) for group in unit.groups]
@@ -430,14 +429,14 @@ class _Replay:
         unit.gathered_s = max(unit.gathered_s, self._send(Wire.INNER, "gather", unit, sent))
 
     def _send(self, wire: Wire, purpose: str, unit: _Unit, sent: Iterable[tuple[bool, int]]) -> float:
-        """Start the collectives of all groups; returns when the last one is done."""
+        """Start the collectives of all groups; return the time when the last one is done."""
         ends = (self._wires.send(wire, purpose, unit.index, count, is_expert) for is_expert, count in sent)
         return max(ends, default=0.0)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def _fill(self, unit: _Unit, reach: Reach) -> None:
-        """Give a unit's gradients memory: a bucket, or a whole gradient where reduction is put off."""
+        """Give a unit's gradients memory: a bucket, or whole gradients where reduction is deferred."""
         unit.is_filling = True
         if unit.is_deferred:
             return
@@ -487,7 +486,7 @@ class _Replay:
         return self._scratch.borrow(unit.bucket_bytes)
 
     def _retire_oldest(self) -> bool:
-        """Wait for the oldest reduction; False where none is under way."""
+        """Wait for the oldest reduction; return False where none is in flight."""
         if not self._in_flight:
             return False
         done = self._in_flight.popleft()
@@ -530,7 +529,7 @@ class _Replay:
             pool.empty()
 
     def _finish_backward(self) -> None:
-        """Retire what is on its way, and sync where it is time for that."""
+        """Finish the reductions in flight, and sync gradients if this microbatch does."""
         self._retire_all()
         if not self._mode.syncs:
             return
@@ -547,10 +546,10 @@ class _Replay:
 
 
 def groups_of(ranks: ParallelRanks) -> Mapping[str, tuple[int, int]]:
-    """How the ranks of each axis lie: (ranks of a group, distance of its neighbours in the numbering of all ranks).
+    """Return for each axis the ranks of a group and the distance of its neighbours in the numbering of all ranks.
 
-    Neighbours along tp, then along cp and dp_shard, dp_outer, pp. Experts are divided over neighbours of the sharding
-    axis ("ep"), and what divides the parameters of one expert are ranks that are so much further apart ("experts").
+    Ranks are numbered along tp first, then along cp and dp_shard, dp_outer, pp. Experts are divided over neighbours of
+    the sharding axis ("ep"); the ranks that shard the parameters of one expert are further apart ("experts").
     """
     stride = ranks.tp
     outer = stride * ranks.inner
@@ -566,7 +565,7 @@ def groups_of(ranks: ParallelRanks) -> Mapping[str, tuple[int, int]]:
 
 
 def exchange_s(exchange: Exchange, setup: Setup, machine: Machine) -> float:
-    """Seconds of one collective of model parallelism."""
+    """Estimate the seconds of one collective of model parallelism."""
     group = groups_of(setup.ranks)[exchange.axis]
     if exchange.axis == "ep":
         return machine.all_to_all_s(exchange.sent_bytes, *group)
@@ -580,7 +579,7 @@ def step_costs(
     machine: Machine,
     saved_microbatches: float = 0.0,
 ) -> StepCosts:
-    """The durations of one rank on a machine.
+    """Estimate the durations of one rank's step on a machine.
 
     Args:
         model: Its units.

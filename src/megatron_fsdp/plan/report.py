@@ -1,4 +1,4 @@
-"""A plan for people and for programs: tables, JSON and a picture."""
+"""Reports of a plan: tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = tuple[str, str]
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Everything that a plan says, as JSON has it; bytes, seconds and elements."""
+    """Return everything that a plan says, as JSON values; in bytes, seconds and elements."""
     memory, setup = plan.memory, plan.setup
     return {
         "model": {
@@ -58,7 +58,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def summary_dict(plan: Plan) -> dict[str, Any]:
-    """What matters for a choice."""
+    """Return the figures by which to choose among plans."""
     return {
         "setup": setup_dict(plan.setup),
         "peak_bytes": plan.memory.peak_bytes,
@@ -69,7 +69,7 @@ def summary_dict(plan: Plan) -> dict[str, Any]:
 
 
 def tried_row(plan: Plan) -> Sequence[str]:
-    """The same as cells: strategy, outer strategy, ranks, recomputation, peak, fits, step, exposed."""
+    """Return the summary as cells: strategy, outer strategy, ranks, recomputation, peak, fits, step, exposed."""
     setup = plan.setup
     return (
         setup.strategy.name,
@@ -84,7 +84,7 @@ def tried_row(plan: Plan) -> Sequence[str]:
 
 
 def setup_dict(setup: Setup) -> dict[str, Any]:
-    """What was chosen, by name."""
+    """Return the setup as JSON values."""
     policy = setup.policy
     return {
         "ranks": {**vars(setup.ranks), "world": setup.ranks.world},
@@ -111,7 +111,7 @@ def _name(dtype: object) -> str | None:
 
 
 def facts(plan: Plan) -> list[Row]:
-    """What is planned, as names and values."""
+    """List what is planned, as names and values."""
     setup, ranks, work = plan.setup, plan.setup.ranks, plan.workload
     sizes = " x ".join(f"{name} {size}" for name, size in vars(ranks).items() if size > 1 and name != "ep") or "1 rank"
     experts = f", experts over {ranks.ep}" if ranks.ep > 1 else ""
@@ -130,7 +130,7 @@ def facts(plan: Plan) -> list[Row]:
 
 
 def memory_rows(plan: Plan) -> list[Row]:
-    """Bytes of a rank at the peak of a step, one row per kind."""
+    """List bytes of a rank at the peak of a step, one row per kind."""
     memory, peak = plan.memory, plan.memory.peak
     at_peak = {**vars(memory.held), "main_gradients": peak.gradient_bytes}
     held = [(name.replace("_", " "), count) for name, count in at_peak.items() if count]
@@ -148,7 +148,7 @@ def memory_rows(plan: Plan) -> list[Row]:
 
 
 def traffic_rows(plan: Plan) -> list[Sequence[str]]:
-    """Axis, gathers, reductions, bytes sent and time on the wire of a step."""
+    """List axis, gathers, reductions, bytes sent and time on the wire of a step."""
     return [
         (
             axis.axis,
@@ -162,7 +162,7 @@ def traffic_rows(plan: Plan) -> list[Sequence[str]]:
 
 
 def time_rows(plan: Plan) -> list[Row]:
-    """Speed, under the machine's assumptions."""
+    """List the speeds, under the machine's assumptions."""
     hidden = plan.hidden_from_tokens
     return [
         ("step", f"{plan.step_s:.3f} s"),
@@ -179,7 +179,7 @@ def time_rows(plan: Plan) -> list[Row]:
 
 
 def machine_words(machine: Machine) -> str:
-    """The assumptions, in one line."""
+    """Describe the assumptions in one line."""
     return (
         f"{machine.name}: {machine.flops / 1e12:,.0f} TFLOP/s x {machine.flops_efficiency:g}, memory "
         f"{machine.memory_bytes_per_s / 1e12:.2f} TB/s x {machine.memory_efficiency:g}, link "
@@ -189,7 +189,7 @@ def machine_words(machine: Machine) -> str:
 
 
 def unit_rows(units: Sequence[PlannedUnit]) -> list[Sequence[str]]:
-    """Runs of units of the same size: names, count, parameters and padding of each."""
+    """List runs of units of the same size: names, count, parameters and padding of each."""
     rows: list[Sequence[str]] = []
     for (class_name, numel, padding), run in groupby(units, key=lambda u: (u.class_name, u.numel, u.padding_numel)):
         names = [unit.name or "(root)" for unit in run]
@@ -199,7 +199,7 @@ def unit_rows(units: Sequence[PlannedUnit]) -> list[Sequence[str]]:
 
 
 def advice(plan: Plan) -> str:
-    """What to try where nothing fits."""
+    """Advise what to try where nothing fits."""
     ranks = ranks_that_fit(plan)
     more = f"use more ranks (about {ranks:,} with every rank holding a share), d" if ranks else "d"
     return (
@@ -210,7 +210,7 @@ def advice(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, in one sentence."""
+    """Say whether the plan fits, in one sentence."""
     left = plan.machine.usable_bytes - plan.memory.peak_bytes
     if left >= 0:
         return f"It fits: {in_bytes(left)} of {in_bytes(plan.machine.usable_bytes)} are left at the peak."
@@ -218,7 +218,7 @@ def verdict(plan: Plan) -> str:
 
 
 def flags(setup: Setup) -> list[str]:
-    """What to type for the trainer and in Megatron-LM's scripts."""
+    """Return the flags to type for the trainer and in Megatron-LM's scripts."""
     ranks = setup.ranks
     found = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", setup.strategy.name]
     if setup.strategy is not ShardingStrategy.no_shard:
@@ -242,7 +242,7 @@ def flags(setup: Setup) -> list[str]:
 
 
 def in_bytes(count: float) -> str:
-    """Bytes in the unit that fits: KiB, MiB, GiB or TiB."""
+    """Format bytes in the unit that fits: KiB, MiB, GiB or TiB."""
     power = next((power for power in (4, 3, 2) if abs(count) >= 0.995 * 1024**power), 1)
     return f"{count / 1024**power:,.2f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
@@ -258,7 +258,7 @@ _KINDS = (
 
 
 def draw_memory(plan: Plan, path: Path) -> None:
-    """Draw memory over a step, stacked by kind, with what a device has.
+    """Draw memory over a step, stacked by kind, with the memory of a device.
 
     Args:
         plan: What to draw.

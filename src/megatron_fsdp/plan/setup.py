@@ -1,4 +1,4 @@
-"""What is planned besides the model: ranks, strategy, dtypes, batch, optimizer and recomputation. Pure."""
+"""What is planned besides the model: ranks, strategy, dtypes, batch, optimizer and recomputation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.sharding.placement import placements_for
 
 Recompute = Literal["none", "full", "selective", "attention", "mlp"]
-"""What backward computes again: nothing, whole layers (every unit but the root), all but the results of attention and
+"""What backward recomputes: nothing, whole layers (every unit but the root), all but the results of attention and
 of every second matrix product (torch's selective checkpoints), or the attention or the MLP (or mixture) of layers."""
 
 
 def nearest_name(given: str, known: Iterable[str]) -> str:
-    """End of an error message: the nearest known name, and all of them.
+    """Make the end of an error message: the nearest known name, and all of them.
 
     Args:
         given: What does not exist.
@@ -34,14 +34,14 @@ def nearest_name(given: str, known: Iterable[str]) -> str:
 
 
 class Backend(Enum):
-    """What carries collectives. gloo reduces by an exchange and a local sum, which needs memory for what comes in."""
+    """The communication backend. gloo reduces by an exchange and a local sum, which needs memory to receive."""
 
     GLOO = "gloo"
     NCCL = "nccl"
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether it is for CPU ranks."""
+        """Whether the backend is for CPU ranks."""
         return self is Backend.GLOO
 
 
@@ -55,7 +55,7 @@ class Accumulation(Enum):
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What an optimizer keeps and borrows.
+    """Memory that an optimizer keeps and borrows.
 
     Attributes:
         name: For people.
@@ -90,7 +90,7 @@ lie side by side; fused kernels nothing."""
 
 
 def find_optimizer(name: str) -> OptimizerKind:
-    """An optimizer by name.
+    """Return the optimizer kind of this name.
 
     Raises:
         ConfigurationError: There is none of this name.
@@ -136,7 +136,7 @@ class ParallelRanks:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.dp_outer * self.inner * self.tp * self.pp
 
     @property
@@ -155,10 +155,10 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def resolve_ranks(ranks: Ranks) -> ParallelRanks:
-    """Sizes of all axes.
+    """Return the sizes of all axes.
 
     Raises:
-        ParallelSizeError: A size cannot be.
+        ParallelSizeError: A size is impossible.
         ConfigurationError: There is no such axis.
     """
     if isinstance(ranks, ParallelRanks):
@@ -176,7 +176,7 @@ def resolve_ranks(ranks: Ranks) -> ParallelRanks:
 
 
 def find_member(kind: type[_Choice], given: object, argument: str) -> _Choice:
-    """A member of an enumeration, or the one of this name."""
+    """Return a member of an enumeration, given it or its name."""
     names = {each.name.lower(): each for each in kind}
     if isinstance(given, kind):
         return given
@@ -191,7 +191,7 @@ def _is_count(size: object) -> bool:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that is chosen for a run.
+    """Everything that is chosen for a run besides the model.
 
     Attributes:
         ranks: Along each axis.
@@ -250,11 +250,11 @@ class Setup:
 
     @property
     def outer(self) -> ShardingStrategy | None:
-        """On the outer axis; None where there is none."""
+        """The strategy on the outer axis; None where there is none."""
         return self.outer_strategy if self.ranks.dp_outer > 1 else None
 
     def mode(self, is_last: bool) -> SyncMode:
-        """The engine's switches for a microbatch.
+        """Return the engine's sync mode for a microbatch.
 
         Args:
             is_last: Whether the optimizer steps after it.
@@ -268,5 +268,5 @@ class Setup:
         return self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
 
     def but(self, **changes: object) -> Setup:
-        """The same with other values; checked anew."""
+        """Return a copy with other values, checked anew."""
         return replace(self, **changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A model as the engine would shard it: units and groups with their layouts, made by the engine's own planning.
+"""A model sharded on paper: units and groups with their layouts, made by the engine's own planning.
 
 Only process groups are missing: an axis is a number of ranks and a place on it. Nothing here takes memory; what a rank
 holds between steps is counted from the layouts, to the byte.
@@ -42,7 +42,7 @@ _COUNTER_BYTES = 4
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit.
+    """One unit and its parameter groups.
 
     Attributes:
         name: Of its module; empty for the root.
@@ -58,12 +58,12 @@ class PlannedUnit:
 
     @property
     def numel(self) -> int:
-        """Elements of its parameters on this rank's tensor- and expert-parallel place, without padding."""
+        """Elements of its parameters on this tensor- and expert-parallel rank, without padding."""
         return sum(group.layout.payload_numel for group in self.groups)
 
     @property
     def padding_numel(self) -> int:
-        """Elements that belong to no parameter."""
+        """Elements of padding."""
         return sum(group.layout.padding_numel for group in self.groups)
 
 
@@ -90,21 +90,21 @@ class PlannedModel:
 
     @cached_property
     def footprints(self) -> tuple[GroupFootprint, ...]:
-        """What the formulas of `megatron_fsdp.sharding.accounting` take."""
+        """The groups' sizes, as the formulas of `megatron_fsdp.sharding.accounting` take them."""
         return tuple(group.footprint(index) for index, unit in enumerate(self.units) for group in unit.groups)
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters on this rank's tensor- and expert-parallel place."""
+        """Elements of all parameters on this tensor- and expert-parallel rank, without padding."""
         return sum(unit.numel for unit in self.units)
 
     @property
     def padding_fraction(self) -> float:
-        """Padding of all buffers over what is in them."""
+        """Padding over payload, in elements."""
         return sum(unit.padding_numel for unit in self.units) / max(1, self.numel)
 
     def optimizer_elements(self, used: Collection[str] | None = None) -> tuple[OptimizerElements, ...]:
-        """What the optimizer steps on, for each trained group; padding is nobody's parameter and left out.
+        """Return what the optimizer of this rank updates in each trained group, without padding.
 
         Args:
             used: Names of the parameters that get gradients, since an optimizer leaves others alone; None: all.
@@ -142,7 +142,7 @@ def _optimizer_elements(group: GroupPlan, used: Collection[str] | None) -> Optim
 
 
 def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules = None) -> PlannedModel:
-    """Shard a model on paper.
+    """Shard a model on paper, as `fully_shard` would.
 
     Args:
         module: On the meta device or not; it is only read. Its parameters are what one tensor-parallel rank of one
@@ -194,14 +194,13 @@ def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> P
 
 
 class _Layouts:
-    """Plans groups, those of equal shapes once: a model of 126 equal layers has one layout."""
+    """Plans groups and caches layouts of equal shapes: a model of 126 equal layers has one."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
         self._known: dict[object, GroupPlan] = {}
 
     def plan(self, spec: ParameterGroupSpec) -> GroupPlan:
-        """Everything about one group."""
         alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters))
         if alike not in self._known:
             originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in spec.parameters]
@@ -210,7 +209,7 @@ class _Layouts:
 
 
 def _sharding(setup: Setup) -> Sharding:
-    """What the engine would be told, with axes that lead nowhere."""
+    """Make the engine's sharding with axes that have no process groups."""
     ranks = setup.ranks
     has_experts = ranks.ep > 1
     return Sharding(
@@ -238,7 +237,7 @@ def _domain(setup: Setup, inner: int) -> Domain:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What is there when an optimizer steps; without the main gradients at all times.
+    """Persistent bytes of a rank when the optimizer steps.
 
     Attributes:
         compute_weights: Weights that forward and backward use.
@@ -256,17 +255,17 @@ class HeldBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes."""
         return sum(vars(self).values())
 
     @property
     def at_all_times(self) -> int:
-        """What is there also when gradients are cleared."""
+        """Bytes that are held even after gradients are cleared."""
         return self.total - self.main_gradients
 
 
 def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0, used: Collection[str] | None = None) -> HeldBytes:
-    """Count what is there between steps.
+    """Count the persistent bytes of a rank.
 
     Args:
         model: Its layouts are those of the engine, so that the bytes are too.
@@ -285,7 +284,7 @@ def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0, used: Collecti
 
 
 def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
-    """State of the optimizer on this rank; `used` as for `held_bytes`."""
+    """Count the optimizer state of this rank in bytes; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
     total = 0
     for group in model.optimizer_elements(used):
@@ -295,7 +294,7 @@ def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) ->
 
 
 def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
-    """What the optimizer's step borrows; `used` as for `held_bytes`."""
+    """Count the bytes that the optimizer's step borrows; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
     groups = model.optimizer_elements(used)
     if kind.one_by_one:  # a run of parameters at a time, and the last value of the run before is still there
@@ -305,7 +304,7 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
 
 
 def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
-    """What a checkpoint of this rank holds of parameters and optimizer: main weights without padding, and state."""
+    """Count the bytes of a checkpoint of this rank: main weights without padding, and optimizer state."""
     weights = 0
     for group in model.groups:
         ranges = (group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes)))

@@ -1,4 +1,4 @@
-"""One rank of a job of any size in this process alone: the real engine, fake tensors, collectives that send nothing.
+"""Simulates one rank of a job of any size: the real engine, fake tensors, and collectives that send nothing.
 
     with simulated_model(build, num_ranks=1024, rank=5, zero_dp_strategy=3) as simulated:
         print(simulated.model.memory())
@@ -52,7 +52,7 @@ class SimulatedModel:
 
 @contextmanager
 def simulated_ranks(sizes: int | Mapping[str, int], *, rank: int = 0, backend: str = "gloo") -> Iterator[DeviceMesh]:
-    """Be one rank of many until the block ends: tensors made inside are fake, and collectives move nothing.
+    """Simulate one rank of many inside the block: tensors are fake, and collectives move nothing.
 
     Args:
         sizes: Ranks; or the size of each mesh dimension by its name, outermost first.
@@ -91,7 +91,7 @@ def simulated_model(
     build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     **arguments: Any,
 ) -> Iterator[SimulatedModel]:
-    """A model as one rank of many would hold it; inside the block it can be called, differentiated and stepped.
+    """Build and shard a model as one rank of many; inside the block it can be called, differentiated and stepped.
 
     Args:
         build: () -> the model; called as by `built_without_memory`.
@@ -118,10 +118,10 @@ def simulated_model(
 
 
 def built_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model inside of `simulated_ranks`, on the meta device, then let its tensors lie on the CPU, fake.
+    """Build a model inside of `simulated_ranks` on the meta device, then make its tensors fake CPU tensors.
 
-    On the meta device, because models are built there everywhere, while some cannot be with fake tensors (torch refuses
-    to cast their modules). Tensors that are built on another device on purpose stay as they are.
+    torch refuses to cast some modules that are built of fake tensors, so models are built on the meta device first.
+    Tensors that are built on another device on purpose stay as they are.
 
     Args:
         build: () -> the model.
@@ -141,7 +141,7 @@ def built_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor in the place of one on the meta device; what is known of a parameter stays known."""
+    """Return a fake CPU tensor for one on the meta device; a parameter keeps its attributes."""
     made = torch.empty_like(tensor, device="cpu")
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -179,7 +179,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
 
 @real_values()
 def _dimensions(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be told from the names of the dimensions."""
+    """Derive the dimension arguments of `fully_shard_model` from the names of the mesh's dimensions."""
     outer, shard = arguments.get("dp_outer_dim"), arguments.get("dp_shard_dim")
     names = mesh.mesh_dim_names or ()
     if shard is None:
@@ -197,7 +197,7 @@ def _dimensions(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> dict[str, Any
 
 
 def _register(name: str) -> None:
-    """Let torch know a back end that moves nothing, under a name of its own; once in a process."""
+    """Register with torch, once in a process, a backend that moves nothing."""
     if hasattr(dist.Backend, name.upper()):
         return
     from torch.testing._internal.distributed.fake_pg import _create_fake_pg

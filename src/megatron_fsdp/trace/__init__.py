@@ -1,4 +1,4 @@
-"""Timelines of training: what every unit did when and what was hidden behind what; data, JSON, a picture, numbers."""
+"""Timelines of training: when each unit computed and communicated, and what was hidden behind what."""
 
 from megatron_fsdp.trace.files import chrome_events, read_timelines, write_chrome, write_timeline
 from megatron_fsdp.trace.picture import timeline_png

@@ -1,6 +1,6 @@
-"""From the raw log to a timeline: marks become times, beginnings find their ends, moments become collectives.
+"""Builds a timeline from the raw log: marks become times, phases get their ends, moments become collectives.
 
-What is noted while a model trains is a plain tuple (a named one takes several times as long to make):
+Records are plain tuples, since named ones take several times as long to make while a model trains:
 
     (BEGIN, mark, phase, unit, bytes taken or None)
     (END, mark, phase, unit)
@@ -43,7 +43,7 @@ class StepLog:
         index: Which one, counted from the start of the recording.
         start: A mark before all others of the step.
         records: In the order they were noted.
-        is_cut: Whether there was no room for all.
+        is_cut: Whether records were dropped for want of room.
     """
 
     index: int
@@ -54,7 +54,7 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Times:
-    """How marks are read.
+    """How to convert marks into times.
 
     Attributes:
         clock: What made them.
@@ -88,7 +88,7 @@ class _Open:
 
 @dataclass
 class _Life:
-    """What is known of a collective."""
+    """The moments of a collective that are known."""
 
     step: int
     unit: int
@@ -102,13 +102,13 @@ class _Life:
 
 
 def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], empty: Timeline) -> Timeline:
-    """Make sense of a log.
+    """Build a timeline from a log.
 
     Args:
         steps: One or more, as they followed each other.
         times: How to read their marks.
         axes: Names of the axes, in the order of their counters.
-        empty: What else is to be said.
+        empty: A timeline without events, with everything else filled in.
 
     Returns:
         The timeline. Phases that an exception ended are left out, and those that have not ended; collectives that were
@@ -145,7 +145,7 @@ class _Builder:
         self.memory: list[MemorySample] = []
 
     def take(self, step: int, now_ns: int, record: Raw) -> None:
-        """Read the next one, without its mark."""
+        """Read the next record, without its mark."""
         match record:
             case (kind, phase, unit, memory) if kind == BEGIN:
                 self._open.append(_Open(step, phase, unit, now_ns))
@@ -162,7 +162,7 @@ class _Builder:
                 self._open.clear()
 
     def _end(self, now_ns: int, phase: Phase | str, unit: int) -> None:
-        """Close a phase; what began in it and is not over was ended by an exception."""
+        """Close a phase; phases that began in it and are still open were ended by an exception."""
         known = [place for place, found in enumerate(self._open) if (found.phase, found.unit) == (phase, unit)]
         if not known:
             return
@@ -176,7 +176,7 @@ class _Builder:
     def _tell(
         self, now: tuple[int, int], number: int, moment: Moment, lane: str, sent: tuple[Counts, ...] | None
     ) -> None:
-        """Note a moment of a collective, at a step and time."""
+        """Record a moment of a collective, at a step and time."""
         step, now_ns = now
         if moment is Moment.LAUNCHES:
             unit = self._open[-1].unit if self._open else 0
@@ -197,7 +197,7 @@ class _Builder:
             self._waited(life)
 
     def _waited(self, life: _Life) -> None:
-        """Show the wait, and the local work after it, as phases."""
+        """Record the wait, and the local work after it, as phases."""
         collective = self._collective(0, life)
         if collective is None or collective.blocked is None:
             return
@@ -210,7 +210,7 @@ class _Builder:
             self.spans.append(Span(life.wait_step, unit, LOCAL_SUM, end_ns, sum_ns, life.depth, 0))
 
     def collectives(self) -> list[Collective]:
-        """Return all that sent something."""
+        """Return all collectives that sent something."""
         found = (self._collective(number, life) for number, life in self._lives.items())
         return [collective for collective in found if collective is not None]
 
@@ -240,7 +240,7 @@ class _Builder:
 
 
 def _moved(before: tuple[Counts, ...], after: tuple[Counts, ...]) -> Counts:
-    """What all counters moved by; nothing where the launch failed."""
+    """Return how much the sum of all counters grew; zeros where the launch failed."""
     if not after:
         return 0, 0, 0, 0
     gathers, reductions, gather_bytes, reduce_bytes = (

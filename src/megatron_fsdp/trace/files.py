@@ -36,7 +36,7 @@ _FLOWS_PER_RANK = 1_000_000_000
 Event = dict[str, Any]
 
 KEY = "megatronFsdpTimeline"
-"""Where the data stands in the file; viewers pass over it."""
+"""The key of the data in the file; viewers ignore it."""
 
 FORMAT = 2
 _NAME = re.compile(r"trace-rank(\d+)\.json")
@@ -69,12 +69,12 @@ def write_chrome(path: str | os.PathLike[str], timelines: Sequence[Timeline]) ->
 
 
 def read_timelines(folder: str | os.PathLike[str], *, partial: bool = False) -> tuple[Timeline, ...]:
-    """Read what `write_timeline` wrote, by rank.
+    """Read the timelines that `write_timeline` wrote, by rank.
 
     Args:
         folder: Where the files of all ranks are.
-        partial: Read what is there, where files of some ranks are missing. Who recorded without aligning ranks may be
-            alone, so nobody is missed then.
+        partial: Read what is there, even if files of some ranks are missing. Recordings whose ranks were not aligned
+            may be of some ranks only, so no file is missed then.
 
     Raises:
         TraceError: There is nothing, a rank's file is missing, or a file is no timeline, is damaged, or does not belong
@@ -104,7 +104,7 @@ def read_timelines(folder: str | os.PathLike[str], *, partial: bool = False) -> 
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -115,7 +115,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def _to_json(timeline: Timeline) -> dict[str, Any]:
-    """Tables as rows of their fields, everything else by name."""
+    """Return tables as rows of their fields, everything else by name."""
     told = {key: value for key, value in asdict(timeline).items() if key not in _TABLES}
     tables = {
         name: {
@@ -231,7 +231,7 @@ def _lane(timeline: Timeline, place: int, collectives: Sequence[Collective]) -> 
 
 
 def _arrow(timeline: Timeline, one: Collective, thread: int) -> Iterator[Event]:
-    """From a collective to the wait for it."""
+    """Yield the flow from a collective to the wait for it."""
     if one.wait_ns is None or one.blocked is None:
         return
     common = {

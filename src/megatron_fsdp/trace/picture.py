@@ -1,4 +1,4 @@
-"""A timeline as a picture: ranks below each other, in each the compute side and the lanes, coloured by phase."""
+"""Draws timelines as a picture: ranks below each other, in each the compute side and the lanes, coloured by phase."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Bar:
 def timeline_png(
     path: str | os.PathLike[str], timelines: Sequence[Timeline], steps: Sequence[int] | None = None
 ) -> None:
-    """Draw one or two steps; of more, nothing can be recognised.
+    """Draw one or two steps as a PNG.
 
     Args:
         path: The PNG.
@@ -94,10 +94,10 @@ def _title(timeline: Timeline, steps: Sequence[int]) -> str:
 
 
 def _bars(timeline: Timeline, steps: Sequence[int]) -> tuple[list[_Bar], dict[float, str]]:
-    """What to draw, those below first, and the names of rows."""
+    """Return the bars to draw, those at the back first, and the names of rows."""
     bars, ticks, row = [], {0.5: "compute"}, 2
     around = _that_hold_compute(timeline.spans)
-    for place, span in enumerate(timeline.spans):  # what is nested comes later, and is drawn on top
+    for place, span in enumerate(timeline.spans):  # nested spans come later, and are drawn on top
         if span.step in steps:
             kind = COLUMNS[span.phase]
             is_named = kind == "compute" and place not in around
@@ -126,7 +126,7 @@ def _bars(timeline: Timeline, steps: Sequence[int]) -> tuple[list[_Bar], dict[fl
 
 
 def _that_hold_compute(spans: Sequence[Span]) -> set[int]:
-    """Places of phases that another forward or backward is nested in: their own names would lie on its name."""
+    """Return the places of phases that contain another forward or backward: their names would overlap."""
     found: set[int] = set()
     around = [-1] * (2 + max((span.depth for span in spans), default=0))
     for place, span in enumerate(spans):
@@ -144,7 +144,7 @@ def _draw(axes: Axes, bars: Sequence[_Bar], ticks: dict[float, str], window: Int
     order = 0
     last: tuple[float, str] | None = None
     for bar in bars:
-        order += (bar.row, bar.kind) != last  # one collection for neighbours of one kind keeps what lies on top there
+        order += (bar.row, bar.kind) != last  # one collection for neighbours of one kind preserves the order of drawing
         last = bar.row, bar.kind
         place = (bar.interval[0] - start_ns) / _MS
         grouped[bar.row, bar.height, bar.kind, order].append((place, (bar.interval[1] - bar.interval[0]) / _MS))
@@ -165,7 +165,7 @@ def _draw(axes: Axes, bars: Sequence[_Bar], ticks: dict[float, str], window: Int
 
 
 def _write(axes: Axes, bar: _Bar, window: Interval) -> None:
-    """The unit's name, shortened to what tells it from others, where there is room."""
+    """Write the unit's name on its bar, or the last part of the name, where there is room."""
     room_px = (bar.interval[1] - bar.interval[0]) / (window[1] - window[0]) * _WIDTH_IN * _DPI * 0.9
     label = bar.label
     if len(label) * _CHARACTER_PX > room_px:

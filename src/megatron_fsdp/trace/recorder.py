@@ -1,4 +1,4 @@
-"""Recording a model while it trains: an observer that notes a mark and a few words, and computes nothing."""
+"""Records a model while it trains: an observer that appends a mark and a few words per event, and computes nothing."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ class ProfilerRanges:
 
     @property
     def is_open(self) -> bool:
-        """Whether any is."""
+        """Whether any range is open."""
         return bool(self._open)
 
     def begins(self, phase: Phase, unit: int) -> None:
-        """Open one; a profiler runs."""
+        """Open a range; call it only while a profiler runs."""
         opened = record_function(f"mfsdp/{phase.value} {self._labels[unit]}")
         opened.__enter__()
         self._open.append((phase, unit, opened))
 
     def ends(self, phase: Phase, unit: int) -> None:
-        """Close it, if it is open, and what an exception left open inside of it."""
+        """Close a range if it is open, and the ranges that an exception left open inside of it."""
         if any((phase, unit) == opened[:2] for opened in self._open):
             while self._close_last() != (phase, unit):
                 pass
 
     def close(self) -> None:
-        """Close all, innermost first."""
+        """Close all ranges, innermost first."""
         while self._open:
             self._close_last()
 
@@ -144,7 +144,7 @@ class Recorder(Observer):
         self._model.observe(self)
 
     def stop(self) -> None:
-        """Record no longer; the model runs as if nobody ever had."""
+        """Stop recording and remove all hooks from the model."""
         if not self._is_running:
             return
         self._is_running = False
@@ -183,7 +183,7 @@ class Recorder(Observer):
         return build_timeline(list(self._steps), times, tuple(engine.traffic_by_axis), empty)
 
     def _read_clock(self) -> Times:
-        """Where marks lie: counted back from now, since steps between the start and those that were kept are gone."""
+        """Read the clock now: times count back from the end, since steps before those that were kept are gone."""
         self._clock.settle()
         end = self._clock.mark()
         self._clock.settle()
@@ -193,14 +193,14 @@ class Recorder(Observer):
     # ---- what the model tells -----------------------------------------------------------------------------------
 
     def begins(self, phase: Phase, unit: int) -> None:
-        """Note it."""
+        """Record the beginning of a phase."""
         memory = None if phase is _COPY else self._look_around(phase, unit)  # copies are the most frequent phase
         self._note((BEGIN, self._mark(), phase, unit, memory))
         if _profiler_runs():
             self._ranges.begins(phase, unit)
 
     def ends(self, phase: Phase, unit: int) -> None:
-        """Note it."""
+        """Record the end of a phase."""
         if self._ranges.is_open:
             self._ranges.ends(phase, unit)
         self._note((END, self._mark(), phase, unit))
@@ -208,12 +208,12 @@ class Recorder(Observer):
             self._was_installed = self._was_used
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
-        """Note a forward that failed, which has taken its time; other phases that failed are left out."""
+        """Record a failed forward, which has taken its time; other phases that failed are left out."""
         if phase is _FORWARD:
             self.ends(phase, unit)
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
-        """Note it, and ask the back end to tell when it is done."""
+        """Record a moment of a collective, and ask the back end to report when it is done."""
         sent = None
         if moment in _LAUNCH:
             sent = tuple((c.gathers, c.reductions, c.gather_bytes, c.reduce_bytes) for c in self._counters)
@@ -222,7 +222,7 @@ class Recorder(Observer):
             self._ask(number, work)
 
     def forgets(self) -> None:
-        """Note it."""
+        """Record that the model was reset."""
         self._ranges.close()
         self._note((BROKEN, self._mark()))
 
@@ -235,7 +235,7 @@ class Recorder(Observer):
         self._was_used = self._was_installed = False
 
     def _look_around(self, phase: Phase, unit: int) -> int | None:
-        """Whether a step begins, and whether there is room; returns the memory taken, where it is noted."""
+        """Begin a step if one is due, check for room, and return the memory in use where it is sampled."""
         if self._was_installed and phase in _OPENS_STEP:
             self._open_step(self._steps[-1].index + 1)
         if phase is _FORWARD:
@@ -251,14 +251,14 @@ class Recorder(Observer):
             self._note = _drop
 
     def _ask(self, number: int, work: dist.Work) -> None:
-        """On the host a wait finds out late that a collective is done; gloo's own threads tell at once."""
+        """Register a callback for the end of a collective; on the host, a wait would notice it late."""
         try:
             work.get_future().add_done_callback(partial(_note_done, self._note, number))
         except (RuntimeError, NotImplementedError):
             self._tells_done = False  # this back end has no futures
 
     def _memory_reader(self) -> Callable[[], int | None]:
-        """What tells the bytes that are taken now: those of the device, or those that the engine holds."""
+        """Return a function that reads the bytes in use: those of the device, or those that the engine holds."""
         if self._clock.allocated_bytes() is not None:
             return self._clock.allocated_bytes
         at_rest, executor = memory_of(self._engine).persistent_bytes, self._engine.executor
@@ -307,15 +307,15 @@ def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: b
 
 
 def _nothing() -> None:
-    """Memory is not read."""
+    """Return None: memory is not sampled."""
 
 
 def _drop(_record: Raw) -> None:
-    """There is no room."""
+    """Drop a record: there is no room."""
 
 
 def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
-    """Called by a thread of the back end; appending to a list is safe."""
+    """Record that a collective is done. A thread of the back end calls this; appending to a list is safe."""
     note((DONE, time.perf_counter_ns(), number))
 
 

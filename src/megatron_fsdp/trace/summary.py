@@ -1,4 +1,4 @@
-"""What timelines add up to, per unit and step, and several ranks beside each other. Pure."""
+"""Sums of timelines per unit and step, and a comparison of ranks."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ COLUMNS: dict[str, str] = {
     "norm": "update",
     "whole tensors": "other",
 }
-"""Phase -> where its time counts, without that of phases nested in it. So no time counts twice."""
+"""Phase -> the column of its time without nested phases, so that no time counts twice."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Where the time of the compute side went, in nanoseconds; nested phases count for themselves only.
+    """Time of the compute side in nanoseconds; a phase does not count the phases nested in it.
 
     Attributes:
         gather: Launching gathers.
-        wait: Waiting for collectives, and comparing notes with other ranks.
+        wait: Waiting for collectives, and agreeing with other ranks.
         compute: Forward and backward of modules.
         copy: Gradients into buckets.
-        reduce: Launching reductions, and on the CPU the local sums of what came in.
+        reduce: Launching reductions, and on the CPU the local sums of what was received.
         update: The norm of gradients, the optimizer's step, and installing its result.
-        other: Releasing weights, showing gradients, and putting whole tensors together.
+        other: Resharding weights, exposing gradients, and assembling whole tensors.
     """
 
     gather: int = 0
@@ -69,12 +69,12 @@ class Times:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all columns."""
         return sum(astuple(self))
 
     @classmethod
     def sum(cls, several: Iterable[Times]) -> Times:
-        """Column by column."""
+        """Sum several column by column."""
         return cls(*map(sum, zip(*(astuple(times) for times in (cls(), *several)), strict=True)))
 
 
@@ -89,7 +89,7 @@ class UnitStep:
         exposed_ns: How long communication was in flight and the compute side waited for this unit's or, on the CPU,
             launched it.
         gather_bytes: What this rank sent for it in gathers launched in this step.
-        reduce_bytes: The same, in reductions.
+        reduce_bytes: What this rank sent for it in reductions launched in this step.
         memory_bytes: The largest sample; None without one.
     """
 
@@ -132,7 +132,7 @@ class StepSummary:
 
     @property
     def hidden(self) -> float | None:
-        """As `hidden_part`."""
+        """The fraction of this step's communication that was hidden (see `hidden_part`)."""
         return hidden_part((self,))
 
 
@@ -152,20 +152,20 @@ class Summary:
 
     @property
     def hidden(self) -> float | None:
-        """As `hidden_part`, of all steps."""
+        """The fraction of all steps' communication that was hidden (see `hidden_part`)."""
         return hidden_part(self.steps)
 
 
 def hidden_part(steps: Iterable[StepSummary]) -> float | None:
-    """Compute how much of communication was hidden behind other work: 1 - exposed / communication, 0 to 1.
+    """Return the fraction of communication that was hidden behind other work: 1 - exposed / communication.
 
-    Communication is the time in which at least one collective was in flight, from its launch until what was sent had
+    Communication is the time in which at least one collective was in flight, from its launch until its data had
     come. Exposed is the part of it in which the compute side did nothing else: the compute stream on CUDA waited for a
     collective; the host on the CPU waited for one or handed one to the back end. Time counts once however many
     collectives are in flight.
 
     Returns:
-        The part; None where nothing was sent.
+        The fraction, 0 to 1; None where nothing was sent.
     """
     known = tuple(steps)
     communication = sum(step.communication_ns for step in known)
@@ -173,7 +173,7 @@ def hidden_part(steps: Iterable[StepSummary]) -> float | None:
 
 
 def summarise(timeline: Timeline) -> Summary:
-    """Add up a timeline.
+    """Sum up a timeline per step and unit.
 
     Args:
         timeline: Of one rank.
@@ -300,12 +300,12 @@ def covered(interval: Interval, moments: Sequence[Interval]) -> int:
 
 @dataclass(frozen=True)
 class RankMean:
-    """One rank, in the mean of the steps looked at.
+    """Means of one rank over the compared steps.
 
     Attributes:
         rank: Which one.
         step_ns: Length of a step.
-        own_ns: What of it the rank did not wait. Collectives make steps of all ranks equally long, so the slowest rank
+        own_ns: Time in it without waits. Collectives make steps of all ranks equally long, so the slowest rank
             is the one that waits least.
         times: Where the time went.
         communication_ns: How long some collective was in flight.
@@ -328,7 +328,7 @@ class RankMean:
 
 @dataclass(frozen=True)
 class UnitMean:
-    """One unit, in the mean of the steps and ranks looked at.
+    """Means of one unit over the compared steps and ranks.
 
     Attributes:
         unit: Its label.
@@ -349,7 +349,7 @@ class UnitMean:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several ranks did in the same steps.
+    """Means and differences of several ranks over the same steps.
 
     Attributes:
         steps: The steps looked at.
@@ -360,8 +360,8 @@ class Comparison:
         ranks: Each rank.
         units: Each unit that did something, in the order of the model.
         slowest_rank: The one that waited least.
-        skew_ns: What it worked longer than the rank that worked least.
-        slowest_unit: The one that took most time; waits, which name who suffers, and optimizers left out.
+        skew_ns: How much longer it worked than the rank that worked least.
+        slowest_unit: The one that took most time, without optimizers and without waits, which another may cause.
     """
 
     steps: tuple[int, ...]
@@ -377,7 +377,7 @@ class Comparison:
 
 
 def compare(timelines: Sequence[Timeline], step: int | None = None) -> Comparison:
-    """Put ranks beside each other.
+    """Compare ranks over the same steps.
 
     Args:
         timelines: One or more, of one recording.
@@ -427,9 +427,9 @@ def common_steps(timelines: Sequence[Timeline], step: int | None = None) -> tupl
 
 
 def on_one_clock(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
-    """Let times of all ranks count from the same moment.
+    """Shift times of all ranks so that they count from the same moment.
 
-    Where all left a barrier when they started, they do already, to within the time that a message takes. Else their
+    Ranks that left a barrier together when they started already do, to within the time of a message. Otherwise their
     wall clocks decide.
     """
     if all(timeline.is_aligned for timeline in timelines):

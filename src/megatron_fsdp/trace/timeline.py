@@ -1,4 +1,4 @@
-"""What a recording says, as plain data: phases, collectives and memory of one rank, on one clock.
+"""A recording as plain data: phases, collectives and memory of one rank, on one clock.
 
 Times are nanoseconds since the recording started. On the CPU they are those of the host. On CUDA they are those of the
 device: of phases and waits when the compute stream got there, of collectives when their lane's stream did.
@@ -15,7 +15,7 @@ BLOCKED = "blocked"
 LOCAL_SUM = "local sum"
 
 PHASES: tuple[str, ...] = (*(phase.value for phase in Phase), OPTIMIZER, BLOCKED, LOCAL_SUM)
-"""Names of phases: the engine's own; the step of an optimizer; a collective that is waited for; and the local work on
+"""Names of phases: the engine's own; the step of an optimizer; the wait for a collective; and the local work on
 its result, which on the CPU the waiting thread does."""
 
 GATHER, REDUCE = "gather", "reduce"
@@ -50,7 +50,7 @@ class Span:
 
     @property
     def end_ns(self) -> int:
-        """When it ended."""
+        """The time at which the phase ended."""
         return self.start_ns + self.duration_ns
 
 
@@ -69,7 +69,7 @@ class Collective:
         count: How many collectives that counts as; 1.
         launch_ns: It was about to be started.
         launched_ns: The back end had it.
-        done_ns: What was sent had come: told by the back end where it tells the host, else found by the wait.
+        done_ns: The data had arrived: as the back end reports it to the host, else as the wait found it.
         arrived_ns: The wait for what was sent was over.
         wait_step: The step in which the compute side waited for it.
         wait_ns: The compute side began to wait.
@@ -94,17 +94,17 @@ class Collective:
 
     @property
     def in_flight(self) -> Interval | None:
-        """From the launch until what was sent had come."""
+        """The interval from the launch until what was sent had arrived."""
         return None if self.done_ns is None else (self.launch_ns, max(self.launch_ns, self.done_ns))
 
     @property
     def launch(self) -> Interval:
-        """While it was handed to the back end."""
+        """The interval in which it was handed to the back end."""
         return self.launch_ns, self.launched_ns
 
     @property
     def blocked(self) -> Interval | None:
-        """While the compute side waited for what was sent; empty where that had come before.
+        """The interval in which the compute side waited for the data; empty where it had arrived before.
 
         What follows until `waited_ns` is local work.
         """
@@ -115,7 +115,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Bytes that were taken when a forward, a backward or a reduction of a unit began."""
+    """Bytes in use when a forward, a backward or a reduction of a unit began."""
 
     step: int
     unit: int
@@ -125,7 +125,7 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """From the first phase of a step to the first phase of the next one."""
+    """The time from the first phase of a step to the first phase of the next one."""
 
     index: int
     start_ns: int

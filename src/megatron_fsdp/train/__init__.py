@@ -12,7 +12,7 @@ _EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what this process is for (`program.py`), once the packages of the trainer are there; return its exit code."""
+    """Check that the trainer's packages are installed, then run `program.main`; return its exit code."""
     try:
         for package in ("tokenizers", "rich"):
             require_installed(package, "the trainer")

@@ -1,4 +1,4 @@
-"""Where the training loop meets its checkpoints: go on from one, save on the way, save when interrupted."""
+"""Checkpoints of the training loop: loads one to resume from, saves on the way and when interrupted."""
 
 import os
 import signal
@@ -30,11 +30,11 @@ class RunCheckpoints:
     becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends it at once.
     `is_finished` is true after `start` where an earlier run of the same command has done all steps.
 
-    A save that fails, as on a full disk, is told and counted, and training goes on: what was saved before is as it was.
+    A save that fails, as on a full disk, is reported and counted, and training goes on: earlier saves stay intact.
     """
 
     def __init__(self, run: Run, origin: Origin, say: Callable[[str], None]) -> None:
-        """Checkpoints of a run.
+        """Prepare the checkpoints of a run.
 
         Args:
             run: What is trained.
@@ -73,13 +73,13 @@ class RunCheckpoints:
             self._finish()
 
     def start(self) -> Progress:
-        """Load what was asked for, and write the map of parameter groups if it was.
+        """Load the requested checkpoint, and write the map of parameter groups if it was requested.
 
         Returns:
             How far training is.
 
         Raises:
-            CheckpointError: What there is cannot be loaded; the same on every rank.
+            CheckpointError: The checkpoint cannot be loaded; the same on every rank.
             ConfigurationError: There is nothing left to train, or the folder to save to is further than this run or
                 cannot be written.
         """
@@ -108,7 +108,7 @@ class RunCheckpoints:
         return self._state.progress
 
     def is_due(self, step: int) -> bool:
-        """Tell whether to save after a step, as long as it is not the last one."""
+        """Return whether to save after a step that is not the last one."""
         every = self._options.save_interval
         return self._checkpointer is not None and every is not None and step % every == 0
 
@@ -146,7 +146,7 @@ class RunCheckpoints:
         )
 
     def _await(self) -> None:
-        """Learn what became of the save in the background."""
+        """Wait for the save in the background and record its result."""
         assert self._checkpointer is not None
         self._is_saving = False
         try:
@@ -180,10 +180,10 @@ class RunCheckpoints:
         )
 
     def _finish(self) -> None:
-        """Wait for what is being saved; the last one has to be there.
+        """Wait for the save in the background; the last one must succeed.
 
         Raises:
-            NotSavedError: It is not.
+            NotSavedError: It failed.
         """
         if self._checkpointer is None:
             return
@@ -198,11 +198,11 @@ class RunCheckpoints:
 
     @property
     def _is_restarted(self) -> bool:
-        """Whether this is a job that is started again and again with the same command."""
+        """Whether this job is started again and again with the same command."""
         return self._run.job.load_is_optional
 
     def _meet_later_ones(self, newest: int, steps: int) -> None:
-        """What to do about checkpoints that are further than this run begins."""
+        """Decide about checkpoints of later steps than this run begins at."""
         save = self._options.save
         if not self._is_restarted:
             raise ConfigurationError(
@@ -236,14 +236,14 @@ class RunCheckpoints:
 
     @property
     def _compares(self) -> bool | None:
-        """Whether to compare what is loaded with its checksums; None: where it has some."""
+        """Whether to verify checksums on load; None: where the checkpoint has some."""
         if self._origin.is_compared:
             return False
         options = self._run.job.options
         return options.checkpoint.verify_integrity if options.is_given("verify_integrity") else None
 
     def _extra(self) -> dict[str, Any]:
-        """What is saved beside weights and optimizer: the loop's own state and, in float16, the scale of the loss."""
+        """Return what is saved beside weights and optimizer: the loop's state and, in float16, the loss scale."""
         scale = self._run.trained.scale
         return {"trainer": self._state} if scale is None else {"trainer": self._state, "loss_scale": scale}
 
@@ -270,10 +270,10 @@ _OPTION_OF = {
 
 @contextmanager
 def _own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep what this run says of each parameter group over the block, whatever is loaded in it.
+    """Keep this run's options of each parameter group, whatever is loaded inside the block.
 
-    An optimizer's `load_state_dict` brings back weight decay, betas and so on as they were saved, and what was given to
-    this run would be lost without a word. State is not touched.
+    An optimizer's `load_state_dict` restores weight decay, betas and so on as they were saved, and would silently drop
+    what was given to this run. State is not touched.
     """
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     try:
@@ -302,6 +302,6 @@ def in_options() -> Iterator[None]:
 
 
 def _numbers_in(folder: Path, above: int) -> frozenset[int]:
-    """The steps above one that folders of checkpoints here are named after, whole or not."""
+    """Return the steps above `above` that folders of checkpoints are named after, whole or not."""
     found = (iteration_of(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return frozenset(number for number in found if number is not None and number > above)

@@ -1,4 +1,4 @@
-"""What a model has learned: its loss on held-out text, the same for any number of ranks, and text that it writes."""
+"""Evaluation: the loss on held-out text, the same for any number of ranks, and generated text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_fsdp.train.options.job import Job
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation without gradients, and back to what it was."""
+    """Switch a model to evaluation without gradients inside the block, then restore its mode."""
     was_training = model.training
     model.eval()
     try:
@@ -34,7 +34,7 @@ def evaluate(job: Job, trained: Trained, data: TokenData, times: int = 1) -> flo
         job: Says how many samples: `--eval-iters` global batches.
         trained: The model.
         data: The tokens.
-        times: So many times as many samples.
+        times: Factor for the number of samples.
     """
     samples = times * job.options.training.eval_iters * job.batch.total
     batches = held_out_batches(data, job.seq_length, samples, job.batch, trained.data_index)
@@ -58,7 +58,7 @@ def generate(
     seed: int,
     vocab_size: int,
 ) -> list[int]:
-    """Return the prompt and `num_tokens` tokens that continue it.
+    """Generate `num_tokens` tokens that continue the prompt.
 
     Call this without gradients and with the same arguments on every rank: a sharded model needs every rank in every
     forward.

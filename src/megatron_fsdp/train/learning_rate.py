@@ -1,4 +1,4 @@
-"""The learning rate of a step (pure)."""
+"""The learning rate of a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Schedule:
         return self.final + (self.peak - self.final) * self._share_left(step)
 
     def _share_left(self, step: int) -> float:
-        """How much of the way from the final rate up to the peak."""
+        """Return the fraction of the way from the final rate up to the peak."""
         if self.style == "WSD":
             return min(1.0, (self.decay_steps - step - 1) / self.wsd_steps) if self.wsd_steps else 1.0
         fallen = (step - self.warmup_steps + 1) / (self.decay_steps - self.warmup_steps)

@@ -27,35 +27,35 @@ from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord
 
 
 class Watcher(Protocol):
-    """Whoever shows progress; only the first rank has one that shows anything."""
+    """The interface for showing progress; only the first rank's shows anything."""
 
     def start(self, progress: Progress) -> None:
-        """Begin, or go on after these steps."""
+        """Begin, or resume after the steps of `progress`."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """Take the steps since the last call."""
+        """Show the steps since the last call."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Take a held-out loss."""
+        """Show a held-out loss."""
 
     def say(self, text: str) -> None:
-        """Show a line or several."""
+        """Print one or more lines."""
 
 
 class Keeper(Protocol):
-    """Whoever keeps checkpoints; every method is called by all ranks."""
+    """The interface for checkpoints; every method is called by all ranks."""
 
     is_interrupted: bool
     """Whether this rank was asked to save and end."""
 
     def start(self) -> Progress:
-        """Load what there is to load, and tell how far it is."""
+        """Load a checkpoint if there is one, and return how far it is."""
 
     def is_due(self, step: int) -> bool:
-        """Tell whether to save after this step."""
+        """Return whether to save after this step."""
 
     def save(self, progress: Progress) -> None:
-        """Save."""
+        """Save a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training leaves behind besides the weights.
+    """The result of training besides the weights.
 
     Attributes:
         progress: How far it came.
@@ -98,14 +98,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, as all ranks know it.
+    """The result of one step, the same on all ranks.
 
     Attributes:
         loss: Over all ranks and microbatches, nats per token.
         grad_norm: Norm of the whole gradient before clipping.
         checksum: Of the samples of all ranks; see `Batch`.
         is_interrupted: Whether some rank was asked to end.
-        is_late: Whether the first rank's clock says that time is over.
+        is_late: Whether the time limit is reached by the first rank's clock.
     """
 
     loss: float
@@ -116,7 +116,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step may be taken."""
+        """Whether loss and norm are finite, so that the step may be taken."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -133,7 +133,7 @@ class _Clock:
 
 
 def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], bool] = lambda _: False) -> Outcome:
-    """Train for as many steps as the job allows, from where the keeper starts; tell the watcher.
+    """Train for as many steps as the job allows, from the keeper's progress; report to the watcher.
 
     Args:
         run: What is trained.
@@ -186,7 +186,7 @@ def _is_due(step: int, interval: int | None) -> bool:
 
 
 def _make_up(run: Run, watcher: Watcher, done: Progress, lacks: Callable[[int], bool]) -> None:
-    """Evaluate first where it was due after the last step and the run was ended in between."""
+    """Evaluate first if that was due after the last step and the run was ended in between."""
     steps, training = done.steps, run.job.options.training
     is_due = steps > 0 and (_is_due(steps, training.eval_interval) or steps == run.job.train_iters)
     if is_due and not training.skip_train and agree(run.rank, lambda: lacks(steps)):
@@ -221,7 +221,7 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
 
 
 def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
-    """What each token's loss counts, so that all ranks' sums add up to the loss of the step."""
+    """Return the weight of each token's loss, so that the sum over all ranks is the loss of the step."""
     training, trained = run.job.options.training, run.trained
     if not training.calculate_per_token_loss:
         return [batch.factors_per_sample(run.job.batch.total) for batch in batches]
@@ -234,7 +234,7 @@ def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def _exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[bool, bool]) -> StepResult:
-    """Let all ranks know the same of a step; waits for the device."""
+    """All-reduce the results of a step; waits for the device."""
     interrupted, late = flags
     share = run.trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
     mine = [float(loss) * share, checksum * share, float(interrupted), float(late and run.rank.is_first)]
@@ -246,7 +246,7 @@ def _exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[
 
 
 def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scale: float) -> StepRecord:
-    """What is known of a step as soon as it is done."""
+    """Make the record of a step from what is known as soon as it is done."""
     speed = run.speed or Speed(run.job.tokens_per_step)
     return StepRecord(
         step=done.steps,
@@ -267,7 +267,7 @@ def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scal
 
 
 def _measured(run: Run, records: Sequence[StepRecord], exposed_share: float) -> list[StepRecord]:
-    """The same with what is measured only where steps are shown, the share in the last of them; collective."""
+    """Add to records what is measured only when steps are shown (the share to the last one); collective."""
     peak = torch.tensor([float(peak_bytes(run.trained))], dtype=torch.float64, device=run.trained.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     found = [replace(record, peak_bytes=int(peak.item())) for record in records]

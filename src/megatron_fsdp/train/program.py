@@ -28,7 +28,7 @@ _AFTER_HANG_MINUTES = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what this process is for and return its exit code."""
+    """Start the ranks, or run as one of them; return the exit code."""
     return run_rank(argv) if is_rank(os.environ) else start_ranks(argv)
 
 
@@ -70,7 +70,7 @@ def run_rank(argv: Sequence[str]) -> int:
         if is_left:
             raise MachineLeftError("another machine was asked to end: saved, and to be started again without it")
     except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which comes when a peer has ended first: tell the cause
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which arrives when a peer has ended first: report the cause
         code = report_failure(error, index)
         let_go()
         os._exit(code)  # peers may be gone: do not wait for them in destructors
@@ -79,18 +79,18 @@ def run_rank(argv: Sequence[str]) -> int:
 
 
 def count_restarts() -> int:
-    """How often the ranks were started before, as far as whoever started this process knows."""
+    """Return how often the ranks were restarted, as far as this process was told."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def agree_on_restarts(rank: Rank) -> int:
-    """The most that any rank knows of; collective. An agent of torchrun that comes back on its machine counts anew."""
+    """All-reduce the largest number of restarts; a torchrun agent that returns counts anew."""
     (restarts,) = reduce_values(rank, [float(count_restarts())], "max")
     return int(restarts)
 
 
 def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
-    """The job of these options on this machine, with what its environment adds.
+    """Resolve options to a job on this machine, with notices about its environment.
 
     Args:
         options: What was asked for.
@@ -106,13 +106,13 @@ def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
 
 
 def collective_timeout(options: Options) -> timedelta:
-    """How long a collective may take; longer than a standstill may, so that it is explained before it is an error."""
+    """Return the time limit of a collective; longer than the hang limit, so that a hang is explained first."""
     minutes, hang = options.parallel.distributed_timeout_minutes, options.recovery.hang_timeout_minutes
     return timedelta(minutes=max(minutes, (minutes if hang is None else hang) + _AFTER_HANG_MINUTES))
 
 
 def world_of(options: Options, ranks: int) -> World:
-    """What this process sees of the ranks and the hardware.
+    """Describe the ranks and the hardware of this process.
 
     Raises:
         ConfigurationError: The device that was asked for is not here.
@@ -123,7 +123,7 @@ def world_of(options: Options, ranks: int) -> World:
 
 
 def is_before_blackwell(device_type: str) -> bool:
-    """Whether this machine has an accelerator of NVIDIA with a compute capability below 10.0."""
+    """Return whether this machine has an NVIDIA accelerator with a compute capability below 10.0."""
     if device_type != "cuda" or torch.version.hip is not None:
         return False
     major, _ = torch.get_device_module(device_type).get_device_capability()
@@ -131,7 +131,7 @@ def is_before_blackwell(device_type: str) -> bool:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has bfloat16 instructions; without them bf16 is slower than fp32."""
+    """Return whether this CPU has bfloat16 instructions; without them bf16 is slower than fp32."""
     read_capabilities = getattr(torch.cpu, "get_capabilities", None)  # younger than the oldest torch we run on
     capabilities = {} if read_capabilities is None else read_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))

@@ -1,4 +1,4 @@
-"""How far a run is, and what decides its numbers: what the loop itself has to remember in a checkpoint."""
+"""The training loop's own state in a checkpoint: how far a run is, and what decides its numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass
 class TrainingState:
-    """What the loop itself has to remember; saved as `trainer`.
+    """The loop's own state; saved as `trainer`.
 
     Attributes:
         facts: What decides the numbers of a run, by the name of its option.
@@ -51,7 +51,7 @@ class TrainingState:
     saved_facts: dict[str, str] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         facts = [list(item) for item in self.facts.items()]  # one object, whatever options later versions have
         done = self.progress
         return {
@@ -63,14 +63,14 @@ class TrainingState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Out of a checkpoint."""
+        """Restore the state from a checkpoint."""
         self.progress = Progress(
             int(state["steps"]), int(state["samples"]), int(state["skipped"]), float(state["elapsed_s"])
         )
         self.saved_facts = {str(name): str(value) for name, value in state["facts"]}
 
     def changes(self) -> list[str]:
-        """What is not as it was when the checkpoint was saved, in words."""
+        """Describe what has changed since the checkpoint was saved."""
         return [
             f"{name} was {self.saved_facts[name]} and is {value}"
             for name, value in self.facts.items()
@@ -79,7 +79,7 @@ class TrainingState:
 
 
 def facts_of(job: Job, data: TokenData) -> dict[str, str]:
-    """What decides the losses of a run, as text, by option; the number of ranks only rounds them differently."""
+    """Return what decides the losses of a run, as text, by option; the number of ranks changes only rounding."""
     options, schedule = job.options, job.schedule
     wsd = {"--lr-wsd-decay-iters": str(schedule.wsd_steps)} if schedule.style == "WSD" else {}
     return {
@@ -99,10 +99,10 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
 
 
 def _deciding(options: Options) -> Iterator[str]:
-    """The options that decide numbers as they were given."""
+    """Yield the options that decide numbers as they were given."""
     yield from ("optimizer", *_OF_OPTIMIZER[options.optimizer.optimizer])
     yield from ("weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss")
-    if options.model.source is None:  # what the shapes of weights do not tell
+    if options.model.source is None:  # not visible in the shapes of weights
         yield from ("num_attention_heads", "normalization", "norm_epsilon")
         if options.model.position_embedding_type == "rope":
             yield "rotary_base"
@@ -111,7 +111,7 @@ def _deciding(options: Options) -> Iterator[str]:
 
 
 def _source_facts(source: Path | None) -> dict[str, str]:
-    """The checksum of a model's configuration of transformers, without what changes no number."""
+    """Return the checksum of a transformers configuration, without fields that change no number."""
     if source is None:
         return {}
     file = source / "config.json" if source.is_dir() else source
@@ -122,7 +122,7 @@ def _source_facts(source: Path | None) -> dict[str, str]:
 
 
 def _dtype_facts(job: Job) -> dict[str, str]:
-    """What numbers are rounded to, whichever engine does it."""
+    """Return the dtypes that decide rounding, whichever engine is used."""
     ddp = job.ddp
     if job.engine == "torch_fsdp2":
         main_weights, main_gradients, sent = torch.float32, torch.float32, job.fsdp2_reduce_dtype

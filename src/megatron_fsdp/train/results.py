@@ -1,4 +1,4 @@
-"""What a run leaves behind: a folder of its own while it lives, and in it measured values, a sample and pictures."""
+"""The folder of a run and its results: measured values, a sample and pictures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
 from megatron_fsdp.train.reporting.recorder import Recorder, applied, engine_words, plot_run
 
 TEMPERATURE = 0.7
-FINAL_TIMES = 4  # the last evaluation sees so many times as many samples as those on the way
+FINAL_TIMES = 4  # factor for the samples of the final evaluation
 SAMPLE_FILE = "sample.txt"
 MARK_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -49,11 +49,11 @@ _NO_NAMES = ("", "none")
 
 @dataclass(frozen=True)
 class Results:
-    """What a finished run has to show.
+    """The results of a finished run.
 
     Attributes:
         held_out_loss: Mean on held-out text, in nats per token.
-        bits_per_byte: The same in bits per byte of text, which does not depend on the tokenizer; NaN: not known.
+        bits_per_byte: This loss in bits per byte of text, which does not depend on the tokenizer; NaN: not known.
         sample: Text that the model wrote.
         rows: Measured values beside computed ones.
         peaks_bytes: Peak of memory of every rank.
@@ -69,21 +69,21 @@ class Results:
 
 
 def name_folder(out: Path | None, environment: Mapping[str, str], now: datetime) -> Path:
-    """Return the absolute path: what the user said, or `runs/` and the name of the job, or the date."""
+    """Return the absolute path that the user named, or `runs/` and the name of the job, or the date."""
     if out is not None:
         return out.absolute()
     return Path("runs", _run_id(environment) or now.strftime("%Y%m%d-%H%M%S")).absolute()
 
 
 def _run_id(environment: Mapping[str, str]) -> str | None:
-    """The name of the job, where it has one that can be a folder's."""
+    """Return the name of the job, if it can name a folder."""
     run_id = environment.get(_RUN_ID, "")
     is_name = run_id not in _NO_NAMES and run_id.replace("-", "").replace("_", "").isalnum()
     return run_id if is_name else None
 
 
 def new_folder(path: Path) -> Path:
-    """Make a folder that was not there: of this name, or with -2, -3 and so on where another run was faster.
+    """Make a new folder: of this name, or with -2, -3 and so on if another run was faster.
 
     Raises:
         OSError: It cannot be made.
@@ -100,7 +100,7 @@ def new_folder(path: Path) -> Path:
 
 @contextmanager
 def results_folder(job: Job, rank: Rank, *, goes_on: bool) -> Iterator[Path]:
-    """Make the folder, or find that of the run that this one goes on from, for this run alone; collective.
+    """Make the folder, or find that of the run that is resumed, for this run alone; collective.
 
     Args:
         job: The run.
@@ -138,7 +138,7 @@ def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
 
 @contextmanager
 def saving_alone(job: Job, rank: Rank) -> Iterator[None]:
-    """Keep the folder of `--save`, which is made where it is missing, for this run over the block; collective.
+    """Claim the folder of `--save`, made if missing, for this run inside the block; collective.
 
     Raises:
         ConfigurationError: Another run saves into it now, or it cannot be written.
@@ -160,7 +160,7 @@ def _take_saves(folder: Path, job: Job, held: ExitStack) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder of `--save`, and write to it, so that a run does not find out after training that it cannot.
+    """Make the folder of `--save`, and test that it can be written before training starts.
 
     Raises:
         ConfigurationError: It cannot be made or written.
@@ -177,14 +177,14 @@ def require_writable(folder: Path) -> None:
 
 
 def _claim(file: Path, job: Job, held: ExitStack) -> bool:
-    """Claim the folder of a file until `held` ends, or the process; false where another run has it."""
+    """Claim the folder of a file until `held` or the process ends; return False if another run has it."""
     with suppress(OSError):
         file.touch()
     return claim(file, held) or job.restarts > 0  # a rank before a restart may still be about to end
 
 
 def has_results(folder: Path, steps: int) -> bool:
-    """Whether a folder has the results of a run of so many steps."""
+    """Return whether a folder has the results of a run of `steps` steps."""
     try:
         found = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
         return bool(found["progress"]["steps"] == steps)
@@ -203,7 +203,7 @@ def conclude(run: Run, outcome: Outcome) -> Results:
 
 
 def write_sample(run: Run) -> str:
-    """Let the model continue the prompt; empty where there is none."""
+    """Generate text from the prompt; empty if there is none."""
     reporting, vocabulary = run.job.options.reporting, run.data.vocabulary
     if not reporting.prompt:
         return ""
@@ -224,7 +224,7 @@ def write_sample(run: Run) -> str:
 
 
 def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
-    """Measured values beside those of the formulas; none with an engine that does not count."""
+    """Compare measured values with the formulas; empty with an engine that does not count."""
     model = run.trained.inside
     if model is None or outcome.step_counters is None:
         return ()
@@ -240,7 +240,7 @@ def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
 def save(
     folder: Path, job: Job, recorder: Recorder, outcome: Outcome, results: Results, say: Callable[[str], None]
 ) -> None:
-    """Write summary, sample and pictures; what cannot be written is said."""
+    """Write summary, sample and pictures; report what cannot be written."""
     summary = {
         **applied(job),
         "progress": asdict(outcome.progress),
@@ -256,12 +256,12 @@ def save(
 
 
 def teller(console: Console) -> Callable[[str], None]:
-    """What prints lines as they are: a path may have what would be markup."""
+    """Return a function that prints lines literally: a path may contain what would be markup."""
     return lambda text: print_message(console, printable(text))
 
 
 def attempt(what: str, work: Callable[[], object], say: Callable[[str], None]) -> None:
-    """Write something that a run can do without; say why it could not be written."""
+    """Write something that a run can do without; report why if it could not be written."""
     try:
         work()
     except (OSError, ConfigurationError) as error:

@@ -46,7 +46,7 @@ def run_job(job: Job, rank: Rank) -> bool:
     """Prepare, train, and show the results; a run that was interrupted saves and shows none.
 
     Returns:
-        Whether this rank should be started again, since it ended for no other reason than that another machine leaves.
+        Whether this rank should be started again, since it ended only because another machine leaves.
 
     Raises:
         CheckpointError: On every rank, for a checkpoint that cannot be loaded or saved.
@@ -114,7 +114,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
 
 
 def stopped_words(job: Job, steps: int) -> str:
-    """What to tell of a run that was asked to end."""
+    """Describe a run that was asked to end."""
     saved = job.options.checkpoint.save
     if steps < job.train_iters:
         return f"stopped and saved after {steps} steps; --load {saved} goes on from there"
@@ -122,7 +122,7 @@ def stopped_words(job: Job, steps: int) -> str:
 
 
 def early_words(job: Job, steps: int) -> str:
-    """Why a run that nobody asked to end has not done all steps; empty where it has."""
+    """Say why a run that was not interrupted has not done all steps; empty if it has."""
     training, origins = job.options.training, job.options.origins
     if steps >= job.train_iters or training.skip_train:
         return ""
@@ -136,19 +136,19 @@ def early_words(job: Job, steps: int) -> str:
 
 
 def speed_of(job: Job, rank: Rank, data: TokenData, peak: Peak) -> Speed:
-    """What a step costs, and what a rank could do."""
+    """Return the work of a step, and the peak of a rank."""
     flops = model_flops(job, data.vocabulary.vocab_size) * job.batch.total
     return Speed(job.tokens_per_step, flops, rank.count, peak.tflops)
 
 
 def display_of(console: Console, job: Job) -> ConsoleWatcher:
-    """The display of a run."""
+    """Make the display of a run."""
     limit = job.options.training.exit_duration_in_mins
     return ConsoleWatcher(console, job.train_iters, math.inf if limit is None else 60.0 * limit)
 
 
 def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
-    """The watcher of a run; on the first rank it writes, and says in a file what was applied."""
+    """Make the watcher of a run; on the first rank it writes, also what was applied."""
     if not run.rank.is_first:
         return Recorder(display, None)
     found = applied(run.job)

@@ -1,4 +1,4 @@
-"""Convert a `torch_dist` checkpoint to `fsdp_dtensor`: on one process, or on the ranks of a gloo group."""
+"""Converts a `torch_dist` checkpoint to `fsdp_dtensor`: in one process, or on the ranks of a gloo group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal items to ranks so that their bytes balance: the largest first, each to who has least.
+    """Assign items to ranks so that their bytes balance: the largest first, each to the rank with the fewest.
 
     Returns:
         For each rank the indices of its items, in order.
@@ -68,7 +68,7 @@ def write_moves(
     progress: Progress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write this rank's moves and values, and with those of the other ranks a DCP checkpoint. Collective.
+    """Write this rank's moves and values into the DCP checkpoint of all ranks; collective.
 
     Args:
         folder: To write to; the same on every rank.
@@ -87,7 +87,7 @@ def write_moves(
 
 
 class _MovePlanner(DefaultSavePlanner):
-    """Offers moves to DCP as tensors that it does not have yet."""
+    """A DCP planner that offers moves as tensors and reads each when it is written."""
 
     def __init__(self, moves: Sequence[Move], values: Sequence[Value], read: ReadMove) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _MovePlanner(DefaultSavePlanner):
         return io.BytesIO(raw)
 
     def _serialised(self, value: object) -> tuple[bytes, str]:
-        """Bytes and their hash. Parameters of a group share its values: each is serialised once."""
+        """Return bytes and their hash; values that parameters of a group share are serialised once."""
         if id(value) not in self._saved:  # ids stay valid: the plan holds the values
             raw = saved_bytes(value)
             self._saved[id(value)] = raw, hashlib.sha256(raw).hexdigest()
@@ -136,7 +136,7 @@ class _MovePlanner(DefaultSavePlanner):
 
 
 def saved_bytes(value: object) -> bytes:
-    """What `torch.save` makes of an object."""
+    """Serialise an object with `torch.save`."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -149,7 +149,7 @@ def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperti
 
 
 def differing_keys(output: CheckpointFolder, targets: Sequence[str]) -> list[str]:
-    """What is in the output and should not be, or the other way round, one line each."""
+    """List keys that are missing from or unexpected in the output, one line each."""
     there, wanted = {*output.tensors, *output.objects}, set(targets)
     lines = [f"missing: {listed(sorted(wanted - there))}"] if wanted - there else []
     return lines + ([f"unexpected: {listed(sorted(there - wanted))}"] if there - wanted else [])
@@ -158,7 +158,7 @@ def differing_keys(output: CheckpointFolder, targets: Sequence[str]) -> list[str
 def differing_values(
     output: CheckpointFolder, moves: Sequence[Move], values: Sequence[Value], read: ReadMove
 ) -> list[str]:
-    """What has other elements, another shape or dtype than the source, or is another object; one line each."""
+    """List tensors and objects of the output that differ from the source, one line each."""
     found = []
     for move in moves:
         entry = output.tensors.get(move.target)
@@ -174,7 +174,7 @@ def differing_values(
 
 
 def _holds(output: CheckpointFolder, key: str, wanted: Tensor) -> bool:
-    """Whether a tensor of the output is the same bit for bit."""
+    """Return whether a tensor of the output is bitwise equal to the wanted one."""
     entry = output.tensors.get(key)
     if entry is None or (entry.shape, entry.dtype) != (tuple(wanted.shape), wanted.dtype):
         return False
@@ -183,12 +183,12 @@ def _holds(output: CheckpointFolder, key: str, wanted: Tensor) -> bool:
 
 
 class ConversionMismatchError(CheckpointError):
-    """The output that was read back is not what the source holds; nothing was published."""
+    """The output that was read back differs from the source; nothing was published."""
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was done, or with `dry_run` would be.
+    """The result of a conversion, or with `dry_run` what it would do.
 
     Attributes:
         source: The folder that was read.
@@ -205,7 +205,7 @@ class ConversionReport:
     ranks: int
 
     def as_json(self) -> Mapping[str, object]:
-        """For scripts."""
+        """Return the report as plain data for scripts."""
         plan = self.plan
         return {
             "source": str(self.source),
@@ -227,7 +227,7 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class Steps:
-    """Which steps to take.
+    """The steps of a conversion.
 
     Attributes:
         dry_run: Only plan.
@@ -248,7 +248,7 @@ def convert(
     progress: Progress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ConversionReport:
-    """Convert a checkpoint. Collective; needs no GPU, and holds one tensor of the output at a time on each rank.
+    """Convert a checkpoint; collective. Needs no GPU, and holds one tensor of the output at a time on each rank.
 
     Args:
         source: The `iter_*` folder of a `torch_dist` checkpoint, or the folder of a run: then its latest.
@@ -348,7 +348,7 @@ def _publish(temporary: Path, target: Path, opened: TorchDistSource, steps: Step
 
 
 def _tracked_as(target: Path, opened: TorchDistSource) -> str:
-    """What the tracker file says for a folder of this name."""
+    """Return what the tracker file says for a folder of this name."""
     if target.name == "release":
         return "release"
     iteration = opened.content.common.tree.get("iteration")

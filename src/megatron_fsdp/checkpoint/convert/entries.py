@@ -1,4 +1,4 @@
-"""What a conversion reads and makes: tensors of the source, its common state, moves and values. Pure."""
+"""The data of a conversion: tensors of the source, its common state, moves and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megatron_fsdp.errors import CheckpointError
 
 PathParts = tuple[str | int, ...]
-"""Where a value stands in the nested dict that a loader asks for; DCP joins it with dots to a key."""
+"""Path of a value in the nested dict that a loader requests; DCP joins it with dots to a key."""
 
 _KEPT_WITH_WEIGHTS = (
     "args",
@@ -23,7 +23,7 @@ _KEPT_WITH_WEIGHTS = (
 )
 _DEFAULT_VERSION = 3.0
 BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
-"""What checkpoints call the optimizer layouts that follow communication buckets."""
+"""Names in checkpoints of the optimizer layouts that follow communication buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A box of a source tensor that becomes a whole tensor of the output: a view, no arithmetic.
+    """A box of a source tensor that becomes a whole tensor of the output without arithmetic.
 
     Attributes:
         source: Key in the source.
@@ -87,18 +87,18 @@ class Dropped:
 
 
 def key_of(path: PathParts) -> str:
-    """The flat key of nested steps, as DCP makes it."""
+    """Join nested steps to a flat key, as DCP does."""
     return ".".join(map(str, path))
 
 
 def listed(keys: Sequence[str], shown: int = 8) -> str:
-    """Keys for a message: the first few, and how many more."""
+    """Format keys for a message: the first few, and how many more."""
     more = f" and {len(keys) - shown} more" if len(keys) > shown else ""
     return ", ".join(keys[:shown]) + more
 
 
 def flatten(tree: Mapping[str, Any]) -> Iterator[Value]:
-    """The leaves of a nested dict, as DCP flattens one: lists are walked only where they hold dicts or tensors."""
+    """Yield the leaves of a nested dict, flattened as by DCP: only lists of dicts or tensors are walked."""
     for path, value in _leaves((), tree):
         yield Value(key_of(path), path, value)
 
@@ -122,7 +122,7 @@ def _is_walked(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class CommonState:
-    """The common dict, with what a conversion asks of it.
+    """The common state, with what a conversion reads from it.
 
     Attributes:
         tree: The dict as it was read; classes that are not here stand as placeholders.
@@ -136,7 +136,7 @@ class CommonState:
 
     @classmethod
     def of(cls, tree: Any) -> CommonState:
-        """Look through a common dict.
+        """Read the groups and the step from a common dict.
 
         Raises:
             CheckpointError: It is no dict, or its parameter groups are not a list of dicts.
@@ -149,13 +149,13 @@ class CommonState:
         return cls(tree, tuple(groups), steps[0] if steps else None)
 
     def argument(self, name: str) -> Any:
-        """`args.<name>`; None where the checkpoint does not say."""
+        """Return `args.<name>`; None if the checkpoint does not have it."""
         args = self.tree.get("args")
         return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
     @property
     def is_bucket_space(self) -> bool:
-        """Whether the optimizer's state follows communication buckets, by the state's own word."""
+        """Whether the optimizer state is laid out by communication buckets, as the common state says."""
         said = self.tree.get("content_metadata")
         kinds = [said.get("distrib_optim_sharding_type")] if isinstance(said, Mapping) else []
         return any(kind in BUCKET_KINDS for kind in kinds)
@@ -166,7 +166,7 @@ class CommonState:
         return self.argument("bf16") is False and self.argument("fp16") is False
 
     def step_of(self, group: int | None) -> float | None:
-        """The optimizer's step for a parameter of a group; for None what all groups agree on."""
+        """Return the optimizer's step of a group; for None, the step that all groups share."""
         chosen = self.groups if group is None else (self.groups[group],)
         steps = {float(g["step"]) for g in chosen if isinstance(g.get("step"), int | float)}
         if len(steps) == 1:
@@ -174,7 +174,7 @@ class CommonState:
         return None if steps else self.common_step
 
     def output_tree(self, weights_only: bool, members: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-        """The nested dict to write, parameter groups included.
+        """Build the nested dict to write, parameter groups included.
 
         Args:
             weights_only: Leave out what belongs to the optimizer, its schedule and the random generators.
@@ -193,7 +193,7 @@ class CommonState:
 
 
 def _collect(tree: Any, groups: list[Mapping[str, Any]], steps: list[float]) -> None:
-    """Parameter groups of one optimizer, of an optimizer that wraps one, or of several (numbered)."""
+    """Collect the parameter groups of one optimizer, of a wrapper of one, or of several (numbered)."""
     if not isinstance(tree, Mapping):
         return
     if "param_groups" in tree:

@@ -1,4 +1,4 @@
-"""Which parameter group a parameter belongs to: from a map that the run has dumped, or by Megatron's default rule.
+"""The parameter group of each parameter: from a map that the run has dumped, or by Megatron's default rule.
 
 A `torch_dist` checkpoint keeps the groups without their members. A run calls `dump_param_to_param_group_map`, which
 writes a DCP folder with one entry per parameter; `export_group_map_json` turns the folder into a JSON file: name ->
@@ -32,14 +32,14 @@ _ALIASES = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
 )
-"""How models without Transformer Engine call what files call by its names."""
+"""Names in models without Transformer Engine -> names in files, which are Transformer Engine's."""
 
 MAP_FILE = "param_to_param_group_map.json"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What the choice depends on.
+    """The properties of a parameter that decide its group.
 
     Attributes:
         name: In the output's spelling, without prefix and before halves are told apart.
@@ -59,7 +59,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Parameter -> index of its group, for every parameter that has one; and what to tell people."""
+    """The group index of every parameter that has one, and notes for the user."""
 
     group_of: Mapping[str, int]
     notes: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ def assign(
 
     Raises:
         CheckpointError: A parameter has no group in the map, or none or several fit it.
-        ConfigurationError: A map is needed and not given, or the other way round.
+        ConfigurationError: A map is needed and not given, or given and not needed.
     """
     if how == NO_GROUPS:
         return Assignment({})
@@ -119,7 +119,7 @@ def _from_map(parameters: Sequence[Parameter], count: int, written_map: Mapping[
 
 
 def _renamed(name: str) -> str:
-    """A name of a model without Transformer Engine, as files spell it."""
+    """Rename a parameter of a model without Transformer Engine as checkpoints name it."""
     for old, new in _ALIASES:
         if old in name:
             return name.replace(old, new)
@@ -149,7 +149,7 @@ def _only_fit(parameter: Parameter, groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 def group_map(model: nn.Module, optimizer: Any) -> dict[str, int]:
-    """Name -> index of the parameter group, for every parameter of a model that is optimised.
+    """Map the name of every optimised parameter of a model to the index of its group.
 
     Args:
         model: Whole or sharded; names are those of `named_parameters()`.
@@ -183,7 +183,7 @@ def dump_param_to_param_group_map(
     global_name: Callable[[str], str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write which parameter group each parameter belongs to, as a DCP folder. Collective; the first rank writes.
+    """Write each parameter's group index as a DCP folder; collective, the first rank writes.
 
     Args:
         model: Whole or sharded.
@@ -252,7 +252,7 @@ def export_group_map_json(
 
 
 def read_group_map(folder: str | Path) -> dict[str, int]:
-    """The map of a DCP folder, with the names that stand in it.
+    """Read the map from a DCP folder, with the names as stored.
 
     Raises:
         CheckpointError: The folder cannot be read, or holds something else than a map.
@@ -267,7 +267,7 @@ def read_group_map(folder: str | Path) -> dict[str, int]:
 
 
 def read_group_map_json(path: str | Path) -> dict[str, int]:
-    """The map of a JSON file.
+    """Read the map from a JSON file.
 
     Raises:
         CheckpointError: It cannot be read, names a parameter twice, or holds something else than names with indices.

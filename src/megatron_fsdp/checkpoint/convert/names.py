@@ -1,4 +1,4 @@
-"""How keys of a `torch_dist` checkpoint translate: pure functions of names and shapes.
+"""Translates keys of a `torch_dist` checkpoint, by names and shapes only.
 
     decoder.layers.mlp.experts.experts.linear_fc1.weight  (L, E, 2F, H)
         -> decoder.layers.<i>.mlp.experts.linear_fc1.weight<e>_w  (F, H)   gate
@@ -35,7 +35,7 @@ AUTO, ALL, NONE = "auto", "all", "none"
 
 @dataclass(frozen=True)
 class TensorName:
-    """What a tensor's key says.
+    """The parsed key of a tensor.
 
     Attributes:
         model_key: Of the parameter (in the source's spelling) that this is, or is the state of.
@@ -48,7 +48,7 @@ class TensorName:
 
 @dataclass(frozen=True)
 class ObjectName:
-    """What an object's key says: `rng_state/shard_0.1_1.2` is cell (0, 1) of a grid (1, 2)."""
+    """The parsed key of an object: `rng_state/shard_0.1_1.2` is cell (0, 1) of a grid (1, 2)."""
 
     key: str
     cell: tuple[int, ...]
@@ -77,7 +77,7 @@ class Piece:
 
 
 def parse_tensor_key(key: str) -> TensorName | None:
-    """What the key of a tensor says; None where it is neither a parameter nor a state in model space."""
+    """Parse the key of a tensor; None if it is neither a parameter nor a state in model space."""
     bare = _CHAINED.sub("", key, count=1) if _CHAINED.match(key) else key
     state = _STATE.fullmatch(bare)
     if state:
@@ -88,7 +88,7 @@ def parse_tensor_key(key: str) -> TensorName | None:
 
 
 def parse_object_key(key: str) -> ObjectName | None:
-    """What the key of an object says; None where it is not spelled as Megatron's objects are."""
+    """Parse the key of an object; None if it does not have the form of Megatron's objects."""
     found = _OBJECT.fullmatch(key)
     if not found:
         return None
@@ -97,22 +97,22 @@ def parse_object_key(key: str) -> ObjectName | None:
 
 
 def is_bucket_space(key: str) -> bool:
-    """Whether a key belongs to the optimizer layout that follows communication buckets, not parameters."""
+    """Return whether a key belongs to the optimizer layout that follows communication buckets, not parameters."""
     return (_CHAINED.sub("", key, count=1) if _CHAINED.match(key) else key).startswith("optimizer.distributed.")
 
 
 def is_fc1(model_key: str) -> bool:
-    """Whether a parameter may hold two halves; a half that already stands alone (`_w`) does not."""
+    """Return whether a parameter may hold two halves; a half stored alone (`_w`) does not."""
     return _FC1.fullmatch(model_key) is not None
 
 
 def leading_axes(model_key: str) -> int:
-    """How many leading axes of a stored tensor are layers and experts."""
+    """Count the leading axes of a stored tensor that are layers and experts."""
     return len(_stacked_layers(model_key.split("."))) + (_STACKED_EXPERTS.fullmatch(model_key) is not None)
 
 
 def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool = False) -> Iterator[Piece]:
-    """The tensors of the output that one tensor of the source becomes.
+    """Yield the tensors of the output that one tensor of the source becomes.
 
     Args:
         model_key: Of the parameter, without an optimizer's prefix.
@@ -150,7 +150,7 @@ def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool =
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what depends on wrappers and on how a live model spells it.
+    """Strip from a parameter's name what depends on wrappers and on how a live model names it.
 
     Maps from parameters to groups are written by live models, whose experts may be a list of modules and whose
     multi-token prediction layers have another name than in files, and which may hold the halves of an fc1 apart.
@@ -178,7 +178,7 @@ def _spell(model_key: str, index: tuple[int, ...], rename_mtp: bool) -> str:
 
 
 def _stacked_layers(components: Sequence[str]) -> list[int]:
-    """Where a `layers` stands without an index."""
+    """Return the places where `layers` is not followed by an index."""
     return [
         place
         for place, (this, following) in enumerate(pairwise(components))
@@ -193,7 +193,7 @@ def _halves(shape: tuple[int, ...], gated: bool) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class Gating:
-    """The answer for each fc1.
+    """The fc1 modules that are gated.
 
     Attributes:
         gated: Keys (in the source's spelling) of weights and biases that hold two halves.
@@ -205,7 +205,7 @@ class Gating:
 
 
 def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> Gating:
-    """Decide for every fc1.
+    """Decide for every fc1 whether it is gated.
 
     Args:
         shapes: Model key -> shape in the source.
@@ -254,7 +254,7 @@ def _decide(module: str, shapes: Mapping[str, Sequence[int]], scope: str, said: 
 
 
 def _shape_test(module: str, shapes: Mapping[str, Sequence[int]]) -> bool | None:
-    """Whether the rows of fc1 are twice the columns of fc2; None where this cannot be seen."""
+    """Return whether fc1 has twice as many rows as fc2 has columns; None if shapes do not tell."""
     fc1_key = f"{module}.weight"
     fc2_key = f"{module.removesuffix('linear_fc1')}linear_fc2.weight"
     fc1, fc2 = shapes.get(fc1_key), shapes.get(fc2_key)

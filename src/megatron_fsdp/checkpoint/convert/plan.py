@@ -1,4 +1,4 @@
-"""The whole plan of a conversion: pure, from what a checkpoint holds to what is written, moved and left behind."""
+"""Plans a conversion: from the content of a checkpoint to what is written, moved and dropped."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMMON, RNG, RERUN = "common_state", "rng_state", "rerun_state_machine_state"
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to convert; the defaults suit a run in half precision that Megatron itself goes on with.
+    """How to convert; the defaults suit a half-precision run that Megatron itself resumes.
 
     Attributes:
         swiglu: Which fc1 hold two halves: "auto", "all", "none", or modules separated by commas.
@@ -93,13 +93,13 @@ class ConvertOptions:
 
     @property
     def group_source(self) -> str:
-        """Where parameter groups come from, decided."""
+        """The resolved source of parameter groups."""
         return self.groups or (INFER if self.param_to_group is None else MAP)
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The prefixes of one output, decided."""
+    """The resolved prefixes of an output."""
 
     model: str
     state: str
@@ -107,21 +107,21 @@ class Prefixes:
 
     @classmethod
     def of(cls, options: ConvertOptions, is_fp32: bool) -> Prefixes:
-        """Decide: the adapter, MegatronFSDP and, in half precision, one more put `module.` before optimizer names."""
+        """Resolve prefixes: the adapter, MegatronFSDP and, in half precision, one wrapper more add `module.`."""
         state = options.optimizer_prefix or ".".join([_STATE, *["module"] * (2 if is_fp32 else 3)])
         follows = _META + state.removeprefix(_STATE) if state.startswith(_STATE) else _META
         return cls(options.model_prefix, state, options.group_prefix or follows)
 
     def of_weight(self, name: str) -> PathParts:
-        """Steps to a weight: the top-level key, then the name that the model's own state dict has."""
+        """Return the steps to a weight: the top-level key, then the name in the model's own state dict."""
         return _steps(self.model, 1, name)
 
     def of_state(self, name: str, slot: str) -> PathParts:
-        """Steps to one tensor of a parameter's optimizer state."""
+        """Return the steps to one tensor of a parameter's optimizer state."""
         return (*_steps(self.state, 2, name), slot)
 
     def of_group(self, name: str) -> PathParts:
-        """Steps to the fields of a parameter's group."""
+        """Return the steps to the fields of a parameter's group."""
         return _steps(self.meta, 2, name)
 
 
@@ -132,7 +132,7 @@ def _steps(prefix: str, nested: int, name: str) -> PathParts:
 
 @dataclass(frozen=True)
 class Source:
-    """What a plan is made from.
+    """The content of the source that a plan is made from.
 
     Attributes:
         entries: Every tensor, in its true shape.
@@ -149,7 +149,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What to do.
+    """A planned conversion.
 
     Attributes:
         moves: Tensors of the output, each a box of a source tensor.
@@ -172,7 +172,7 @@ class ConversionPlan:
 
 
 def needed_objects(object_keys: Iterable[str]) -> list[str]:
-    """The objects whose content a plan uses: those that are alone in their grid."""
+    """List the objects whose content a plan uses: those that are alone in their grid."""
     named = [name for key in object_keys if (name := parse_object_key(key)) is not None]
     wanted = [name for name in named if name.key in (RNG, RERUN) and _is_alone(name)]
     return [f"{n.key}/shard_{'.'.join(map(str, n.cell))}_{'.'.join(map(str, n.grid))}" for n in wanted]
@@ -217,7 +217,7 @@ def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
 
 @dataclass
 class _Sorted:
-    """Source tensors by what they are: model key -> weight, slot -> model key -> state."""
+    """Source tensors by kind: model key -> weight, slot -> model key -> state."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class _Sorted:
     buckets: bool = False
 
     def with_state(self) -> set[str]:
-        """Model keys of parameters that were optimised."""
+        """Return the model keys of parameters that were optimised."""
         return {key for states in self.states.values() for key in states}
 
 
@@ -299,7 +299,7 @@ def _assign(
 
 
 def _optimised(found: _Sorted, options: ConvertOptions) -> set[str]:
-    """Names in the output of the parameters that have optimizer state."""
+    """Return the output names of the parameters that have optimizer state."""
     keys = found.with_state()
     return {
         piece.parameter for key in keys for piece in pieces(key, found.weights[key].shape, False, options.rename_mtp)
@@ -314,7 +314,7 @@ def _group_values(
     prefixes: Prefixes,
     options: ConvertOptions,
 ) -> list[Value]:
-    """The fields of each parameter's group, and its step: state that torch's optimizers keep and Megatron's do not."""
+    """List the fields of each parameter's group, and its step, which torch's optimizers keep per parameter."""
     values: list[Value] = []
     optimised = _optimised(found, options)
     for name, cut in parameters.items():
@@ -340,7 +340,7 @@ def _members(parameters: Mapping[str, Sequence[Piece]], assignment: Assignment) 
 
 
 def _spellings(name: str, cut: Sequence[Piece]) -> list[str]:
-    """A live model may have two halves as one parameter or as two; either finds its group."""
+    """List the names under which a map may have a parameter: whole, or as two halves."""
     return list(dict.fromkeys([name, *(piece.name for piece in cut)]))
 
 

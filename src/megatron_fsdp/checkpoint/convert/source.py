@@ -1,4 +1,4 @@
-"""Open a `torch_dist` checkpoint of any generation: its tensors in their true shapes, its common state, its objects."""
+"""Opens a `torch_dist` checkpoint of any generation: tensors in their true shapes, common state, objects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of one cell that is contiguous in the file and a box of what is wanted.
+    """A range of one cell that is contiguous in the file and a box of what is wanted.
 
     Attributes:
         cell: Indices of the cell.
@@ -45,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Cells:
-    """How a true tensor was cut.
+    """How a tensor of the true shape is cut into cells.
 
     Attributes:
         grid: Number of cells per axis.
@@ -57,15 +57,15 @@ class Cells:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the true tensor."""
+        """Shape of the true tensor."""
         return tuple(count * length for count, length in zip(self.grid, self.block, strict=True))
 
     @classmethod
     def of(cls, key: str, stored: Sequence[int], true_shape: Sequence[int]) -> Cells:
-        """From the stored and the true shape.
+        """Derive the cells from the stored and the true shape.
 
         Raises:
-            CheckpointError: They do not belong together.
+            CheckpointError: The shapes do not fit each other.
         """
         grid, flat = tuple(stored[:-1]), tuple(stored[-1:])
         fits = len(grid) == len(true_shape) and all(
@@ -80,7 +80,7 @@ class Cells:
         return cls(grid, block)
 
     def runs(self, offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[Run]:
-        """The stretches to read for a box of the true tensor; each element once, and no other."""
+        """Yield the ranges to read for a box of the true tensor; each element once, and no other."""
         if 0 in lengths:
             return
         touched = [
@@ -109,7 +109,7 @@ class Cells:
 
 
 def read_true_box(cells: Cells, read_stored: ReadBox, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """A box of the true tensor, read cell by cell; at most one stretch is held besides the result."""
+    """Read a box of the true tensor cell by cell; at most one range is held besides the result."""
     result: Tensor | None = None
     for run in cells.runs(offsets, lengths):
         numel = math.prod(run.lengths)
@@ -130,7 +130,7 @@ def read_true_box(cells: Cells, read_stored: ReadBox, offsets: Sequence[int], le
 
 @dataclass(frozen=True)
 class TorchDistSource:
-    """An opened checkpoint.
+    """An opened `torch_dist` checkpoint.
 
     Attributes:
         folder: Its metadata, tensors and objects.
@@ -144,7 +144,7 @@ class TorchDistSource:
 
     @classmethod
     def open(cls, path: Path) -> TorchDistSource:
-        """Open one.
+        """Open a checkpoint.
 
         Raises:
             CheckpointError: It is not a complete `torch_dist` checkpoint, is damaged, or holds what is not read.
@@ -162,7 +162,7 @@ class TorchDistSource:
         return cls(folder, Source(entries, list(folder.objects), common, objects), cells)
 
     def read(self, move: Move) -> Tensor:
-        """The elements of a move, in its shape, contiguous."""
+        """Read the elements of a move, in its shape, contiguous."""
         if move.source in self.cells:
 
             def stored(offsets: Any, lengths: Any) -> Tensor:
@@ -175,7 +175,7 @@ class TorchDistSource:
 
 
 def without_opaque(value: Any) -> Any:
-    """A copy in which text stands for objects of classes that are not here, so that anyone can read it."""
+    """Return a copy with text in place of objects of unknown classes, so that anyone can read it."""
     if isinstance(value, Opaque):
         return f"{value.qualified_name}({', '.join(map(str, value.arguments))})"
     if isinstance(value, argparse.Namespace):
@@ -215,7 +215,7 @@ def _read_common(folder: CheckpointFolder, path: Path) -> Any:
 
 
 def _only(content: Any) -> Any:
-    """Megatron wraps each object into a list of one."""
+    """Unwrap an object, which Megatron stores as a list of one."""
     return content[0] if isinstance(content, list) and len(content) == 1 else content
 
 

@@ -31,7 +31,7 @@ _ABOUT_THE_FILE = "auto_mapping base_model_name_or_path inference_mode peft_vers
 _SEEN_BY_NAMES = """
 bias exclude_modules layers_pattern layers_to_transform modules_to_save save_indices save_only_topk_weights
 save_precomputed_indices save_projection target_modules target_parameters
-"""  # they decide which tensors there are, and the names of the stored ones are compared anyhow
+"""  # they decide which tensors exist, and the names of the stored ones are compared anyhow
 _FOR_TRAINING = """
 beta1 beta2 corda_config d_initial deltaT eva_config init_logits_std init_theta_d_bound init_v_bound
 init_vector_bank_bound lora_ga_config megatron_config megatron_core orth_reg_weight progressbar rank_dropout_scale
@@ -103,7 +103,7 @@ def load_adapter(
         What was loaded and what was not; the same on every rank.
 
     Raises:
-        CheckpointError: As of `load_hf`, or the stored adapter is configured otherwise.
+        CheckpointError: As of `load_hf`, or the stored adapter has another config.
         ConfigurationError: The model has no such adapter.
     """
     module, folder = _peft_model(model, adapter_name), Path(folder)
@@ -129,7 +129,7 @@ def load_adapter(
 def _adapter_tensors(
     module: Any, shapes: Mapping[str, tuple[int, ...]], adapter_name: str, save_embedding_layers: bool
 ) -> dict[str, FileTensor]:
-    """What peft stores of a model's tensors for an adapter, by key in the file."""
+    """Return the file tensors that peft stores for an adapter, by key in the file."""
     from peft.utils import get_peft_model_state_dict
 
     plain: Any = {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
@@ -146,7 +146,7 @@ def _shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _all_live(module: nn.Module) -> list[LiveTensor]:
-    """Every tensor under each of its names: peft chooses one (of a projection that layers share, of a tied weight)."""
+    """List every tensor under each of its names: peft chooses one of the names of shared or tied weights."""
     return [
         replace(tensor, name=alias, aliases=(alias,)) for tensor in live_tensors(module) for alias in tensor.aliases
     ]
@@ -186,7 +186,7 @@ def _open_adapter(folder: Path, own: Any) -> WeightFiles:
 
 
 def _write_config(module: Any, adapter_name: str, folder: Path) -> None:
-    """The config as peft's own `save_pretrained` writes it."""
+    """Write the config as peft's own `save_pretrained` does."""
     config = copy.deepcopy(module.peft_config[adapter_name])
     base = module.get_base_model()
     if config.base_model_name_or_path is None:
@@ -220,7 +220,7 @@ def check_config(stored: Mapping[str, Any], config: Any, where: object) -> None:
 
 
 def _default_config(config: Any) -> dict[str, Any]:
-    """What peft takes for the fields that a stored config lacks."""
+    """Return peft's values of the fields that a stored config lacks."""
     found = {}
     for field in dataclasses.fields(config):
         if field.default is not dataclasses.MISSING:
@@ -238,7 +238,7 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _meaning(name: str, value: Any) -> Any:
-    """What is compared of a value: nothing of harmless ones, sets in one order."""
+    """Normalise a value for comparison: None for harmless ones, lists of strings sorted."""
     if name in _HARMLESS or "dropout" in name:
         return None
     if name in _INIT_FIELDS and (not isinstance(value, str) or value in _PLAIN_INITS):

@@ -1,8 +1,8 @@
-"""Which tensors a model has in Hugging Face files: their keys, and of which parts of the model's tensors they are.
+"""The tensors that a model has in Hugging Face files: their keys, and the parts of model tensors that they hold.
 
 transformers keeps some weights in memory in another form than in files: the experts of a layer are one tensor, of
 which every file tensor is a slice. `FileTensor` behaves enough like a torch tensor (chunk, cat, squeeze...) to be taken
-through transformers' own conversions, which move no data then, but leave behind what lies where.
+through transformers' own conversions, which then move no data, but record where each part goes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Part:
         return self.to_model(self.file_box)
 
     def to_model(self, box: Box) -> Box:
-        """A box of the file tensor, inside of this part, as a box of the model tensor."""
+        """Translate a box of the file tensor, inside of this part, to the model tensor."""
         offsets, lengths = list(self.offsets), [1] * len(self.offsets)
         for dim, at, offset, length in zip(self.dims, self.at, box.offsets, box.lengths, strict=True):
             if dim is not None:
@@ -62,7 +62,7 @@ class Part:
         return Box(tuple(offsets), tuple(lengths))
 
     def to_file(self, box: Box) -> Box:
-        """A box of the model tensor, inside of this part, as a box of the file tensor."""
+        """Translate a box of the model tensor, inside of this part, to the file tensor."""
         offsets, lengths = list(self.at), [1] * len(self.at)
         for index, dim in enumerate(self.dims):
             if dim is not None:
@@ -72,12 +72,12 @@ class Part:
 
 
 class CannotFollowError(CheckpointError):
-    """A conversion does more than put slices of tensors together."""
+    """A conversion does more than slice and concatenate tensors."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file, put together from parts of model tensors.
+    """A tensor in a file, composed of parts of model tensors.
 
     Attributes:
         shape: In the file.
@@ -89,7 +89,7 @@ class FileTensor:
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> FileTensor:
-        """A file tensor that is one whole model tensor."""
+        """Make a file tensor that is one whole model tensor."""
         zeros, all_dims = (0,) * len(shape), tuple(range(len(shape)))
         return cls(tuple(shape), (Part(name, zeros, all_dims, zeros, tuple(shape)),))
 
@@ -100,19 +100,19 @@ class FileTensor:
 
     @property
     def names(self) -> set[str]:
-        """The model tensors it is made of."""
+        """The names of the model tensors it is made of."""
         return {part.name for part in self.parts}
 
     def size(self, dim: int) -> int:
-        """Length along a dimension."""
+        """Return the length along a dimension."""
         return self.shape[dim]
 
     def contiguous(self) -> FileTensor:
-        """Itself: nothing is stored yet."""
+        """Return itself: nothing is stored yet."""
         return self
 
     def narrow(self, dim: int, start: int, length: int) -> FileTensor:
-        """A slice along one dimension."""
+        """Return a slice along one dimension."""
         found = []
         for part in self.parts:
             first, last = max(part.at[dim], start), min(part.at[dim] + part.lengths[dim], start + length)
@@ -129,7 +129,7 @@ class FileTensor:
         return FileTensor(_replaced(self.shape, dim, length), tuple(found))
 
     def squeeze(self, dim: int) -> FileTensor:
-        """Without a dimension of length 1; unchanged where it is longer."""
+        """Remove a dimension of length 1; return itself if the dimension is longer."""
         dim %= max(self.ndim, 1)
         if not self.shape or self.shape[dim] != 1:
             return self
@@ -140,7 +140,7 @@ class FileTensor:
         return FileTensor(_without(self.shape, dim), parts)
 
     def unsqueeze(self, dim: int) -> FileTensor:
-        """With one more dimension, of length 1."""
+        """Insert a dimension of length 1."""
         dim %= self.ndim + 1
         parts = tuple(
             replace(
@@ -167,7 +167,7 @@ class FileTensor:
     def __torch_function__(
         cls, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Carry out the few functions of torch that only take tensors apart or put them together."""
+        """Carry out the few functions of torch that only slice or concatenate tensors."""
         known = _FUNCTIONS.get(getattr(func, "__name__", ""))
         if known is None:
             raise CannotFollowError(f"transformers converts weights by {func}, which is more than taking slices")
@@ -227,7 +227,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
-    """The file tensors that transformers would write of a model.
+    """Return the file tensors that transformers would write for a model.
 
     Args:
         module: Its conversions are used where it is a model of transformers; else every tensor is stored as it is.
@@ -237,7 +237,7 @@ def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
         By key in the file. A model tensor may be in several file tensors (experts), and the other way around.
 
     Raises:
-        CannotFollowError: A conversion does more than take tensors apart and put them together.
+        CannotFollowError: A conversion does more than slice and concatenate tensors.
     """
     plain: Any = {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
     if not _is_of_transformers(module):
@@ -249,7 +249,7 @@ def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
-    """What transformers renames keys of older files to, of those that it renames.
+    """Return the names to which transformers renames keys of older files.
 
     Args:
         module: A model; nothing is renamed where it is none of transformers.
@@ -271,7 +271,7 @@ def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def key_variants(module: nn.Module, key: str) -> tuple[str, ...]:
-    """Keys under which a tensor may be stored: as it is, and with or without the prefix of the base model.
+    """Return the keys of a tensor: as it is, and with or without the prefix of the base model.
 
     A checkpoint of `LlamaModel` has `layers.0...`, one of `LlamaForCausalLM` `model.layers.0...`.
     """
@@ -283,7 +283,7 @@ def key_variants(module: nn.Module, key: str) -> tuple[str, ...]:
 
 
 def map_keys(keys: Iterable[str], key_mapping: KeyMapping | None) -> dict[str, str]:
-    """From keys as the user wants them read to keys in the file.
+    """Map keys, as renamed by the user's mapping, to keys in the file.
 
     Raises:
         ConfigurationError: The mapping is of another kind, or no regular expression.
@@ -327,7 +327,7 @@ def _renaming(key_mapping: KeyMapping | None) -> Callable[[str], str]:
 
 
 def is_ignored(module: nn.Module, attribute: str, names: Sequence[str]) -> bool:
-    """Whether a model declares that it does not matter if such a tensor is missing, or is there.
+    """Return whether a model declares that a tensor may be missing, or may be unexpected.
 
     Args:
         module: The model.

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder: which tensors they hold, boxes read from them, headers of new ones."""
+"""The weight files of a Hugging Face folder: their tensors, boxes read from them, and headers of new ones."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
 PORTION_BYTES = 32 * 2**20
-"""The most that is read, or put together to be written, at once."""
+"""The most bytes that are read, or assembled to be written, at once."""
 
 _MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library accepts."""
+"""The limit of the safetensors library."""
 _ALIGNMENT = 8
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
@@ -81,7 +81,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """What is stored in a folder.
+    """The tensors of a folder.
 
     Attributes:
         folder: The folder.
@@ -113,11 +113,11 @@ class WeightFiles:
 
 
 def open_folder(folder: Path, single_file: str = MODEL_FILE, index_file: str | None = INDEX_FILE) -> WeightFiles:
-    """Read what a folder holds; headers only, no tensor.
+    """Read the headers of a folder's files; no tensor.
 
     Args:
         folder: Local.
-        single_file: Name of the weights where they are one file; it goes before an index, as in transformers.
+        single_file: Name of the weights where they are one file; it has priority over an index, as in transformers.
         index_file: Name of the index where they are several; None: there is never one.
 
     Raises:
@@ -153,7 +153,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
 
 
 def _safe_open(path: Path) -> Any:
-    """Map a file, which must be a regular one: a pipe would be waited for.
+    """Map a regular file into memory; opening a pipe would block.
 
     Raises:
         CheckpointError: It cannot be read, or is damaged.

@@ -1,4 +1,4 @@
-"""The tensors of a live model that belong in a checkpoint, under whatever wrappers and adapters it is."""
+"""The tensors of a live model that belong in a checkpoint, under any wrappers and adapters."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ class LiveTensor:
 
     @property
     def as_saved(self) -> torch.Tensor:
-        """As checkpoints of all ranks have it: of experts that ranks share out, this rank's part of all of them."""
+        """The tensor as checkpoints have it: of experts divided over ranks, this rank's part of all experts."""
         owner = getattr(self.tensor, "_megatron_fsdp_model", None)
         return self.tensor if owner is None else owner.checkpoint_view(self.name, self.tensor)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the global tensor."""
+        """Shape of the global tensor."""
         return tuple(self.as_saved.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the main weight."""
+        """Dtype of the main weight."""
         return self.tensor.dtype
 
     @property
     def is_shared_out(self) -> bool:
-        """Whether it is a DTensor; other tensors are whole, and taken to be the same, on every rank."""
+        """Whether it is a DTensor; other tensors are whole, and assumed to be equal on every rank."""
         return isinstance(self.tensor, DTensor)
 
     @property
     def is_saved_here(self) -> bool:
-        """Whether this rank's boxes are for it to save."""
+        """Whether this rank saves its boxes."""
         tensor = self.as_saved
         return not isinstance(tensor, UnevenDTensor) or tensor.shard_frame.description.is_saved_here
 
     def pieces(self) -> list[Piece]:
-        """What this rank holds: boxes of the global tensor with views of their elements; none where it has nothing.
+        """Return this rank's boxes of the global tensor with views of their elements; none if it has no elements.
 
         Collective for DTensors that are not of this library.
 
@@ -93,7 +93,7 @@ class LiveTensor:
 
 
 def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:
-    """Write into what this rank holds of a tensor.
+    """Copy this rank's part of a whole tensor into its memory.
 
     Args:
         pieces: As `LiveTensor.pieces` gives them.
@@ -107,7 +107,7 @@ def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of our wrapper, and of those of torch for data parallelism.
+    """Return the model inside of our wrapper, and of torch's wrappers for data parallelism.
 
     Any other module is the model, also one whose only child is called `module`: that name belongs to its weights.
 
@@ -131,13 +131,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _is_wrapper(model: nn.Module) -> bool:
-    """Ours cannot be imported into this layer; it is known by its method."""
+    """Return whether a module is a wrapper; ours cannot be imported into this layer, so its method is checked."""
     torch_wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     return isinstance(model, torch_wrappers) or hasattr(type(model), "install_optimized_model_weights")
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module that torch's `fully_shard` may have wrapped: `LlamaModel`, not `FSDPLlamaModel`."""
+    """Return the class of a module that torch's `fully_shard` may have wrapped: `LlamaModel`, not `FSDPLlamaModel`."""
     kinds: Any = type(module).__mro__
     found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
     return found
@@ -145,7 +145,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 @contextlib.contextmanager
 def with_own_classes(module: nn.Module) -> Iterator[None]:
-    """Let all modules of a model have their own classes meanwhile: transformers looks conversions up by class name."""
+    """Restore the modules' own classes inside the block: transformers looks conversions up by class name."""
     changed: list[tuple[Any, type]] = [(part, type(part)) for part in module.modules() if isinstance(part, FSDPModule)]
     for part, _ in changed:
         part.__class__ = own_class(part)
@@ -157,7 +157,7 @@ def with_own_classes(module: nn.Module) -> Iterator[None]:
 
 
 def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:
-    """Bring compute weights up to date with the main weights that were written to."""
+    """Update the compute weights from the main weights that were written."""
     owners = [getattr(live.tensor, "_megatron_fsdp_model", None) for live in tensors]
     installs = {id(owner.self_reference()): owner for owner in owners if owner is not None}
     for owner in installs.values():
@@ -171,7 +171,7 @@ def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:
 
 
 def live_tensors(module: nn.Module) -> list[LiveTensor]:
-    """Parameters and persistent buffers of an unwrapped model, each once, in the order of its modules."""
+    """List parameters and persistent buffers of an unwrapped model, each once, in the order of its modules."""
     names: dict[int, list[str]] = {}
     first: dict[int, tuple[torch.Tensor, bool]] = {}
     for name, tensor, is_parameter in _named_tensors(module):
@@ -198,7 +198,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]
 
 
 def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
-    """An unwrapped model and its tensors; of a peft model the base and its tensors, as they were called before.
+    """Return an unwrapped model and its tensors; of a peft model the base, with its names before wrapping.
 
     Raises:
         ConfigurationError: Adapters hold whole copies of modules, which would not be loaded.
@@ -226,7 +226,7 @@ def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
 
 
 def _added_names(base: nn.Module) -> set[str]:
-    """What adapters have added to layers, as peft's layers list it (AdaLoRA's ranknum has no prefix)."""
+    """Return the names that adapters have added to layers, as peft's layers list them."""
     added: set[str] = set()
     for name, part in base.named_modules():
         listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))

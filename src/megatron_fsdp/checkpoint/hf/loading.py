@@ -43,7 +43,7 @@ def load_hf(
     """Load the weights of a local Hugging Face folder into a model; collective.
 
     Every rank reads the byte ranges of its own shards, casts them to the dtype of the main weights and writes them
-    there; then the compute weights are brought up to date. Names, shapes, dtypes and sizes are all checked on all ranks
+    there; then the compute weights are updated. Names, shapes, dtypes and sizes are all checked on all ranks
     before anything in memory changes. Memory: 32 MiB beyond the model.
 
     Args:
@@ -98,7 +98,7 @@ def load_matched(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of the model and where it is stored.
+    """A tensor of the model and the stored tensors that hold it.
 
     Attributes:
         live: The tensor.
@@ -113,7 +113,7 @@ class Wanted:
 
 @dataclass
 class Match:
-    """What fits and what does not.
+    """The result of matching a model with stored tensors.
 
     Attributes:
         wanted: What can be loaded.
@@ -130,13 +130,13 @@ class Match:
     notes: list[str] = field(default_factory=list)
 
     def report(self) -> LoadReport:
-        """What this rank found."""
+        """Report what this rank found."""
         loaded = tuple(wanted.live.name for wanted in self.wanted)
         return LoadReport(loaded, tuple(self.missing), tuple(self.unexpected), dict(self.reshaped), tuple(self.notes))
 
 
 def merge_reports(reports: Sequence[LoadReport]) -> LoadReport:
-    """One report of what ranks found, whose models may differ (pipeline stages, experts)."""
+    """Merge the reports of ranks, whose models may differ (pipeline stages, experts)."""
     expected = [set(report.unexpected) for report in reports[1:]]
     return LoadReport(
         loaded=_union(report.loaded for report in reports),
@@ -154,7 +154,7 @@ def _union(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
 def match_tensors(module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> Match:
     """Find every tensor of a model among stored ones.
 
-    A tensor is looked for as transformers would store it (experts one by one), then under its own name, each with and
+    A tensor is searched for as transformers would store it (experts one by one), then under its own name, each with and
     without the prefix of the base model, and at last under names that transformers renames. A tied weight may be
     stored under any of its names.
 
@@ -167,7 +167,7 @@ def match_tensors(module: nn.Module, live: Sequence[LiveTensor], stored: Mapping
 
 
 class _Matcher:
-    """One search; `found` grows while it goes on."""
+    """A search for the model's tensors among stored ones; `found` grows while it runs."""
 
     def __init__(self, module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> None:
         self._module = module
@@ -199,7 +199,7 @@ class _Matcher:
                 self._by_name.setdefault(name, []).append((key, tensor))
 
     def _places(self, names: Sequence[str]) -> dict[str, _Described]:
-        """For each name the stored keys of its tensor with what belongs in them; none where it is not stored."""
+        """Return for each name the stored keys of its tensor with their parts; empty if it is not stored."""
         return {name: self._stored_as(self._by_name.get(name, [])) or self._stored_as_it_is(name) for name in names}
 
     def _stored_as_it_is(self, name: str) -> _Described:
@@ -214,14 +214,14 @@ class _Matcher:
         return next((variant for variant in key_variants(self._module, key) if variant in self._stored), None)
 
     def _renamed(self, names: set[str]) -> dict[str, _Described]:
-        """Stored keys that nothing has been found for and that transformers renames to one of these names."""
+        """Return unused stored keys that transformers renames to one of these names."""
         if not names:
             return {}
         others = other_file_keys(self._module, sorted(self._stored.keys() - self._used))
         return {name: [(key, FileTensor.of(name, self._shapes[name]))] for key, name in others.items() if name in names}
 
     def _place(self, live: LiveTensor, places: Mapping[str, _Described]) -> bool:
-        """Note where a tensor is stored; False where it is nowhere."""
+        """Record where a tensor is stored; return False if it is not."""
         stored = {name: places[name] for name in (live.name, *live.aliases) if places[name]}
         if not stored:
             return False
@@ -269,7 +269,7 @@ class _Matcher:
 
 
 def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
-    """The memory to load into, by name; nothing is written yet.
+    """Return the memory to load into, by name; nothing is written yet.
 
     Raises:
         CheckpointError: Something cannot be loaded.
@@ -295,7 +295,7 @@ def _needed(wanted: Wanted, pieces: Sequence[Piece]) -> Iterator[Source]:
 
 
 def _check_memory(live: LiveTensor, pieces: Sequence[Piece]) -> None:
-    """Refuse elements that share a place, as torch would when it comes to write to them."""
+    """Refuse tensors whose elements overlap in memory, which torch refuses to write to."""
     for _, view in pieces:
         if torch._debug_has_internal_overlap(view) == 1:
             raise CheckpointError(
@@ -318,7 +318,7 @@ def _check_dtype(live: LiveTensor, stored: StoredTensor) -> None:
 def _check_tied(
     wanted: Wanted, name: str, double: Sequence[Source], pieces: Sequence[Piece], reader: FolderReader
 ) -> None:
-    """Compare two stored copies of one tied weight, each rank what it holds, as they would be loaded."""
+    """Compare two stored copies of one tied weight, each rank its own part, in the dtype they are loaded in."""
     dtype = wanted.live.dtype
     for piece, _ in pieces:
         for box in portions(piece, dtype.itemsize):
@@ -338,10 +338,10 @@ def _stored_box(sources: Sequence[Source], box: Box, dtype: torch.dtype, reader:
 
 
 def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: WeightFiles) -> int:
-    """Write everything into the model; returns how many bytes were read.
+    """Write everything into the model; return the number of bytes read.
 
     Raises:
-        CheckpointError: Something went wrong in the middle; says so.
+        CheckpointError: An error occurred after loading began; says so.
     """
     reader = FolderReader(files.folder)
     try:

@@ -1,4 +1,4 @@
-"""Save a live, sharded model as Hugging Face files: several ranks write, nothing is gathered whole."""
+"""Saves a live, sharded model as Hugging Face files: several ranks write, nothing is gathered whole."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def save_hf(
 ) -> None:
     """Save a model as `transformers` does, so that `from_pretrained(folder)` loads it; collective.
 
-    What is saved are the main weights, under the names that transformers stores, tied ones once. Each file is written
-    by one rank, several at the same time; elements come to it in stretches of 32 MiB. The folder appears at once and
+    Saves the main weights, under the names that transformers stores, tied ones once. Each file is written
+    by one rank, several at the same time, which receives elements in portions of 32 MiB. The folder appears at once and
     complete, or not at all.
 
     Args:
@@ -140,7 +140,7 @@ def _only_dtype(files: Sequence[FileLayout]) -> torch.dtype | None:
 
 
 def _is_carried(path: Path) -> bool:
-    """Whether a file beside weights describes the model or its tokenizer, rather than weights or a training run."""
+    """Return whether a file beside weights describes the model or its tokenizer, not weights or a training run."""
     if path.is_dir():
         return path.name in _FOLDERS
     if path.name.endswith(".index.json") or path.name in _NOT_CARRIED:
@@ -158,7 +158,7 @@ def _carry_files(source: Path, target: Path) -> None:
 
 
 def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write config.json and generation_config.json, unless they have been carried along.
+    """Write config.json and generation_config.json, unless they were copied.
 
     Args:
         module: Its own configs are used where none is given.
@@ -180,7 +180,7 @@ def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dty
 
 
 def _change_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Let a config that was carried along say in which dtype the weights are now."""
+    """Set the dtype of the weights in a copied config."""
     path = folder / _CONFIG_FILE
     described = read_json(path)
     field = "torch_dtype" if "torch_dtype" in described and "dtype" not in described else "dtype"
@@ -189,7 +189,7 @@ def _change_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 
 def _index_text(files: Sequence[FileLayout]) -> str:
-    """The index of several weight files."""
+    """Return the index of several weight files as JSON."""
     tensors = [tensor for file in files for tensor in file.tensors]
     metadata = {
         "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),

@@ -1,4 +1,4 @@
-"""Write weight files: who holds what, which rank writes which file, and how elements travel to it in portions."""
+"""Writes weight files: assigns files to writing ranks and sends them the elements in portions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_fsdp.sharding.shards import Box
 Naming = Callable[[Mapping[str, tuple[int, ...]]], dict[str, FileTensor]]
 
 Portion = tuple[StoredTensor, Box]
-"""Some elements of a tensor in a file, which follow one another there."""
+"""Consecutive elements of a tensor in a file."""
 
 _ROUNDS_BETWEEN_CHECKS = 16
 
@@ -36,7 +36,7 @@ _ROUNDS_BETWEEN_CHECKS = 16
 
 @dataclass(frozen=True)
 class Held:
-    """One tensor and its holders.
+    """One tensor and the ranks that hold its boxes.
 
     Attributes:
         shape: Of the global tensor.
@@ -51,7 +51,7 @@ class Held:
     is_shared_out: bool
 
     def near(self, box: Box) -> Sequence[Box]:
-        """The boxes that may share elements with this one, in an order that all ranks agree on.
+        """Return the boxes that may share elements with this one, in an order that all ranks agree on.
 
         A fused weight of experts on many ranks has thousands of boxes and is asked for expert by expert; those that
         end before the box along the first dimension, or begin behind it, are not looked at.
@@ -72,11 +72,11 @@ class Held:
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        """For each box the last end of it and those before it."""
+        """For each box the largest end of it and those before it."""
         return list(itertools.accumulate((box.offsets[0] + box.lengths[0] for box in self._sorted), max))
 
     def source_of(self, box: Box, wanted_by: int) -> int:
-        """Say which rank gives a box to another one: that one itself where it holds it, else they take turns."""
+        """Choose the rank that sends a box: the receiver itself if it holds it, else holders take turns."""
         ranks = self.holders[box]
         if not self.is_shared_out:
             return ranks[0]
@@ -86,7 +86,7 @@ class Held:
 def gather_catalog(
     live: Sequence[LiveTensor], pieces: Mapping[str, Sequence[Piece]], group: dist.ProcessGroup | None
 ) -> dict[str, Held]:
-    """The tensors of all ranks' models by name; one collective.
+    """Gather the tensors of all ranks' models by name; one collective.
 
     Args:
         live: This rank's.
@@ -94,7 +94,7 @@ def gather_catalog(
         group: The ranks.
 
     Raises:
-        CheckpointError: Ranks disagree on a tensor, or elements of one are held by nobody or twice; on every rank.
+        CheckpointError: Ranks disagree on a tensor, or elements of one are held by no rank or twice; on every rank.
     """
     mine = []
     for tensor in live:
@@ -134,7 +134,7 @@ def _check_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, object])
 
 @dataclass(frozen=True)
 class Job:
-    """What is written, and from what.
+    """The files to write, and who holds their tensors.
 
     Attributes:
         files: As they will be.
@@ -153,7 +153,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is cut into files.
+    """How a model is split into files.
 
     Attributes:
         max_bytes: Of the tensors of one file; a larger tensor has a file of its own.
@@ -167,7 +167,7 @@ class Cut:
 
 
 def plan_job(live: Sequence[LiveTensor], naming: Naming, cut: Cut, doing: str, group: dist.ProcessGroup | None) -> Job:
-    """Find out who holds what, and lay the files out; collective.
+    """Gather who holds which tensors, and lay the files out; collective.
 
     Args:
         live: What to save of this rank's model.
@@ -194,7 +194,7 @@ def plan_job(live: Sequence[LiveTensor], naming: Naming, cut: Cut, doing: str, g
 
 
 def lay_out_files(tensors: Mapping[str, FileTensor], catalog: Mapping[str, Held], cut: Cut) -> list[FileLayout]:
-    """Put tensors into files in their order, as many into each as fit.
+    """Assign tensors to files in their order, as many to each as fit.
 
     Args:
         tensors: What is in files, by key.
@@ -245,7 +245,7 @@ def share_out_files(files: Sequence[FileLayout], num_ranks: int) -> list[list[Fi
 
 
 def portions_of(files: Sequence[FileLayout], max_bytes: int) -> Iterator[Portion]:
-    """All elements of files in the order in which they are stored, at most `max_bytes` (or one element) at once."""
+    """Yield all elements of files in stored order, at most `max_bytes` (or one element) at once."""
     for file in files:
         for stored in file.tensors:
             for box in portions(Box((0,) * len(stored.shape), stored.shape), stored.dtype.itemsize, max_bytes):
@@ -258,7 +258,7 @@ def portions_of(files: Sequence[FileLayout], max_bytes: int) -> Iterator[Portion
 
 @dataclass(frozen=True)
 class Move:
-    """Elements that a rank gives to a portion.
+    """Elements that a rank sends for a portion.
 
     Attributes:
         source: The rank.
@@ -276,7 +276,7 @@ class Move:
 
 
 def moves_of(target: Box, tensor: FileTensor, catalog: Mapping[str, Held], writer: int) -> Iterator[Move]:
-    """Everything that is put into a portion, in an order that all ranks agree on.
+    """Yield all elements of a portion with their sources, in an order that all ranks agree on.
 
     Args:
         target: What is written of the file tensor.
@@ -330,7 +330,7 @@ def write_files(
 
 
 class _Exchange:
-    """Brings the elements of each rank's portion to it."""
+    """Sends the elements of each rank's portion to it."""
 
     def __init__(self, job: Job, group: dist.ProcessGroup | None) -> None:
         self._job = job
@@ -339,7 +339,7 @@ class _Exchange:
         self._device = _wire_device(job.device, group)
 
     def put_together(self, wanted: Sequence[Portion | None]) -> torch.Tensor | None:
-        """The values of this rank's portion; None if it has none. Collective.
+        """Return the values of this rank's portion; None if it has none. Collective.
 
         Args:
             wanted: The portion of every rank, in this round.
@@ -358,7 +358,7 @@ class _Exchange:
         return list(moves_of(box, self._job.tensors[stored.key], self._job.catalog, writer))
 
     def _exchange(self, wanted: Sequence[Portion | None], moves: Sequence[Sequence[Move]]) -> dict[int, torch.Tensor]:
-        """What other ranks give to this one's portion, as flat elements by rank."""
+        """Return what other ranks send for this rank's portion, as flat elements by rank."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         sent = [
             nothing if portion is None or writer == self._rank else self._given(of_writer, portion[0].dtype)
@@ -401,7 +401,7 @@ class _Exchange:
 
 
 def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Where elements travel: on their own device, unless that is gloo's, which has no such collective off the CPU."""
+    """Return the device to communicate on: the elements' own, or the CPU where its backend is gloo."""
     if not dist.is_initialized() or device.type == "cpu":
         return torch.device("cpu")
     backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
@@ -409,7 +409,7 @@ def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch
 
 
 class _FileWriter:
-    """Appends to this rank's files, one after another; after an error it keeps that and writes no more.
+    """Appends to this rank's files, one after another; after an error it writes no more.
 
     Attributes:
         problem: What went wrong.
@@ -424,19 +424,19 @@ class _FileWriter:
             self._attempt((folder / layout.name).write_bytes, layout.head)
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        """Append values to the file of a name; the one before is finished."""
+        """Append values to the named file; the previous one is finished."""
         if self._name != name:
             self.finish()
             self._name = name
         self._attempt(self._append, values.view(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Bring the file that is open to the disk, and close it."""
+        """Force the open file to the disk, and close it."""
         file, self._file = self._file, None
         if file is not None:
             self._attempt(file.flush)
             self._attempt(os.fsync, file.fileno())
-            with contextlib.suppress(OSError):  # tries once more what could not be flushed
+            with contextlib.suppress(OSError):  # closing tries the failed flush once more
                 file.close()
 
     def _append(self, values: memoryview) -> None:

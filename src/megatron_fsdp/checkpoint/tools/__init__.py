@@ -1,1 +1,1 @@
-"""Looking into checkpoints, comparing, editing and repacking them: one process, on the CPU, chunk by chunk."""
+"""Inspecting, comparing, editing and repacking checkpoints: one process, on the CPU, chunk by chunk."""

@@ -1,4 +1,4 @@
-"""Two checkpoints against each other; one chunk of each side is in memory at a time, however each is cut."""
+"""Compares two checkpoints; one chunk of each side is in memory at a time, however each is sharded."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What counts as equal.
+    """The differences that count as equal.
 
     Attributes:
         rtol: |a - b| <= atol + rtol * |b| is equal; of two NaN too.
-        atol: As rtol. Both 0: equal values; -0.0 equals 0.0.
+        atol: The absolute part. Both 0: equal values; -0.0 equals 0.0.
         bitwise: Equal bits; rtol and atol must be 0.
     """
 
@@ -95,7 +95,7 @@ class DiffReport:
         return not self.differences
 
     def to_json(self) -> dict[str, Any]:
-        """Turn it into plain data; `values` only where they are what differs."""
+        """Return plain data; `values` only for differences of values."""
         told = [
             {key: as_json(value) for key, value in asdict(item).items() if value is not None}
             for item in self.differences
@@ -130,7 +130,7 @@ def diff(
 
 
 def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference | None:
-    """What differs between the files beside the tensors; at least one side has one."""
+    """Compare the `common.pt` files; at least one side has one."""
     left, right = a.path / COMMON_FILE, b.path / COMMON_FILE
     if not (left.exists() and right.exists()):
         side = "A" if left.exists() else "B"
@@ -162,7 +162,7 @@ def _entry(folder: CheckpointFolder, key: str) -> Entry:
 
 
 def _described(key: str, a: Entry, b: Entry) -> Difference | None:
-    """What differs without looking at values."""
+    """Compare type, dtype and shape, without values."""
     if a is None or b is None:
         side, there = ("A", a) if b is None else ("B", b)
         return Difference(key, f"only in {side}", f"{_in_words(there)} that only {side} has")
@@ -210,7 +210,7 @@ def tensor_difference(
 
 
 def _object_difference(a: CheckpointFolder, b: CheckpointFolder, key: str) -> str | None:
-    """Where an object differs, in words; None where it does not.
+    """Describe where an object differs; None if it does not.
 
     Raises:
         CheckpointError: It is damaged or asks for code.
@@ -262,7 +262,7 @@ def compare_piece(a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Toleran
 
 
 def merge(a: ValueDifference | None, b: ValueDifference | None) -> ValueDifference | None:
-    """Join what differs in two boxes; the first place of the two."""
+    """Merge the differences of two boxes; keeps the first place of the two."""
     if a is None or b is None:
         return a or b
     first = min(a, b, key=lambda found: found.index)
@@ -279,7 +279,7 @@ def _differing(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """Shape (elements, bytes of one)."""
+    """View values as (elements, bytes of one)."""
     values = values.resolve_conj().resolve_neg().contiguous()
     return values.view(torch.uint8).view(values.numel(), values.element_size())
 
@@ -289,7 +289,7 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 
 
 def _index(place: int, box: Box) -> tuple[int, ...]:
-    """A place in the flattened box as an index of the global tensor."""
+    """Convert a place in the flattened box to an index of the global tensor."""
     found = []
     for offset, length in zip(reversed(box.offsets), reversed(box.lengths), strict=True):
         place, here = divmod(place, length)
@@ -301,7 +301,7 @@ def _index(place: int, box: Box) -> tuple[int, ...]:
 
 
 def first_difference(a: Any, b: Any, path: str = "") -> str | None:
-    """Say where two objects differ first; None where they are equal. Two NaN are equal.
+    """Describe where two objects differ first; None if they are equal. Two NaN are equal.
 
     Args:
         a: As `objects.load_object` reads it.
@@ -358,7 +358,7 @@ def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_nan(a: Any, b: Any) -> bool:
-    return isinstance(a, float) and a != a and b != b  # that is what NaN is
+    return isinstance(a, float) and a != a and b != b  # only NaN differs from itself
 
 
 def _told(path: str, a: Any, b: Any) -> str:

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint with keys removed or renamed and tensors in other dtypes."""
+"""Copies a checkpoint with keys removed or renamed and tensors in other dtypes."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class EditReport:
-    """What an edit did.
+    """The result of an edit.
 
     Attributes:
         kept: Entries of the new checkpoint.
         removed: Keys that are gone.
         renamed: How many keys have changed.
         cast: How many tensors have another dtype.
-        copied_files: Other files of the folder that came along.
-        dropped_files: Other files that did not, since they describe the old content.
+        copied_files: Other files of the folder that were copied.
+        dropped_files: Other files that were not, since they describe the old content.
     """
 
     kept: tuple[Kept, ...]
@@ -125,7 +125,7 @@ def _read(folder: CheckpointFolder, entry: Kept, numbers: Sequence[int], place: 
 
 @dataclass(frozen=True)
 class Operation:
-    r"""One thing to do to all keys that contain a match of a regular expression.
+    r"""An operation on all keys that contain a match of a regular expression.
 
     Attributes:
         kind: `remove`, `rename` or `cast`.
@@ -142,7 +142,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Kept:
-    """An entry that stays.
+    """An entry that is kept.
 
     Attributes:
         source: Its key before.
@@ -189,14 +189,14 @@ def _dtype_named(name: str, text: str) -> torch.dtype:
 
 
 def plan_edit(dtypes: Mapping[str, torch.dtype | None], operations: Sequence[Operation]) -> list[Kept]:
-    """Apply operations in their order, each to what the one before left.
+    """Apply operations in their order, each to the result of the one before.
 
     Args:
         dtypes: Dtype of every key; None for an object.
         operations: At least one.
 
     Returns:
-        What stays, in the order of `dtypes`.
+        The kept entries, in the order of `dtypes`.
 
     Raises:
         ConfigurationError: There is no operation, one matches nothing, keys would collide, or nothing would be left.
@@ -275,7 +275,7 @@ def edited_paths(paths: Mapping[str, KeyPath], kept: Sequence[Kept]) -> dict[str
 
 
 def edited_path(path: KeyPath, entry: Kept) -> KeyPath:
-    """Make the path of a renamed key: parts at both ends that stayed are parts still, what lies between is one."""
+    """Make the path of a renamed key: unchanged parts at both ends stay parts, the rest becomes one."""
     if entry.key == entry.source:
         return path
     rest = entry.key

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: every key with shape, dtype and bytes, statistics of tensors, and parts of them."""
+"""The content of a checkpoint: every key with shape, dtype and bytes, statistics of tensors, and parts of them."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from megatron_fsdp.sharding.shards import Box
 
 SCHEMA_VERSION = 1
 SMALL = 1000
-"""Tensors of at most so many elements are shown whole."""
+"""Tensors of up to this many elements are shown whole."""
 CORNER = 6
-"""Of larger ones, so many indices of each dimension."""
+"""The indices of each dimension that are shown of larger tensors."""
 _INDEX = re.compile(r"(?P<one>-?\d+)|(?P<start>-?\d*)\s*:\s*(?P<stop>-?\d*)")
 BLOCK = 1 << 18
-"""So many elements are widened to float64 at a time."""
+"""Elements that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Of one tensor; of complex numbers, of their magnitudes.
+    """Statistics of one tensor; of complex numbers, of their magnitudes.
 
     Attributes:
         minimum: Of the finite elements; None where there are none.
-        maximum: As minimum.
-        mean: As minimum.
-        norm: Square root of the sum of squares of the finite elements, computed in float64; None where that is not
-            enough for it. The mean likewise.
+        maximum: Of the finite elements; None where there are none.
+        mean: Of the finite elements; None where there are none.
+        norm: Square root of the sum of squares of the finite elements, computed in float64; None where it
+            overflows. So is the mean.
         non_finite: Elements that are infinite or not a number.
         zeros: Elements that are zero.
     """
@@ -61,7 +61,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class ListedEntry:
-    """One key.
+    """One listed key.
 
     Attributes:
         key: Its name.
@@ -84,7 +84,7 @@ class ListedEntry:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint, described.
+    """The description of a checkpoint.
 
     Attributes:
         path: The folder.
@@ -114,7 +114,7 @@ class Inspection:
         return [entry for entry in self.entries if entry.shape is not None]
 
     def to_json(self) -> dict[str, Any]:
-        """Describe it as `docs/schemas/inspect.schema.json` says."""
+        """Return the description as in `docs/schemas/inspect.schema.json`."""
         entries = []
         for entry in self.entries:
             told = asdict(entry)
@@ -196,10 +196,10 @@ def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> Listed
 
 
 def compiled(pattern: str | None) -> re.Pattern[str]:
-    """Compile a regular expression of the user.
+    """Compile the user's regular expression.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It is not a regular expression.
     """
     try:
         return re.compile(pattern or "")
@@ -220,7 +220,7 @@ def natural_order(keys: Iterable[str]) -> list[str]:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """Make the box that is all of a tensor."""
+    """Return the box that covers a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
@@ -340,7 +340,7 @@ def _nearest(folder: CheckpointFolder, key: str) -> str:
 
 
 def _checksum(folder: CheckpointFolder, key: str, box: Box) -> str:
-    """The checksum of a part of a tensor as a tensor of its own, chunk by chunk."""
+    """Compute the checksum of a part of a tensor as a tensor of its own, chunk by chunk."""
     read = pieces(folder, key, box)
     parts = [checksum_box(values, held.inside(box).offsets, box.lengths) for held, values in read]
     return f"{combine(parts):016x}"

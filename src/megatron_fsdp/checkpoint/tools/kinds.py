@@ -1,4 +1,4 @@
-"""What kind of checkpoint a folder is, and what it holds beside its tensors: the common state and files of Megatron."""
+"""The kind of a checkpoint folder, and what it holds beside tensors: the common state and files of Megatron."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What kind of checkpoint it is.
+    """The kind of a checkpoint.
 
     Attributes:
         format: `torch_dist` (Megatron-LM), `fsdp_dtensor` (Megatron-FSDP, this library's own too) or `dcp` (any other
@@ -58,7 +58,7 @@ class Kind:
 
     @property
     def title(self) -> str:
-        """In words."""
+        """The kind in words."""
         parts = [_TITLES[self.format]]
         parts += [f"generation {self.generation}"] if self.generation else []
         parts += ["with manifest"] if self.has_manifest else []
@@ -66,7 +66,7 @@ class Kind:
 
 
 def recognise(folder: CheckpointFolder) -> Kind:
-    """Tell the kind of an open folder, from names alone.
+    """Recognise the kind of an open folder, from names alone.
 
     Raises:
         CheckpointError: `metadata.json` is there and is not JSON.
@@ -100,7 +100,7 @@ def _optimizer_layout(tensors: Collection[str], format_name: str) -> str:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Read what `metadata.json` says; empty where there is none.
+    """Read `metadata.json`; empty if there is none.
 
     Raises:
         CheckpointError: It is damaged.
@@ -118,7 +118,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def read_common(folder: CheckpointFolder) -> dict[str, Any]:
-    """Read the common state: of torch_dist the dict that Megatron wrote, else the objects of the same names.
+    """Read the common state: of torch_dist Megatron's dict, else the objects of the same names.
 
     Raises:
         CheckpointError: It is damaged, asks for code, or is no dict.
@@ -139,7 +139,7 @@ def read_common(folder: CheckpointFolder) -> dict[str, Any]:
 
 
 def read_common_file(folder: CheckpointFolder) -> Any:
-    """Read what is in `common.pt`, as Megatron's generations G1 and G2 have it.
+    """Read `common.pt`, as Megatron's generations G1 and G2 have it.
 
     Raises:
         CheckpointError: It is not there, damaged, or asks for code.
@@ -153,7 +153,7 @@ def read_common_file(folder: CheckpointFolder) -> Any:
 
 
 def as_json(value: Any, depth: int = _DEPTH) -> Any:
-    """Turn any object into JSON: numbers, text, lists and objects; what has no such form as a short description."""
+    """Convert any object to JSON: numbers, text, lists and objects; anything else as a short description."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -199,7 +199,7 @@ class SideFileProblem:
 
 
 def side_file_problems(folder: CheckpointFolder) -> Iterator[SideFileProblem]:
-    """Find what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint.
+    """Yield what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint.
 
     Args:
         folder: Opened; may lack any file but `.metadata`.

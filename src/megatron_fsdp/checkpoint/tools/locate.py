@@ -1,4 +1,4 @@
-"""Which folder is meant: one checkpoint, or the folder of a run above several."""
+"""Resolves a path: one checkpoint, or the folder of a run above several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ListedCheckpoint:
         name: Of the folder.
         iteration: Its number; None for `release`.
         nbytes: Of all its files.
-        is_latest: Whether it is what loading the latest one takes.
+        is_latest: Whether loading the latest one loads it.
         is_whole: Whether it was finished.
     """
 
@@ -38,7 +38,7 @@ def open_checkpoint(path: str | Path) -> CheckpointFolder:
 
 
 def locate(path: str | Path) -> Path:
-    """The folder of one checkpoint: `path` itself, or the latest one where it is the folder of a run.
+    """Return the folder of one checkpoint: `path` itself, or the latest one in the folder of a run.
 
     Raises:
         CheckpointError: The pointer of the run is damaged or names what is not there.

@@ -1,4 +1,4 @@
-"""Write checkpoint folders from entries that are read when their turn comes: one chunk is in memory at a time."""
+"""Writes checkpoint folders from entries that are read on demand: one chunk is in memory at a time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def write_folder(folder: Path, sources: Iterable[Source], paths: Mapping[str, Ke
 
 
 class _SourcePlanner(SealingPlanner):
-    """Plans one item for each chunk and object, and reads it when the writer comes to it."""
+    """A planner with one item for each chunk and object, which are read when they are written."""
 
     def __init__(self, sources: Iterable[Source], paths: Mapping[str, KeyPath]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def _items(source: Source) -> Iterator[WriteItem]:
 
 
 def nested_paths(folder: CheckpointFolder) -> dict[str, KeyPath]:
-    """Read where each key is in the nested state dict; keys that are not nested are their own path.
+    """Read the path of each key in the nested state dict; keys that are not nested are their own path.
 
     Raises:
         CheckpointError: The metadata hold something else there.
@@ -153,7 +153,7 @@ def _path(parts: Any) -> KeyPath:
 
 
 def path_conflict(paths: Mapping[str, KeyPath]) -> str | None:
-    """Say which key would be two things at once: another entry too, or the group that holds others; None if none."""
+    """Describe a key that would be two things: another entry too, or the group of others; None if none."""
     groups = {path[:depth]: key for key, path in paths.items() for depth in range(1, len(path))}
     entries: dict[KeyPath, str] = {}
     for key, path in paths.items():

@@ -1,1 +1,1 @@
-"""Text to tokens to batches: which samples a step sees does not depend on the number of ranks."""
+"""Text to tokens to batches; the samples of a step do not depend on the number of ranks."""

@@ -2,7 +2,7 @@
 
 A sample is `length + 1` tokens of the concatenated documents; neighbours share one token, which is the last target of
 the one and the first input of the other. Sample n of all steps is number k of epoch e, (e, k) = divmod(n, samples), and
-lies at place P_e(k), where P_e shuffles the places. So the number n is all that has to be remembered to go on, and the
+lies at place P_e(k), where P_e shuffles the places. So a run is resumed from the number n alone, and the
 samples of a step do not depend on the number of ranks.
 """
 
@@ -70,7 +70,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Where every sample of a run begins.
+    """The place at which every sample of a run begins.
 
     Attributes:
         tokens: How many there are to train on; at least length + 1.
@@ -90,8 +90,8 @@ class SampleOrder:
     def start(self, number: int) -> int:
         """Return the token at which a sample begins, by its number over all steps and epochs.
 
-        What is left over at the end, less than a sample, is left out; where samples begin moves from epoch to epoch
-        within this rest, so that no token is always left out.
+        Each epoch shifts its samples by a random offset within the remainder (less than a sample), so that no token is
+        always left out.
         """
         epoch, index = divmod(number, self.samples)
         key = hashlib.blake2b(f"{self.seed}:{epoch}".encode(), digest_size=32).digest()
@@ -100,7 +100,7 @@ class SampleOrder:
         return shift + self.length * Permutation(self.samples, key)(index)
 
     def dropout_seed(self, number: int) -> int:
-        """Return 63 bits to seed generators with before a forward whose first sample has this number over all steps."""
+        """Return a 63-bit seed for the dropout of a forward whose first sample has this number over all steps."""
         digest = hashlib.blake2b(f"{self.seed}:dropout:{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
@@ -116,7 +116,7 @@ class Batch:
             only fills the microbatch up.
         checksum: Sum over the samples that count of a 32-bit checksum of their tokens; sums over ranks and microbatches
             are the same for any cut of the same samples.
-        dropout_seed: What is dropped at random is drawn from this; it depends on the seed of the run and the number of
+        dropout_seed: Seeds dropout; it depends on the seed of the run and the number of
             the first sample only, so microbatches of one size drop the same on any number of ranks.
     """
 
@@ -132,21 +132,21 @@ class Batch:
         return self.weights.sum(dim=1)
 
     def pin_memory(self) -> Batch:
-        """Return the batch in memory that an accelerator reads by itself; called by `DataLoader`."""
+        """Return the batch in pinned memory; `DataLoader` calls this."""
         inputs, targets, weights = (tensor.pin_memory() for tensor in (self.inputs, self.targets, self.weights))
         return replace(self, inputs=inputs, targets=targets, weights=weights)
 
     def factors_per_sample(self, total_samples: int) -> Tensor:
-        """Return [samples, length] float32 by which token losses add up to the mean over samples of their means."""
+        """Return [samples, length] float32 factors for the mean over samples of their mean token loss."""
         return self.weights / self.counts[:, None].clamp(min=1.0) / total_samples
 
     def factors_per_token(self, total_tokens: float) -> Tensor:
-        """Return [samples, length] float32 by which token losses add up to the mean over all tokens that count."""
+        """Return [samples, length] float32 factors for the mean over all tokens that count."""
         return self.weights / max(1.0, total_tokens)
 
 
 def cut_samples(tokens: TokenArray, starts: Sequence[int | None], length: int, unlearned: int | None = None) -> Batch:
-    """Return the samples of `length` tokens that begin at these places.
+    """Return the samples of `length` tokens that begin at given places.
 
     Args:
         tokens: The text.
@@ -166,7 +166,7 @@ def cut_samples(tokens: TokenArray, starts: Sequence[int | None], length: int, u
 
 
 class Microbatches(Dataset[Batch]):
-    """The microbatches of one data-parallel rank, by their places; the same whoever reads them, and when."""
+    """The microbatches of one data-parallel rank, by their places; independent of who reads them, and when."""
 
     def __init__(
         self, tokens: TokenFile, order: SampleOrder, plan: BatchPlan, data_index: int, unlearned: int | None = None
@@ -198,19 +198,19 @@ class Microbatches(Dataset[Batch]):
 
 
 class Feed:
-    """Gives a rank its microbatches through torch's `DataLoader`: processes that work ahead, and pinned memory.
+    """Gives a rank its microbatches through torch's `DataLoader`, with workers that prefetch, and pinned memory.
 
-    Steps in their order are prepared ahead; after a jump, workers begin anew at the new place.
+    Consecutive steps are prefetched; after a jump, workers restart at the new place.
     """
 
     def __init__(self, microbatches: Microbatches, *, num_workers: int, pins: bool) -> None:
-        """Feed from so many processes (0: from this one, when asked), into pinned memory if `pins`."""
+        """Prefetch in `num_workers` processes (0: none, batches are made on demand), into pinned memory if `pins`."""
         self._microbatches, self._num_workers, self._pins = microbatches, num_workers, pins
         self._iterator: Iterator[Batch] | None = None
         self._next = 0
 
     def batches(self, first_sample: int) -> list[Batch]:
-        """Return this rank's microbatches of the step whose first sample, over all steps and ranks, has this number."""
+        """Return this rank's microbatches of the step whose first sample over all ranks and steps is `first_sample`."""
         if self._iterator is None or first_sample != self._next:
             self.close()
             self._iterator = self._start(first_sample)
@@ -219,7 +219,7 @@ class Feed:
         return list(itertools.islice(self._iterator, plan.microbatches))
 
     def close(self) -> None:
-        """End workers."""
+        """Stop the workers."""
         self._iterator = None  # its workers end with it
         atexit.unregister(self.close)
 
@@ -235,7 +235,7 @@ class Feed:
             generator=torch.Generator(),  # the default one belongs to the model
             prefetch_factor=-(-_STEPS_AHEAD * plan.microbatches // workers) if workers else None,
         )
-        atexit.register(self.close)  # before multiprocessing waits for workers that do not hear its SIGTERM
+        atexit.register(self.close)  # before multiprocessing waits for workers that ignore its SIGTERM
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns of forks, which do not use it
         return iter(loader)
 
@@ -261,7 +261,7 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """Yield a data-parallel rank's part of the held-out samples: evenly spaced, never overlapping.
 
-    Every rank gets the same number of batches, since evaluating a sharded model takes all ranks; what is missing is
+    Every rank gets the same number of batches, since evaluating a sharded model takes all ranks; a remainder is
     filled up with samples that do not count, so that the mean does not depend on the number of ranks.
     """
     available = (len(data.held_out) - 1) // length
@@ -274,12 +274,12 @@ def held_out_batches(
 
 
 def _places(first: int, plan: BatchPlan) -> Iterator[Place]:
-    """The places of all steps from one on, without an end."""
+    """Yield the places of all steps from `first` on, without an end."""
     for step in itertools.count(first, plan.total):
         yield from ((step, microbatch) for microbatch in range(plan.microbatches))
 
 
 def _outlive_interrupts(_worker: int) -> None:
-    """Leave it to the rank what Ctrl-C or a SIGTERM to all processes means; a worker ends with its rank."""
+    """Ignore SIGINT and SIGTERM in a worker, which are the rank's to handle; a worker ends with its rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Before training: texts become token files, split and encoded once on each machine, kept, the same on all ranks."""
+"""Prepares data: texts are split and encoded into token files once on each machine, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SIDE_FILE = "data.json"
 TOKENIZER_FILE = "tokenizer.json"
 SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
 _BATCH = 2**23  # characters encoded in one go
-_UNFAIR = 4.0  # a side may have so many times more, or less, than its share
+_UNFAIR = 4.0  # the factor by which a side may miss its share
 _FEW = 100  # documents; fewer cannot be cut into three shares by their hashes
 _COUNTED = 2**20  # tokens whose bytes are counted where that takes decoding
 
@@ -136,7 +136,7 @@ def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
 
 
 def folder_name(options: Options, source: Source) -> str:
-    """Name the folder of tokens after all that decides them: the files as they are, the tokenizer, the split."""
+    """Name the folder of tokens by a hash of everything that decides them: files, tokenizer and split."""
     data = options.data
     model = None
     if data.tokenizer_model is not None:
@@ -147,7 +147,7 @@ def folder_name(options: Options, source: Source) -> str:
 
 
 def write_data(options: Options, folder: Path) -> None:
-    """Leave the tokens of a text where they belong, whole or not at all; where they are, only compare their checksum.
+    """Write the tokens of a text atomically; where they exist, verify their checksum instead.
 
     Args:
         options: Of the run.
@@ -194,7 +194,7 @@ def _is_alive(process: int) -> bool:
 
 
 def read_data(job: Job, folder: Path) -> TokenData:
-    """Open what `write_data` left; ranks of a machine share the memory.
+    """Open what `write_data` wrote; ranks of a machine share the memory.
 
     Args:
         job: The run.
@@ -234,7 +234,7 @@ def read_data(job: Job, folder: Path) -> TokenData:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a preparation found, and the side file of tokens says.
+    """The result of a preparation, as stored in the side file of the tokens.
 
     Attributes:
         training: Tokens to train on.
@@ -256,7 +256,7 @@ class _Prepared:
 
 
 def _write_side_file(prepared: _Prepared, folder: Path) -> None:
-    """Leave the side file in a folder; files of tokens there are named relative to it."""
+    """Write the side file into a folder; it names token files in the folder by relative paths."""
     values = asdict(prepared)
     for name, file in (("training", prepared.training), ("held_out", prepared.held_out)):
         is_inside = file.path.is_relative_to(folder)
@@ -280,7 +280,7 @@ def _read_side_file(folder: Path) -> _Prepared:
 
 
 def _require_unchanged(folder: Path) -> None:
-    """Compare the ids in a folder with what they added up to when they were made.
+    """Verify the checksum of the ids in a folder.
 
     Ids of the user that lie elsewhere are not read again: the folder is named after their size and time.
     """
@@ -318,7 +318,7 @@ def _prepare(options: Options, source: Source, folder: Path) -> _Prepared:
 
 
 def _require_texts(options: Options, documents: Documents, tokens: int) -> None:
-    """Refuse texts that give no tokens, and a field that nothing was looked for in."""
+    """Refuse texts that give no tokens, and `--json-key` if no file has fields."""
     data, root = options.data, documents.source.root
     if tokens == 0 and any(next(document, None) is not None for document in documents):
         raise ConfigurationError(
@@ -371,7 +371,7 @@ def _vocabulary_of_ids(options: Options, source: Source) -> Vocabulary:
 
 
 def split_ids(source: Source, split: Split) -> tuple[TokenFile, TokenFile]:
-    """Hold out the last documents of a pair, or the end of an .npy or of a single document; what is aside comes last.
+    """Hold out the last documents of a pair, or the end of an .npy or of a single document; what is set aside is last.
 
     Ids stay where they are.
     """
@@ -420,7 +420,7 @@ class Encoded:
 
 
 def side_of(beginning: str, split: Split) -> Side:
-    """Decide by the hash of a document's first piece: copies lie on one side, and order does not matter."""
+    """Choose a document's side by the hash of its first piece: copies lie on one side, and order does not matter."""
     digest = hashlib.sha256(beginning.encode()).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
     if place < split.held_out:
@@ -429,7 +429,7 @@ def side_of(beginning: str, split: Split) -> Side:
 
 
 def pieces(documents: Iterable[Document], split: Split) -> Iterator[Piece]:
-    """Yield the pieces of all documents but those that are left aside, in order; of a few, none is left aside."""
+    """Yield the pieces of all documents in order, without documents set aside; of a few, none is set aside."""
     found = iter(documents)
     first = list(itertools.islice(found, _FEW))
     if len(first) < _FEW:
@@ -456,7 +456,7 @@ def sample_texts(documents: Iterable[Document], split: Split, size: int, limit: 
 
 
 def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, split: Split, folder: Path) -> Encoded:
-    """Write all documents as tokens, each followed by the end of a text.
+    """Write all documents as tokens, each followed by the end-of-text token.
 
     Args:
         documents: Gone through once.
@@ -493,21 +493,21 @@ def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, spli
 
 
 def _is_fair(training: int, held_out: int, split: Split) -> bool:
-    """Whether both sides have their share of the tokens, roughly."""
+    """Return whether both sides have roughly their share of the tokens."""
     wanted = split.held_out / (split.training + split.held_out)
     found = held_out / max(1, training + held_out)
     return training > 0 and wanted / _UNFAIR <= found <= min(wanted * _UNFAIR, 1 - (1 - wanted) / _UNFAIR)
 
 
 def _cut_end(whole: TokenFile, split: Split) -> tuple[TokenFile, TokenFile]:
-    """Cut tokens where they are: the end, at least one token of it, is held out."""
+    """Split tokens in place: the end, at least one token, is held out."""
     share = split.held_out / (split.training + split.held_out)
     cut = whole.count - min(whole.count, max(1, round(whole.count * share)))
     return whole.part(0, cut), whole.part(cut, whole.count)
 
 
 def _count_bytes(tokens: TokenFile, vocabulary: Vocabulary) -> int:
-    """How many UTF-8 bytes tokens stand for: counted for the first million, and as many each for the rest."""
+    """Estimate the UTF-8 bytes of tokens: counted for the first million, extrapolated for the rest."""
     first = tokens.part(0, min(tokens.count, _COUNTED)).open()
     if not len(first):
         return 0

@@ -1,4 +1,4 @@
-"""What `--data-path` names, and the documents in it, read piece by piece: no more than a piece is held in memory."""
+"""The documents that `--data-path` names, read piece by piece: no more than a piece is held in memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Document = Iterator[str]
 
 @dataclass(frozen=True)
 class Source:
-    """What `--data-path` names.
+    """The files or data set that `--data-path` names.
 
     Attributes:
         kind: `texts`: files of text or of JSON; `dataset`: a folder that `datasets` wrote; `indexed`: Megatron's pair
@@ -52,14 +52,14 @@ class Source:
 
     @property
     def has_ids(self) -> bool:
-        """Whether it holds token ids and no text."""
+        """Whether it holds token ids rather than text."""
         return self.kind in ("indexed", "npy")
 
     def listing(self) -> list[tuple[str, int, int]]:
         """Return path, size in bytes and time of the last change (ns) of every file; -1 for a link to nothing.
 
         Raises:
-            ConfigurationError: A file went away.
+            ConfigurationError: A file was removed.
         """
         found = []
         for file in self.files:
@@ -75,7 +75,7 @@ class Source:
 
 
 def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
-    """Look what there is; nothing is read but names and sizes.
+    """Find what a path names; only names and sizes are read.
 
     Args:
         path: Of the user; None: the Python standard library without its tests, at most `LIBRARY_BYTES` of it.
@@ -106,7 +106,7 @@ def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
 
 
 def is_of_a_run(name: str, contents: Collection[str]) -> bool:
-    """Tell whether a folder of this name, with these entries, holds results of a run, its tokens, or a checkpoint."""
+    """Return whether a folder of this name, with these entries, holds results of a run, its tokens, or a checkpoint."""
     found = set(contents)
     is_checkpoint = _CHECKPOINT.fullmatch(name) is not None and MARK_OF_WHOLE in found
     is_tokens = name.startswith("tokens-") and found >= _TOKENS_MARKS
@@ -151,13 +151,13 @@ def _library() -> Source:
 
 @dataclass
 class Documents:
-    """The documents of files or of a data set; may be gone through again.
+    """The documents of files or of a data set; can be iterated again.
 
     Attributes:
         source: Where they are; not token ids.
         json_key: Field, or column, that holds the text.
-        skipped: Files that turned out not to be UTF-8 text, of the last time.
-        uses_key: Whether there was something to look for the field in, the last time.
+        skipped: Files that were not UTF-8 text in the last iteration.
+        uses_key: Whether the last iteration met anything that has fields.
     """
 
     source: Source
@@ -180,7 +180,7 @@ class Documents:
 
     @property
     def size(self) -> int:
-        """About how many bytes of text there are."""
+        """Approximate size of the text in bytes."""
         if self.source.kind == "dataset":
             return int(_dataset_column(self.source.root, self.json_key).data.nbytes)
         return sum(size for _, size, _ in self.source.listing())
@@ -204,7 +204,7 @@ class Documents:
 
 
 def _is_text(file: Path) -> bool:
-    """Whether all of a file is UTF-8 without a NUL, and can be read; an empty one is."""
+    """Return whether a file can be read and is UTF-8 without a NUL; an empty one is."""
     try:
         return not any("\0" in piece for piece in _file_pieces(file))
     except (OSError, UnicodeDecodeError):
@@ -218,7 +218,7 @@ def _file_pieces(file: Path) -> Document:
 
 
 def _pieces_of(text: str) -> Document:
-    """Yield a text that is in memory, whole characters only."""
+    """Yield the pieces of a text in memory, whole characters only."""
     text, start = _whole_characters(text), 0
     while start < len(text):
         line_end = text.find("\n", start + PIECE, start + 2 * PIECE) + 1
@@ -228,7 +228,7 @@ def _pieces_of(text: str) -> Document:
 
 
 def _whole_characters(text: str) -> str:
-    """Replace what JSON can say and text has not: NUL, which would end a text, and halves of surrogate pairs."""
+    """Replace characters of JSON that text cannot have: NUL, which would end a text, and unpaired surrogates."""
     text = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
     try:
         text.encode()
@@ -238,7 +238,7 @@ def _whole_characters(text: str) -> str:
 
 
 def _is_json_lines(file: Path) -> bool:
-    """Whether a file is called .jsonl, or is called .json and begins with an object in one line."""
+    """Return whether a file is named .jsonl, or is named .json and begins with an object on one line."""
     kind = file.suffix.lower()
     if kind != ".json":
         return kind == ".jsonl"
@@ -250,7 +250,7 @@ def _is_json_lines(file: Path) -> bool:
 
 
 def _json_array(file: Path) -> list[dict[str, Any] | str]:
-    """What lies in a file that is called .json and holds one array of objects or of strings; else nothing."""
+    """Return the items of a .json file that holds one array of objects or of strings; else nothing."""
     if file.suffix.lower() != ".json":
         return []
     try:
@@ -270,7 +270,7 @@ def _json_array(file: Path) -> list[dict[str, Any] | str]:
 
 
 def _json_texts(file: Path, key: str) -> Iterator[str]:
-    """The texts of a file with a JSON object in each line; a line that is something else is refused by its number."""
+    """Yield the texts of a file with a JSON object on each line; refuse any other line by its number."""
     try:
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
@@ -309,7 +309,7 @@ def _dataset_texts(folder: Path, key: str) -> Iterator[str]:
 
 
 def _dataset_column(folder: Path, key: str) -> Any:
-    """The column with the texts of a data set that `datasets` saved; of several parts, that of `train`."""
+    """Return the text column of a saved data set; of several splits, that of `train`."""
     datasets: Any = require("datasets", f"--data-path {folder}", instead="give text, JSON lines or token ids")
     try:
         found: Any = datasets.load_from_disk(str(folder))

@@ -1,4 +1,4 @@
-"""Token ids on disk, mapped into memory: raw stretches, `.npy` files, and Megatron's pair of files.
+"""Token ids on disk, mapped into memory: raw ranges, `.npy` files, and Megatron's pair of files.
 
 The pair is the one format that is written here: PREFIX.bin holds ids, PREFIX.idx says where. The index, little-endian:
 the magic `MMIDIDX` and two zero bytes, the version (u64), the code of the ids' type (u8), the number of sequences S
@@ -35,7 +35,7 @@ _BLOCK = 4 * 1024**2  # tokens, or sequences, looked at in one go
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A stretch of token ids in a file.
+    """A range of token ids in a file.
 
     Attributes:
         path: The file.
@@ -75,12 +75,12 @@ class TokenFile:
             raise ConfigurationError(f"{self.path} cannot be read ({error.strerror}): it holds the tokens") from None
 
     def part(self, start: int, stop: int) -> TokenFile:
-        """Return the stretch from one token to another, counted from the begin of this one."""
+        """Return the range from one token to another, counted from the begin of this one."""
         return TokenFile(self.path, self.dtype, self.offset + start * self.itemsize, stop - start)
 
 
 def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
-    """Return the smallest type for ids below this that Megatron's files have: uint8, uint16, int32.
+    """Return the smallest dtype of Megatron's files for ids below `vocab_size`: uint8, uint16 or int32.
 
     Raises:
         ConfigurationError: There are more ids than int32 holds.
@@ -92,7 +92,7 @@ def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
 
 
 def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
-    """Look at all ids, and return a checksum of them in hex; the same ids have one checksum in any type.
+    """Check all ids, and return a checksum of them in hex, which does not depend on their dtype.
 
     Args:
         files: Read once, block by block.
@@ -162,11 +162,11 @@ class Indexed:
 
     @property
     def documents(self) -> int:
-        """How many there are."""
+        """Number of documents."""
         return len(self.ends) - 1
 
     def document_start(self, document: int) -> int:
-        """Return how many tokens lie before a document; before the one after the last: all."""
+        """Return the number of tokens before a document; for the index after the last, the number of all."""
         sequence = int(self.ends[document])
         is_end = sequence == len(self.pointers)
         return self.tokens.count if is_end else int(self.pointers[sequence]) // self.tokens.itemsize
@@ -202,7 +202,7 @@ def open_indexed(prefix: Path) -> Indexed:
 
 
 def _read_header(index: Path) -> tuple[np.dtype[np.integer], int, int]:
-    """Type of the ids, number of sequences, number of ends of documents."""
+    """Read dtype of the ids, number of sequences and number of document ends."""
     with index.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
@@ -217,7 +217,7 @@ def _read_header(index: Path) -> tuple[np.dtype[np.integer], int, int]:
 
 
 def _check(found: Indexed, index: Path) -> None:
-    """Every sequence has to begin where the one before it ends, so that the ids are one stretch."""
+    """Check that every sequence begins where the one before it ends, so that the ids are contiguous."""
     expected = 0
     for start in range(0, len(found.lengths), _BLOCK):
         sizes = found.lengths[start : start + _BLOCK].astype(np.int64) * found.tokens.itemsize
@@ -270,7 +270,7 @@ class IndexedWriter:
             self._open -= _LONGEST
 
     def end_document(self) -> None:
-        """Say that the document is complete."""
+        """Mark the end of the document."""
         if self._open:
             self._lengths.append(self._open)
             self._open = 0

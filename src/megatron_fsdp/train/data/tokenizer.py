@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, ids that are there already, or a tokenizer of the `tokenizers` library."""
+"""Text to token ids and back: bytes, ids given as numbers, or a tokenizer of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_fsdp.train.data.token_file import TokenArray, dtype_for
 BPE_VOCAB_SIZE = 8192
 END_OF_TEXT = "<|end|>"
 ENDS = (END_OF_TEXT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
-"""Tokens that end a text in tokenizers that do not say which does, in the order in which they are looked for."""
+"""End-of-text tokens to look for, in this order, in tokenizers that do not name theirs."""
 
 _FILE = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -29,21 +29,21 @@ class ByteVocabulary:
     end_id = 0
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Return the UTF-8 bytes of each text (uint8), without an end."""
+        """Return the UTF-8 bytes of each text (uint8), without the end-of-text token."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of these bytes without ends; what is not valid UTF-8 becomes a replacement character."""
+        """Return the text of bytes, without end-of-text tokens; invalid UTF-8 becomes a replacement character."""
         return bytes(i for i in ids if i != self.end_id).decode(errors="replace")
 
 
 class IdVocabulary:
-    """Ids without a meaning; as text they are numbers with spaces between them, as with Megatron's NullTokenizer."""
+    """Ids without text; they decode to numbers with spaces between them, as with Megatron's NullTokenizer."""
 
     end_id = None  # not known
 
     def __init__(self, vocab_size: int) -> None:
-        """Take ids below a size."""
+        """Accept ids below `vocab_size`."""
         self.vocab_size = vocab_size
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
@@ -52,7 +52,7 @@ class IdVocabulary:
         return [np.array([i for i in ids if i < self.vocab_size], dtype_for(self.vocab_size)) for ids in words]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the numbers."""
+        """Return the numbers as text."""
         return " ".join(map(str, ids))
 
 
@@ -66,7 +66,7 @@ class TokenizerVocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, end: str) -> None:
-        """Wrap a tokenizer that has the token `end`; its rules for cutting off and padding texts are not used."""
+        """Wrap a tokenizer that has the token `end`; its truncation and padding are switched off."""
         self._tokenizer = tokenizer
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -75,11 +75,11 @@ class TokenizerVocabulary:
 
     @classmethod
     def read(cls, path: Path, end: str) -> TokenizerVocabulary:
-        """Read what `save` wrote."""
+        """Read the file that `save` wrote."""
         return cls(Tokenizer.from_file(str(path)), end)
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Return the ids of each text without an end, in the smallest type that holds them."""
+        """Return the ids of each text without an end-of-text token, in the smallest dtype that holds them."""
         dtype = dtype_for(self.vocab_size)
         return [np.array(found.ids, dtype) for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
@@ -96,7 +96,7 @@ Vocabulary = ByteVocabulary | IdVocabulary | TokenizerVocabulary
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> TokenizerVocabulary:
-    """Train a byte-level BPE (Sennrich et al. 2016) of at most so many tokens; small texts give fewer."""
+    """Train a byte-level BPE (Sennrich et al. 2016) of at most `vocab_size` tokens; small texts give fewer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -149,12 +149,12 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def said_ends(file: Path) -> list[str | None]:
-    """Return what the settings beside a tokenizer.json say ends a text; None where one says nothing."""
+    """Return the end-of-text token of each settings file beside a tokenizer.json; None where it names none."""
     return [_said_end(file.with_name(name)) for name in _SETTINGS]
 
 
 def _said_end(path: Path) -> str | None:
-    """The `eos_token` of a file of settings, which is a text, or an object with the text as `content`."""
+    """Return the `eos_token` of a settings file: a string, or an object with the string as `content`."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

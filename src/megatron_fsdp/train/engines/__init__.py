@@ -1,1 +1,1 @@
-"""What shards a model and steps it: one interface, an implementation for each engine."""
+"""Engines that shard a model and step it: one interface, an implementation for each."""

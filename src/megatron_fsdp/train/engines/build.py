@@ -1,4 +1,4 @@
-"""From a job to a model over ranks: which engine, which kind of model."""
+"""Builds the sharded model of a job: chooses the engine and the kind of model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_fsdp.train.options.job import Job
 
 
 def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
-    """Return the model of a run, sharded, with its optimizer.
+    """Build the model of a run, sharded, with its optimizer.
 
     Args:
         job: The run.

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 as the engine: this package's decoder, or models of transformers, also cut over further ranks."""
+"""PyTorch's FSDP2 as the engine, for this package's decoder or models of transformers, with further parallelism."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Fsdp2Model(MicrobatchModel):
 
 
 def policy_of(job: Job) -> MixedPrecisionPolicy:
-    """Return the dtypes: weights and optimizer in float32, compute and what gradients travel in as the job says."""
+    """Return the dtypes: weights and optimizer in float32, compute and gradient reduction as the job says."""
     return MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.fsdp2_reduce_dtype, output_dtype=None)
 
 
@@ -120,7 +120,7 @@ def _build(job: Job, rank: Rank, config: Any, loss: LossInOrder) -> Any:
 
 
 def _reshard_as_told(model: nn.Module, job: Job) -> None:
-    """Keep every unit gathered from forward to backward with `--torch-fsdp2-no-reshard-after-forward`."""
+    """With `--torch-fsdp2-no-reshard-after-forward`, keep every unit unsharded from forward to backward."""
     if not job.options.parallel.torch_fsdp2_no_reshard_after_forward:
         return
     for unit in model.modules():

@@ -1,4 +1,4 @@
-"""A model of transformers in stages over pipeline-parallel ranks; all microbatches of a step pass in one call."""
+"""Models of transformers in pipeline stages; all microbatches of a step pass in one call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_fsdp.train.options.job import Job
 
 
 class LossInOrder:
-    """What the schedule calls for the loss of each microbatch, which it does in their order.
+    """The loss function of the schedule, which calls it for the microbatches in their order.
 
     Attributes:
-        factors: [samples, length] of each microbatch to come; where there are none, losses count alike.
-        seen: [samples, length] losses of each microbatch that was, without gradients.
+        factors: [samples, length] of each microbatch to come; if empty, all losses count alike.
+        seen: [samples, length] losses of each microbatch so far, without gradients.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LossInOrder:
 
 
 def pipeline_config(job: Job, loss: LossInOrder) -> PipelineConfig:
-    """Let microbatches alternate forward and backward, where there are enough of them to fill the stages."""
+    """Choose 1F1B if there are enough microbatches to fill the stages, else GPipe."""
     fills = job.batch.microbatches >= job.sizes.pipeline
     return PipelineConfig("1f1b" if fills else "gpipe", pp_microbatch_size=job.batch.micro, loss_fn=loss)
 
@@ -76,7 +76,7 @@ class PipelineModel(Trained):
             pipeline.finish_gradients = stage.finish_grad_sync
 
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
-        """See `Trained`; gradients of strategies without sharded gradients are reduced once."""
+        """Run all microbatches through the pipeline (see `Trained`); strategies 0 and 1 reduce gradients once."""
         weight = self._loss_weight
         self._loss.factors = [self._place.cut.take(to_device(factor, self.device)) * weight for factor in factors]
         stage = self._pipeline.pp_mesh.get_local_rank()
@@ -91,7 +91,7 @@ class PipelineModel(Trained):
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
-        """See `Trained`; copies of the microbatch fill the pipeline."""
+        """Return token losses (see `Trained`); copies of the microbatch fill the pipeline."""
         self._run(self._pipeline.eval_step, [batch] * self._fewest)
         length = batch.inputs.shape[1] // self._place.cut.size
         found = torch.empty(batch.inputs.shape[0], length, device=self.device)
@@ -103,7 +103,7 @@ class PipelineModel(Trained):
         return self._place.cut.join(found)
 
     def logits(self, tokens: Tensor) -> None:
-        """See `Trained`: only the last stage would have them."""
+        """Return None: only the last stage has logits."""
 
     def _run(self, step: Callable[..., Tensor], batches: Sequence[Batch]) -> Tensor:
         cut, device = self._place.cut, self.device

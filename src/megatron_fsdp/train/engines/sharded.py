@@ -1,4 +1,4 @@
-"""The engines of this package: fully sharded by modules, or replicated with buckets; one wrapper, one configuration."""
+"""This package's engines: fully sharded by modules, or replicated with buckets; one wrapper, one configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESH_DIM = "dp"
 
 
 class ShardedModel(MicrobatchModel):
-    """A model of this package's engine."""
+    """A model that this package's engine shards."""
 
     model: DistributedDataParallel
 
@@ -36,11 +36,11 @@ class ShardedModel(MicrobatchModel):
         self._defers = model.resolved.strategy <= ShardingStrategy.optim
 
     def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients of strategies without sharded gradients are reduced once."""
+        """Defer reduction to the last microbatch for strategies that do not shard gradients."""
         return self.model.no_sync() if self._defers and not is_last else contextlib.nullcontext()
 
     def _gradient_divisor(self) -> float:
-        """The engine averages over ranks, unless it was told to sum; the loss of a step is a sum."""
+        """Return 1 where the engine sums gradients over ranks; otherwise it averages."""
         return 1.0 if self._sums else super()._gradient_divisor()
 
     def _scale_gradients(self, factor: float) -> None:

@@ -1,4 +1,4 @@
-"""A sharded model and its optimizer as the training loop sees them, whichever engine shards them.
+"""A sharded model and its optimizer as the training loop sees them, for every engine.
 
 `Trained` has what every engine does between backward and the next forward: unscale, clip, step or skip.
 `MicrobatchModel` adds forward and backward one microbatch at a time; pipelines have their own (`pipeline.py`).
@@ -30,11 +30,11 @@ Call = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """From a model, token ids [samples, length] and their positions (None: from 0) to logits."""
 
 GROWTH_INTERVAL = 1000
-"""Steps without overflow after which the scale of the loss is doubled; Megatron-LM's `--loss-scale-window`."""
+"""Steps without overflow after which the loss scale is doubled; Megatron-LM's `--loss-scale-window`."""
 
 
 def call_decoder(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the logits of this package's decoder, [samples, length, vocabulary]; its positions are always from 0."""
+    """Return the logits of this package's decoder, [samples, length, vocabulary]; positions always start at 0."""
     assert positions is None
     logits: Tensor = model(tokens)
     return logits
@@ -49,7 +49,7 @@ def call_transformers(model: nn.Module, tokens: Tensor, positions: Tensor | None
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by in float16, so that small gradients do not vanish (Micikevicius 2018).
+    """The factor of the loss in float16, so that small gradients do not vanish (Micikevicius 2018).
 
     It is halved by an overflow, and doubled after `GROWTH_INTERVAL` steps without one. `torch.amp.GradScaler` looks for
     infinity in the gradients of each rank and optimizer; here all ranks know the norm of all gradients anyway, so
@@ -64,31 +64,31 @@ class LossScale:
     good_steps: int = 0
 
     def has_overflowed(self, loss: float, grad_norm: float) -> bool:
-        """Tell whether a step failed through the scale alone; loss (not scaled) and norm are those of all ranks."""
+        """Return whether a step failed through the scale alone; loss (unscaled) and norm are those of all ranks."""
         return math.isfinite(loss) and not math.isfinite(grad_norm) and self.value > 1.0
 
     def grow(self) -> None:
-        """Note a step that was taken."""
+        """Count a step that was taken."""
         self.good_steps += 1
         if self.good_steps == GROWTH_INTERVAL:
             self.value, self.good_steps = self.value * 2.0, 0
 
     def shrink(self) -> None:
-        """Note a step that was not."""
+        """Halve the scale after a step that was skipped."""
         self.value, self.good_steps = max(1.0, self.value / 2.0), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what a checkpoint has."""
+        """Restore the state from a checkpoint."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
 
 
 @dataclass(frozen=True)
 class ContextCut:
-    """How a microbatch is cut along its sequences over context-parallel ranks, and put together again.
+    """Cuts a microbatch along its sequences over context-parallel ranks, and joins the parts again.
 
     Attributes:
         mesh: One dimension, of the ranks that share sequences; None: this rank is alone, and nothing is cut.
@@ -103,11 +103,11 @@ class ContextCut:
 
     @property
     def index(self) -> int:
-        """Which of them this rank is."""
+        """The index of this rank among them."""
         return 0 if self.mesh is None else int(self.mesh.get_local_rank())
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of [samples, length]; ranks were given the same."""
+        """Return this rank's part of [samples, length]; all ranks are given the same tensor."""
         if self.mesh is None:
             return whole
         from megatron_fsdp.automodel.context_parallel import SequenceLayout
@@ -115,13 +115,13 @@ class ContextCut:
         return SequenceLayout(self.size).cut(whole, self.index, 1)
 
     def positions(self, samples: int, length: int, device: torch.device) -> Tensor | None:
-        """Return positions in the whole sequence, [samples, length / ranks]; None where the model counts by itself."""
+        """Return positions in the whole sequence, [samples, length / ranks]; None if nothing is cut."""
         if self.mesh is None:
             return None
         return self.take(torch.arange(length, device=device).expand(samples, length)).contiguous()
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the whole of [samples, length / ranks], on every rank."""
+        """Return the whole [samples, length] of parts [samples, length / ranks], on every rank."""
         if self.mesh is None:
             return part
         from megatron_fsdp.automodel import unshard_sequence  # imports transformers
@@ -129,7 +129,7 @@ class ContextCut:
         return unshard_sequence(part, self.mesh)
 
     def add_up(self, share: Tensor) -> Tensor:
-        """Return the sum over the ranks of a number, on every rank."""
+        """Sum a number over the context-parallel ranks, on every rank."""
         if self.mesh is not None:
             dist.all_reduce(share, group=self.mesh.get_group())
         return share
@@ -137,7 +137,7 @@ class ContextCut:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank lies, and how its model is called.
+    """The position of a rank, and how its model is called.
 
     Attributes:
         device: Where it computes.
@@ -196,7 +196,7 @@ class Trained(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return [1, length, vocabulary] for token ids [1, length], without gradients; None where it cannot."""
+        """Return logits [1, length, vocabulary] of token ids [1, length], without gradients; None if not available."""
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
@@ -205,25 +205,25 @@ class Trained(ABC):
         return self._clip(max_norm if max_norm > 0 else float("inf"))
 
     def update(self) -> None:
-        """Step the optimizer and drop the gradients; the scale of the loss may grow."""
+        """Step the optimizer and clear the gradients; the loss scale may grow."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.scale is not None:
             self.scale.grow()
 
     def skip(self) -> None:
-        """Drop the gradients; the scale of the loss shrinks."""
+        """Clear the gradients; the loss scale shrinks."""
         self.optimizer.zero_grad()
         if self.scale is not None:
             self.scale.shrink()
 
     @property
     def _loss_weight(self) -> float:
-        """What the loss is multiplied by before backward, so that gradients are those of the sum over ranks, scaled."""
+        """The factor of the loss before backward that makes gradients those of the sum over ranks, scaled."""
         return self._gradient_divisor() * (1.0 if self.scale is None else self.scale.value)
 
     def _gradient_divisor(self) -> float:
-        """What the engine divides the sum of gradients over ranks by: most average."""
+        """Return what the engine divides the sum of gradients over ranks by: most engines average."""
         return float(self.data_size * self._place.cut.size)
 
     @abstractmethod
@@ -240,10 +240,10 @@ class MicrobatchModel(Trained):
 
     @abstractmethod
     def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a microbatch."""
+        """Return the context for forward and backward of a microbatch."""
 
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
-        """See `Trained`."""
+        """Run forward and backward of one microbatch after another (see `Trained`)."""
         weight = self._loss_weight
         total = torch.zeros((), device=self.device)
         for i, (batch, factor) in enumerate(zip(batches, factors, strict=True)):
@@ -257,18 +257,18 @@ class MicrobatchModel(Trained):
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
-        """See `Trained`."""
+        """Return token losses (see `Trained`)."""
         return self._place.cut.join(self._losses(batch))
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """See `Trained`; context-parallel ranks have no whole logits."""
+        """Return logits (see `Trained`); None on context-parallel ranks, which have no whole logits."""
         if self._place.cut.size > 1:
             return None
         return self._place.call(self.model, tokens.to(self.device), None)
 
     def _losses(self, batch: Batch) -> Tensor:
-        """Loss of each token that this rank has, [samples, length / context-parallel ranks]."""
+        """Return the loss of each token of this rank, [samples, length / context-parallel ranks]."""
         place = self._place
         samples, length = batch.inputs.shape
         positions = place.cut.positions(samples, length, self.device)
@@ -288,14 +288,14 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of a batch to where the model computes; out of pinned memory, beside what the host does."""
+    """Copy a tensor of a batch to the model's device; asynchronous from pinned memory."""
     return tensor.to(device, non_blocking=True)
 
 
 def seed_dropout(batch: Batch, part: int = 0) -> None:
-    """Let what is dropped in the next forward follow from the batch, whatever was drawn before, here or elsewhere.
+    """Seed dropout of the next forward by the batch, whatever was drawn before.
 
-    Tensor-parallel ranks have the same batch, and have to drop the same.
+    Tensor-parallel ranks have the same batch, and so the same dropout.
 
     Args:
         batch: What is computed next.
@@ -307,7 +307,7 @@ def seed_dropout(batch: Batch, part: int = 0) -> None:
 def build_optimizer(
     model: nn.Module, options: OptimizerOptions, *, undecayed: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """Return AdamW or SGD, with groups with weight decay (matrices) and without (norms, biases, embeddings).
+    """Build AdamW or SGD, with groups with weight decay (matrices) and without (norms, biases, embeddings).
 
     Args:
         model: Whose parameters are updated.
@@ -326,7 +326,7 @@ def build_optimizer(
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """One group per mesh, since fused steps do not mix meshes; experts lie on one of their own."""
+    """Make one group per mesh, since fused steps do not mix meshes; experts have a mesh of their own."""
     by_mesh: dict[Hashable, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -1,4 +1,4 @@
-"""Models of transformers on this package's engines: data-, tensor-, context-, expert- and pipeline-parallel."""
+"""Models of transformers on this package's engines: data, tensor, context, expert and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _pipeline(job: Job, place: Place, twin: nn.Module, context: MeshContext) -> 
 
 
 def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> DistributedDataParallel:
-    """Cut a model on the meta device, or a stage of one, in place and in the only order that works; wrap it."""
+    """Parallelize a model on the meta device, or a stage, in place and in the only order that works; wrap it."""
     sizes, mesh = job.sizes, context.device_mesh
     assert mesh is not None  # only DDPConfig has none
     dim = "dp_shard_cp" if sizes.context > 1 else "dp_shard"
@@ -123,7 +123,7 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
 
 
 def _expert_mesh(context: MeshContext, expert: int, dim: str) -> DeviceMesh:
-    """Lay out the expert-parallel ranks, which are neighbours, across the ranks of one pipeline stage; collective.
+    """Make the mesh of expert-parallel ranks, which are neighbours in one pipeline stage; collective.
 
     The data-parallel dimension has the name that it has for everything else.
     """
@@ -133,7 +133,7 @@ def _expert_mesh(context: MeshContext, expert: int, dim: str) -> DeviceMesh:
 
 
 def _divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave this rank its experts, as plain parameters, and let tokens travel to the ranks of theirs; in place."""
+    """Keep this rank's experts as plain parameters, and send tokens to the ranks of their experts; in place."""
     for name in parallelize_experts(model, mesh[_EP]):
         experts = model.get_submodule(name)
         for key, param in list(experts.named_parameters(recurse=False)):
@@ -146,14 +146,14 @@ def _divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 def _fill(
     twin: nn.Module, model: nn.Module, folder: Path | None, device: torch.device, copies: Collection[str] = ()
 ) -> None:
-    """Give the shards their values: of a folder, or drawn; collective.
+    """Load the shards' values from a folder, or draw them; collective.
 
     Args:
         twin: The whole model on the meta device; used up.
         model: Wrapped: the whole model, or a stage of it.
         folder: Of weights; None: they are drawn.
         device: Where values are drawn.
-        copies: Names of what gets its values from another stage.
+        copies: Names of tensors that get their values from another stage.
     """
     filled = set(copies)
     if folder is not None:
@@ -167,12 +167,12 @@ def _fill(
 
 
 def backend_of(rank: Rank) -> str:
-    """Return what tells the configurations of automodel where ranks compute."""
+    """Return the backend name for the configurations of automodel."""
     return "gloo" if rank.device.type == "cpu" else "nccl"
 
 
 def recompute_layers(model: nn.Module, training: TrainingOptions) -> None:
-    """Let backward compute the first decoder layers again, as many as `--recompute-num-layers` says; in place.
+    """Recompute the first decoder layers in backward, as many as `--recompute-num-layers` says; in place.
 
     Args:
         model: Or a stage of one, whose layers have the numbers of the whole model.

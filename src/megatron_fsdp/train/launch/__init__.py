@@ -1,1 +1,1 @@
-"""Starting ranks, what they know of each other, and how they end."""
+"""Starting ranks, their process group, and how they end."""

@@ -1,4 +1,4 @@
-"""How a run ends: exit codes, and the error of one rank on its way to the person who started the run."""
+"""How a run ends: exit codes, and the error of one rank as it is reported to the user."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ ENDS: Mapping[int, str] = {
     EXIT_INTERRUPTED: "Ctrl-C",
     EXIT_TERMINATED: "SIGTERM to the launcher, or the terminal was closed",
 }
-"""Every exit code of the program, where this package started the ranks, and what it means."""
+"""The meaning of every exit code of the program, where this package started the ranks."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torchrun
 
 LAUNCHER_VARIABLE = "MEGATRON_FSDP_LAUNCHER_PID"
-"""Names the process that starts the ranks; it may be gone before a rank can ask the system for its parent."""
+"""Names the process that starts the ranks; it may end before a rank can ask the system for its parent."""
 
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
 _USELESS_TO_REPEAT = (EXIT_USAGE, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
 _TOLD_BY_CODE = (EXIT_USAGE, EXIT_OUT_OF_MEMORY, EXIT_NOT_FINITE, EXIT_HUNG, EXIT_NOT_SAVED)
-"""Codes that nothing but this package ends a rank with, as good as certain: they hold without an error file."""
+"""Exit codes that, almost certainly, only this package uses: they are trusted without an error file."""
 _ECHOES = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank may end because a peer did."""
 
 
 class RunError(MegatronFSDPError):
-    """What ends a run in a way of its own; told without a traceback.
+    """An error with its own exit code, reported without a traceback.
 
     Attributes:
         exit_code: Of the program.
@@ -91,21 +91,21 @@ class NotSavedError(RunError):
 
 
 class MachineLeftError(RunError):
-    """Another machine was asked to end; what was done is saved, and the ranks of this one should start again."""
+    """Another machine was asked to end; its work is saved, and this machine's ranks should start again."""
 
     exit_code = EXIT_TERMINATED
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank.
+    """The failure that ended a rank.
 
     Attributes:
         rank: Global rank.
-        text: What to show: a traceback for an error that nobody foresaw, else words.
+        text: The text to print: a traceback for an unexpected error, else a sentence.
         code: Exit code of the program.
         time_ns: When it was raised, in nanoseconds since 1970.
-        is_echo: Whether it may be what a rank meets when another one ends.
+        is_echo: Whether it may be the consequence of another rank's end.
     """
 
     rank: int
@@ -116,12 +116,12 @@ class Failure:
 
     @property
     def is_worth_repeating(self) -> bool:
-        """Whether ranks that start again may get further."""
+        """Whether a restart of the ranks may get further."""
         return self.code not in _USELESS_TO_REPEAT
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of the program that an error ends."""
+    """Return the program's exit code for an error."""
     if isinstance(error, RunError):
         return error.exit_code
     return EXIT_USAGE if isinstance(error, _TOLD_IN_ONE_LINE) else EXIT_FAILED
@@ -130,8 +130,8 @@ def exit_code_of(error: BaseException) -> int:
 def write_failure(error: BaseException, path: Path) -> None:
     """Write an error in the format of torchrun's error files, with a finer time than torchrun's whole seconds.
 
-    When one rank fails, its peers fail within milliseconds because the connection is gone; the finer time tells
-    cause from consequence. An error that has a code of its own leaves its sentence in the place of the traceback, which
+    When one rank fails, its peers fail within milliseconds because the connection is gone; the finer time tells cause
+    from consequence. An error with an exit code of its own is written as a sentence in place of the traceback, which
     torchrun shows.
     """
     now_ns, code = time.time_ns(), exit_code_of(error)
@@ -145,13 +145,13 @@ def write_failure(error: BaseException, path: Path) -> None:
 
 
 def report_failure(error: BaseException, rank: int) -> int:
-    """Hand an error to whoever started this rank, and show it where that does not: its sentence, or its traceback.
+    """Write an error for the launcher, and print it where the launcher does not: its sentence, or its traceback.
 
-    torchrun shows tracebacks only, at the end of a long report; a sentence is shown here, too. What every rank finds
-    wrong is shown by the first one.
+    torchrun shows tracebacks only, at the end of a long report, so a sentence is printed here, too. An error that all
+    ranks share is printed by the first one.
 
     Returns:
-        The exit code, whatever goes wrong with the report.
+        The exit code, even if the report fails.
     """
     code = exit_code_of(error)
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
@@ -171,7 +171,7 @@ def _has_our_launcher() -> bool:
 
 
 def _hand_over(error: BaseException, path: Path) -> bool:
-    """Write the file that the launcher reads; whether it could be written, as not on a full disk."""
+    """Write the error file for the launcher; return whether that succeeded (not on a full disk)."""
     try:
         write_failure(error, path)
     except OSError:
@@ -182,9 +182,9 @@ def _hand_over(error: BaseException, path: Path) -> bool:
 
 
 def read_failure(rank: int, failure: ProcessFailure) -> Failure:
-    """Turn torchrun's record of a failed rank into ours."""
+    """Convert torchrun's record of a failed rank."""
     message = failure.error_file_data.get("message")
-    if not isinstance(message, dict):  # ended from outside, or before it could say a word: no error file
+    if not isinstance(message, dict):  # ended from outside, or before it could write an error file
         noticed_ns = failure.timestamp * 10**9 + 10**9
         if failure.exitcode >= 0:
             text = f"it ended with exit code {failure.exitcode} and without a word"
@@ -201,13 +201,13 @@ def read_failure(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def find_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
-    """Return the failure that came first; one that cannot be the echo of another comes before those that can."""
+    """Return the earliest failure; those that may be the consequence of another come last."""
     found = [read_failure(rank, failure) for rank, failure in failures.items()]
     return min(found, key=lambda f: (f.is_echo, f.time_ns, f.rank))
 
 
 def tell(text: str) -> None:
-    """Write lines to standard error; on a terminal on a line of their own, with the cursor shown."""
+    """Write lines to standard error; on a terminal on their own line, with the cursor shown."""
     if sys.stderr is None:  # closed when the program started
         return
     # On a terminal the picture of a run that was ended leaves the cursor at the end of a line.
@@ -220,7 +220,7 @@ def tell(text: str) -> None:
 
 
 def let_go() -> None:
-    """Drop what was printed and cannot be written, for which Python would end with a status of its own."""
+    """Drop buffered output that cannot be written, for which Python would exit with another status."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -230,7 +230,7 @@ def let_go() -> None:
 
 
 def point_nowhere(file: IO[str]) -> None:
-    """Let a file of this process, with what is buffered for it, go nowhere."""
+    """Redirect a file of this process, with what it has buffered, to the null device."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError):  # a file of no descriptor
         os.dup2(nowhere, file.fileno())

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, start them again when one died, end them when the user has had enough.
+"""Starts the ranks of a run on this machine, restarts them when one died, ends them on the user's request.
 
 The processes are those of torchrun (`torch.distributed.elastic.multiprocessing`). Its agent is left out: ranks of one
 machine need no rendezvous, which would open a port on every interface. They find each other by a file and talk over the
@@ -41,15 +41,15 @@ _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun (or this launcher) started this process as a rank."""
+    """Return whether torchrun (or this launcher) started this process as a rank."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def find_device_type(name: str) -> str:
-    """Return the type of device for `auto`, `cpu` or `cuda`.
+    """Return the device type for `auto`, `cpu` or `cuda`.
 
     Raises:
-        ConfigurationError: That accelerator is not here.
+        ConfigurationError: That accelerator is not available.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     available = "cpu" if found is None else found.type
@@ -61,7 +61,7 @@ def find_device_type(name: str) -> str:
 
 
 def choose_ranks(requested: int | None, *, num_accelerators: int, num_cores: int) -> int:
-    """Return how many ranks to start.
+    """Return the number of ranks to start.
 
     Args:
         requested: What the user asked for, if anything.
@@ -82,23 +82,23 @@ def choose_ranks(requested: int | None, *, num_accelerators: int, num_cores: int
 
 
 def count_cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def rank_environment(environment: Mapping[str, str], ranks: int, num_cores: int) -> dict[str, str]:
-    """Return the variables to add for the ranks: a fair share of the cores, and traffic that stays on this machine.
+    """Return the environment variables to add for ranks: their share of the cores, and traffic on the loopback.
 
-    What the user has set already is left alone.
+    Variables that the user has set are left alone.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, num_cores // ranks)), **loopback_interface()}
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
-    """Run this module once per rank, again where a rank died, and return the exit code of the whole.
+    """Run this module once per rank, restart all when a rank died, and return the exit code.
 
     The first Ctrl-C or SIGTERM is passed on: ranks that have a folder to save to finish the step and save, the others
     end at once. The next Ctrl-C ends all at once.
@@ -139,7 +139,7 @@ def _new_run_id() -> str:
 
 
 def _start(argv: Sequence[str], restart: int, shared: Mapping[str, str], folder: str) -> PContext:
-    """Start all ranks, each in a session of its own: what the terminal sends reaches the launcher only."""
+    """Start all ranks, each in its own session: signals of the terminal reach the launcher only."""
     ranks = range(int(shared["WORLD_SIZE"]))
     own = {"TORCHELASTIC_RESTART_COUNT": str(restart), STORE_FILE_VARIABLE: f"{folder}/store-{restart}"}
     environments = {rank: {**shared, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks}
@@ -148,7 +148,7 @@ def _start(argv: Sequence[str], restart: int, shared: Mapping[str, str], folder:
 
 
 def _wait(processes: PContext) -> Failure | None:
-    """Wait for the ranks, and end all when one failed; None: they ended well."""
+    """Wait for the ranks, and end all when one failed; return the failure, or None if they ended well."""
     result = processes.wait(period=_POLL_S)
     return find_cause(result.failures) if result is not None and result.failures else None
 
@@ -178,6 +178,6 @@ def _told(cause: Failure) -> str:
 
 
 def _report(cause: Failure) -> int:
-    """Show the first failure and return the exit code."""
+    """Print the first failure and return the exit code."""
     tell(f"error: {cause.text}" if cause.code == EXIT_USAGE else _told(cause))
     return cause.code

@@ -1,4 +1,4 @@
-"""Join the process group; agree, reduce and work with the other ranks. Every function here is collective."""
+"""Joins the process group; agrees, reduces and works with the other ranks. Every function here is collective."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_fsdp.train.launch.failures import EXIT_FAILED, LAUNCHER_VARIABLE, 
 T = TypeVar("T")
 
 STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
-"""Names the file by which ranks of one machine find each other; no port is opened for that."""
+"""Names the file through which ranks of one machine meet; no port is opened for that."""
 _WATCH_S = 0.5
 _STORE_TIMEOUT = timedelta(minutes=30)
 _BEAT_S = 5.0  # well below the time limit of a collective, which the work of `work_on_machines` may exceed by far
 _TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigurationError, OutOfMemoryError)}
-"""Errors whose words are for the user."""
+"""Errors whose messages are for the user."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Rank:
         return self.index == 0
 
     def require_launcher(self) -> None:
-        """Check that the launcher lives.
+        """Check that the launcher is alive.
 
         Raises:
-            RuntimeError: It was killed so hard that it could not end its ranks; they must not go on unseen.
+            RuntimeError: It was killed and could not end its ranks, which must not go on unseen.
         """
         if os.getppid() != self.launcher_pid:
             raise RuntimeError(f"the process {self.launcher_pid} that started rank {self.index} is gone")
@@ -64,7 +64,7 @@ class Rank:
 def join_ranks(
     device_type: str, timeout: timedelta | None = None, backend: Literal["auto", "nccl", "gloo"] = "auto"
 ) -> Iterator[Rank]:
-    """Join the process group of all ranks; leave it in good order when all went well.
+    """Join the process group of all ranks; destroy it if the block ends well.
 
     Ranks that our launcher started meet by way of a file, others as torchrun says. Where all of them are on
     one machine, back ends use its loopback interface only, unless the user has named another.
@@ -86,7 +86,7 @@ def join_ranks(
     with _ending_with(launcher):
         _meet(chosen, timeout)
     yield Rank(dist.get_rank(), dist.get_world_size(), device, launcher)
-    dist.barrier()  # nobody leaves while a peer still needs the connection
+    dist.barrier()  # no rank leaves while a peer still needs the connection
     dist.destroy_process_group()
 
 
@@ -109,14 +109,14 @@ def _meet(backend: str, timeout: timedelta | None) -> None:
 
 
 def loopback_interface() -> dict[str, str]:
-    """Return the variables that keep traffic of back ends on this machine; none where no loopback is known."""
+    """Return the variables that keep backend traffic on the loopback; empty if there is no known loopback."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     return {} if loopback is None else dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
 
 
 @contextmanager
 def _ending_with(launcher: int) -> Iterator[None]:
-    """While the block runs, end this process when its launcher is gone: nobody would end a wait for missing peers."""
+    """End this process if its launcher is gone while the block runs: nobody would end a wait for missing peers."""
     is_over = threading.Event()
 
     def end_without_launcher() -> None:
@@ -137,7 +137,7 @@ def _ending_with(launcher: int) -> Iterator[None]:
 
 
 def agree(rank: Rank, work: Callable[[], T]) -> T:
-    """Do something on the first rank only and give its result to all.
+    """Run `work` on the first rank only and broadcast its result.
 
     Raises:
         ConfigurationError: The work raised it; every rank raises the same.
@@ -155,7 +155,7 @@ def agree(rank: Rank, work: Callable[[], T]) -> T:
 
 
 def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"]) -> list[float]:
-    """Return the sum or the maximum over ranks of each value, in float64 where the device has it."""
+    """All-reduce each value by sum or maximum, in float64 where the device has it."""
     op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
     tensor = torch.tensor(values, dtype=torch.float64, device=rank.device)
     dist.all_reduce(tensor, op)
@@ -163,25 +163,25 @@ def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"
 
 
 def gather_values(rank: Rank, value: int) -> list[int]:
-    """Return every rank's value, in the order of the ranks."""
+    """All-gather every rank's value, in the order of the ranks."""
     values: list[int] = [0] * rank.count
     dist.all_gather_object(values, value)
     return values
 
 
 def is_first_here(rank: Rank) -> bool:
-    """Whether this is the first rank of its machine, by torchrun's environment; without it, of all ranks."""
+    """Return whether this is the first rank of its machine (torchrun's LOCAL_RANK), or without it, of all."""
     return int(os.environ.get("LOCAL_RANK", rank.index)) == 0
 
 
 def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
-    """Let the first rank of each machine do something; collective, and over when all have done it.
+    """Run `work` on the first rank of each machine; collective, and over when all have finished.
 
     The ranks meet every few seconds, so that no collective runs into its time limit however long the work takes.
 
     Raises:
         ConfigurationError: Some machine's work raised it; every rank raises the same.
-        OutOfMemoryError: Likewise.
+        OutOfMemoryError: Some machine's work raised it; every rank raises the same.
         RuntimeError: Some machine's work raised something else, named with its rank; or the launcher is gone.
     """
     pool = ThreadPoolExecutor(1, "preparation")
@@ -204,7 +204,7 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
 
 
 def require_same(rank: Rank, value: str | None, error: str | None, what: str) -> None:
-    """Check that all ranks have the same; collective.
+    """Check that all ranks have the same value; collective.
 
     Args:
         rank: This process.
@@ -230,10 +230,10 @@ def require_same(rank: Rank, value: str | None, error: str | None, what: str) ->
 
 
 def goes_on_without_others(rank: Rank, *, is_asked: bool) -> bool:
-    """Whether ranks that saved and end do so only since another machine leaves; collective.
+    """Return whether ranks that saved end only because another machine leaves; collective.
 
-    torchrun takes ranks that end with 0 for done. So those of a machine whose agent was not asked to end must not, or
-    the run would be over; started again, they go on without the machine that leaves.
+    torchrun takes ranks that exit with 0 for finished. Those of a machine whose agent was not asked to end must not, or
+    the run would be over; restarted, they go on without the machine that leaves.
 
     Args:
         rank: This process.

@@ -1,1 +1,1 @@
-"""The models that the trainer can build, and what they cost to compute."""
+"""The models that the trainer can build, and their FLOPs."""

@@ -1,4 +1,4 @@
-"""From the options of a run to a model: this package's decoder or a configuration of transformers, and its cost."""
+"""Builds the model of a run: this package's decoder or a configuration of transformers; counts its FLOPs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:
 
 
 def build_decoder(job: Job, vocab_size: int, device: torch.device) -> Decoder:
-    """Return the decoder, the same on every rank, in the dtype of its weights; on meta where the job says so."""
+    """Build the decoder, the same on every rank, in the dtype of its weights; on meta if the job says so."""
     training = job.options.training
     shape = model_shape(job.options.model, vocab_size)
     torch.manual_seed(training.seed)
@@ -116,7 +116,7 @@ def check_fits(config: Any, vocab_size: int, seq_length: int) -> None:
 
 
 def model_flops(job: Job, vocab_size: int) -> float:
-    """Return what a sample of a run costs, in operations; NaN for a model that cannot be computed without values.
+    """Count the FLOPs of a sample's forward and backward; NaN for a model that cannot run without values.
 
     Experts count as if every one got as many tokens as any other, and no token more experts than its router chooses.
 
@@ -153,18 +153,18 @@ def _sample_flops(model: nn.Module, length: int) -> int:
 
 
 def _grouped_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
-    """Operations of rows by the matrices of their experts, or of the gradients of these; by shapes."""
+    """Count FLOPs of grouped products of rows and experts' matrices, or of their gradients, by shapes."""
     return 2 * left[-2] * left[-1] * right[-1]
 
 
 def _padded(vocab_size: int, options: ModelOptions) -> int:
-    """The size of a vocabulary, rounded up as `--make-vocab-size-divisible-by` says."""
+    """Return the vocabulary size rounded up as `--make-vocab-size-divisible-by` says."""
     multiple = options.make_vocab_size_divisible_by
     return -(-vocab_size // multiple) * multiple
 
 
 def _required_sizes(options: ModelOptions) -> tuple[int, int, int]:
-    """Layers, width and heads."""
+    """Return layers, width and heads."""
     sizes = (options.num_layers, options.hidden_size, options.num_attention_heads)
     flags = ("--num-layers", "--hidden-size", "--num-attention-heads")
     missing = [flag for flag, size in zip(flags, sizes, strict=True) if size is None]

@@ -18,7 +18,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers that fix a decoder.
+    """The sizes and switches that define a decoder.
 
     Attributes:
         vocab_size: Number of tokens.
@@ -93,7 +93,7 @@ class ModelShape:
 
 
 class ResidualLinear(nn.Linear):
-    """A linear layer that writes into the residual stream; it begins smaller than others."""
+    """A linear layer that writes into the residual stream; its initial weights are smaller than others."""
 
 
 def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
@@ -107,7 +107,7 @@ def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [batch, length, dim]. With `recomputes` its core is computed again in backward."""
+    """Causal self-attention over [batch, length, dim]. With `recomputes` its core is recomputed in backward."""
 
     def __init__(self, shape: ModelShape) -> None:
         """Make the projections for `shape`; those of queries, keys and values are one matrix, in this order."""
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         return self.output(self._core(projected))
 
     def _core(self, projected: Tensor) -> Tensor:
-        """From projections [batch, length, heads and groups] to mixed values [batch, length, heads]."""
+        """Compute values [batch, length, heads] from projections [batch, length, heads and groups]."""
         heads = projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         query, key, value = heads.split([self.num_heads, self.groups, self.groups], dim=1)
         if self.query_norm is not None and self.key_norm is not None:
@@ -171,7 +171,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block. With `recomputes` it keeps only its input, and is computed again in backward."""
+    """One transformer block. With `recomputes` it saves only its input, and is recomputed in backward."""
 
     def __init__(self, shape: ModelShape) -> None:
         """Make the block for `shape`."""
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw a matrix with a small normal; what writes into the residual stream shrinks with depth (GPT-2).
+        """Draw a matrix from a narrow normal; layers that write into the residual stream shrink with depth (GPT-2).
 
         The engine calls it for every module of a model that was built on the meta device (docs/initialisation.md).
         Numbers are drawn in float32, so that they do not depend on the dtype of the model.
@@ -237,7 +237,7 @@ class Decoder(nn.Module):
 
 
 def recompute(decoder: Decoder, granularity: Literal["full", "selective"], num_layers: int | None) -> None:
-    """Let backward compute activations again: those of whole blocks, or those of the core of attention.
+    """Recompute activations in backward: those of whole blocks, or those of the core of attention.
 
     The core is everything between the projections: norms, rotary positions, products and softmax.
 
@@ -266,7 +266,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def split_for_decay(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of the parameters that weight decay applies to, and of those it leaves alone.
+    """Return the names of the parameters with weight decay, and of those without.
 
     Norms and biases (fewer than two dimensions) and embeddings are not decayed.
     """

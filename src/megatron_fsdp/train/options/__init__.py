@@ -1,1 +1,1 @@
-"""What a user may say about a run: flags, configuration files, presets; checked together and completed. Pure."""
+"""Options of a run: flags, configuration files, presets; checked together and completed."""

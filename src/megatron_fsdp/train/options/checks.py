@@ -1,4 +1,4 @@
-"""Checks of options against each other, against the ranks, and against the environment; nothing is adjusted. Pure."""
+"""Checks of options against each other, against the ranks, and against the environment; nothing is adjusted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NEEDS: Mapping[str, str] = {
     "wandb_exp_name": "--wandb-project",
     "sample_tokens": "--prompt",
 }
-"""Options -> the flag without which (or the values of it without one of which) they do nothing: refused."""
+"""Options -> the flag (or its values) without which they have no effect, and are refused."""
 
 _TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
     (
@@ -51,7 +51,7 @@ _TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
     ),
     ("log_exposed_communication", lambda o: o.parallel.use_torch_fsdp2, "FSDP2 does not tell what it waits for"),
 )
-"""(options, when they do nothing, why): cases that usual scripts have, taken and told."""
+"""(options, when they have no effect, why): cases of common scripts, accepted with a notice."""
 
 _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("bf16", "fp16", "the model computes in one dtype"),
@@ -63,11 +63,11 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("bf16", "auto_bf16", "both say the dtype that the model computes in"),
     ("fp16", "auto_bf16", "both say the dtype that the model computes in"),
 )
-"""(option, option, why): not both. Those of a preset have given way before (`giving_way`)."""
+"""(option, option, why): contradictory pairs. A preset's options were dropped before (`giving_way`)."""
 
 
 def check_options(options: Options) -> None:
-    """Check that options fit together, and that none is given that could do nothing.
+    """Check that options fit together, and that none is given that has no effect.
 
     Raises:
         ConfigurationError: Names the option, what was given, what is allowed.
@@ -83,14 +83,14 @@ def check_options(options: Options) -> None:
 
 
 def idle_notices(options: Options) -> Iterator[str]:
-    """What was given and does nothing in a way that is usual, in words."""
+    """Yield notices for options that were given and have no effect in a usual way."""
     for names, is_idle, why in _TOLD:
         if is_idle(options):
             yield from (f"{flag_for(name)} has no effect: {why}" for name in _chosen(options, names))
 
 
 def _chosen(options: Options, names: str) -> Iterator[str]:
-    """Those of the options that the user gave, but for switches that say what holds anyway."""
+    """Yield the options that the user gave, except switches set to their default."""
     for name in names.split():
         says_something = not OPTIONS[name].is_switch or options.value(name) != OPTIONS[name].default
         if options.is_chosen(name) and says_something:
@@ -98,7 +98,7 @@ def _chosen(options: Options, names: str) -> Iterator[str]:
 
 
 def _has(options: Options, needed: str) -> bool:
-    """Whether an option has one of the values that `--flag a or b` names; without values, any but none or off."""
+    """Return whether an option has one of the values in `--flag a or b`; without values, any but none or off."""
     flag, *values = needed.split()
     value = options.value(flag[2:].replace("-", "_"))
     return value in values if values else value not in (None, False, "")
@@ -119,7 +119,7 @@ def _check_alternatives(options: Options) -> None:
 
 
 def _check_together(options: Options) -> None:
-    """Values of several options that cannot stand together."""
+    """Refuse values of several options that contradict each other."""
     training, checkpoint = options.training, options.checkpoint
     if checkpoint.finetune and checkpoint.is_same_folder:
         raise ConfigurationError(
@@ -145,7 +145,7 @@ def _check_together(options: Options) -> None:
 
 
 def _check_data(options: Options) -> None:
-    """Check split, tokenizer and number of tokens; what lies on disk is looked at later."""
+    """Check split, tokenizer and number of tokens; files are checked later."""
     data = options.data
     parse_split(data.split)
     kind = data.tokenizer_type
@@ -166,7 +166,7 @@ def _check_data(options: Options) -> None:
 
 
 def _check_ids(options: Options) -> None:
-    """Token ids alone have neither text nor a known end of one."""
+    """Refuse what token ids alone cannot give: text, or a known end of one."""
     if options.data.tokenizer_type != "NullTokenizer":
         return
     if options.data.data_path is None:
@@ -189,12 +189,12 @@ def _check_ids(options: Options) -> None:
 
 
 def uses_transformers(model: ModelOptions) -> bool:
-    """Whether the model is one of transformers."""
+    """Return whether the model is one of transformers."""
     return model.transformer_impl == "transformers" or model.source is not None
 
 
 def needs_transformers(options: Options) -> str | None:
-    """The flag because of which the package is needed; None: there is none."""
+    """Return the flag that requires the transformers package; None: there is none."""
     model = options.model
     if model.source is not None:
         return "--hf-model" if model.hf_model is not None else "--hf-config"
@@ -204,7 +204,7 @@ def needs_transformers(options: Options) -> str | None:
 
 
 def _check_model(options: Options) -> None:
-    """Refuse options that the model cannot honour, or that could do nothing."""
+    """Refuse options that the model cannot honour, or that have no effect."""
     model = options.model
     if model.source is not None:
         _check_has_no_shape(options)
@@ -246,7 +246,7 @@ def _check_has_no_shape(options: Options) -> None:
 
 
 def _check_family(model: ModelOptions) -> None:
-    """The families of transformers that are built from a shape have one way to do most things."""
+    """Refuse what families of transformers that are built from a shape cannot vary."""
     wanted = {
         "--position-embedding-type rope": model.position_embedding_type != "rope",
         "--normalization RMSNorm": model.normalization != "RMSNorm",
@@ -284,7 +284,7 @@ def _check_recomputation(options: Options) -> None:
 
 
 def check_sizes(options: Options, sizes: Sizes) -> None:
-    """Refuse sizes that the model or other options cannot do, as far as options tell.
+    """Refuse sizes that the model or other options rule out, as far as options tell.
 
     What only the configuration of a model of transformers tells, such as its heads, is checked when it is built.
 
@@ -347,7 +347,7 @@ def _check_divides(options: Options, sizes: Sizes) -> None:
 
 
 def check_environment(environment: Mapping[str, str], job: Job, world: World) -> tuple[str, ...]:
-    """Check the variables that the user guide warns of.
+    """Check the environment variables that the user guide warns of.
 
     Args:
         environment: Such as `os.environ`.

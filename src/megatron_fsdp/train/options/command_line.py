@@ -1,4 +1,4 @@
-"""The command line and the configuration file: flags from the dataclasses; unknown ones get the nearest name."""
+"""The command line and the configuration file: flags made from dataclasses, with hints for unknown ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
 
 WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
-"""Options that name a place to write to."""
+"""Options that are output paths."""
 
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
 
@@ -31,10 +31,10 @@ this process is a rank; else it starts the ranks itself. Flags have the names of
 
 
 class TrainParser(Parser):
-    """argparse's, which raises what is wrong, and does not fill in defaults: layers and origins need what was given."""
+    """argparse's parser, which raises errors and leaves defaults out: layers and origins need what was given."""
 
     def read(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return what was given, as texts and switches, and all that is wrong with the names of flags.
+        """Return what was given, as texts and switches, and all errors in the names of flags.
 
         Raises:
             ConfigurationError: A flag lacks its value, or has one and takes none.
@@ -52,7 +52,7 @@ class TrainParser(Parser):
         return vars(found), wrong
 
     def error(self, message: str) -> NoReturn:
-        """Raise what cannot be read at all.
+        """Raise an error for an unreadable command line.
 
         Raises:
             ConfigurationError: Always.
@@ -61,7 +61,7 @@ class TrainParser(Parser):
 
 
 class HelpText(argparse.HelpFormatter):
-    """Writes `--x, --no-x` as `--[no-]x`, and breaks what is too wide."""
+    """A help formatter that writes `--x, --no-x` as `--[no-]x`, and wraps what is too wide."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, argparse.BooleanOptionalAction):
@@ -74,7 +74,7 @@ class HelpText(argparse.HelpFormatter):
 
 
 def make_parser() -> TrainParser:
-    """The parser; a namespace that it returns holds what was given and nothing else."""
+    """Make the parser; the namespace that it returns holds what was given and nothing else."""
     parser = TrainParser(prog=PROGRAM, description=_DESCRIPTION, usage=_USAGE, formatter_class=HelpText)
     start = parser.add_argument_group("where to begin")
     start.add_argument("--config", metavar="FILE", help="YAML with options by their names; flags win over it")
@@ -118,7 +118,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def read_config_file(path: str | Path, out: str | Path | None = None) -> Layer:
-    """Read options by name; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
+    """Read options by name from a file; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
 
     Nothing in the file is executed, and it cannot make a run write where it likes.
 
@@ -128,12 +128,12 @@ def read_config_file(path: str | Path, out: str | Path | None = None) -> Layer:
             it, and are relative to it. Else the same holds of the current folder.
 
     Returns:
-        What it says. It has problems where the file names an option twice, or a place to write to that lies elsewhere.
+        The values. It has problems if the file names an option twice, or an output path outside of the folder.
 
     Raises:
         ConfigurationError: The file cannot be read, is no mapping, or has a key twice.
     """
-    with suppress(RuntimeError):  # nobody of this name is here, so that the file is not, either
+    with suppress(RuntimeError):  # there is no user of this name, so no such file
         path = Path(path).expanduser()  # shells leave the ~ of --config=~/run.yaml as it is
     try:
         found, _ = read_mapping(Path(path))
@@ -149,7 +149,7 @@ def read_config_file(path: str | Path, out: str | Path | None = None) -> Layer:
 
 
 def _flat(found: Mapping[Any, Any], layer: Layer, problems: list[str]) -> dict[str, Any]:
-    """Options and values out of their sections; what is none of these is added to the problems."""
+    """Return options and values out of their sections; add to `problems` what is neither option nor section."""
     values: dict[str, Any] = {}
     sections = (*SECTIONS, "ddp")
     for key, value in found.items():
@@ -168,7 +168,7 @@ def _flat(found: Mapping[Any, Any], layer: Layer, problems: list[str]) -> dict[s
 
 
 def _confine(values: dict[str, Any], out: Path | None, layer: Layer, problems: list[str]) -> None:
-    """Make places to write to absolute; take out those that a file may not name, and say so."""
+    """Make output paths absolute; remove those that a file may not name, and add them to `problems`."""
     for name in [name for name in WRITTEN if name in values]:
         root = Path.cwd() if out is None or name == "out" else out
         try:
@@ -186,7 +186,7 @@ def _confine(values: dict[str, Any], out: Path | None, layer: Layer, problems: l
 
 
 def _require_inside(name: str, place: Path, root: Path) -> Path:
-    """The place below a folder that a file names.
+    """Return the path below a folder that a file names.
 
     Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine.
 
@@ -218,7 +218,7 @@ def _add(group: Any, option: Option) -> None:
 
 
 def _add_known(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of Megatron-LM that are no options here; `assemble` says what becomes of them."""
+    """Add the flags of Megatron-LM that are no options here; `assemble` handles them."""
     group = parser.add_argument_group("other spellings", "names of Megatron-LM for options from above")
     for flag, spelling in ALIASES.items():
         if flag not in parser._option_string_actions:

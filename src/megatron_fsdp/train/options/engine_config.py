@@ -1,4 +1,4 @@
-"""The configuration of the engine, completed: dtypes filled in, what cannot have an effect refused or told. Pure."""
+"""Completes the configuration of the engine: fills in dtypes, refuses or reports what has no effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNREGISTERED = "buffers are not registered with NCCL by this version"
 def engine_config(
     options: Options, dtype: torch.dtype, engine: EngineName, sizes: Sizes, notices: list[str]
 ) -> DistributedDataParallelConfig:
-    """Complete what was said about sharding and reducing.
+    """Complete the configuration of sharding and reduction.
 
     Args:
         options: What was said.
@@ -62,7 +62,7 @@ def _refuse_all(options: Options) -> None:
 
 
 def _without_registration(config: DistributedDataParallelConfig, notices: list[str]) -> DistributedDataParallelConfig:
-    """Without what NCCL would do with registered buffers, which this version does not have."""
+    """Drop NCCL buffer registration, which this version does not have."""
     if not config.nccl_ub:
         return config
     doubled = "; gathered weights lie in two buffers that are kept, as with --fsdp-double-buffer"
@@ -75,14 +75,14 @@ def _without_registration(config: DistributedDataParallelConfig, notices: list[s
 def _gradient_dtypes(
     options: Options, config: DistributedDataParallelConfig, dtype: torch.dtype, notices: list[str]
 ) -> DistributedDataParallelConfig:
-    """Gradients of half-precision models travel and accumulate in float32, unless something else was said."""
+    """Reduce and accumulate gradients of half-precision models in float32, unless told otherwise."""
     training = options.training
     if training.grad_reduce_in_bf16 and not options.is_given("megatron_fsdp_grad_comm_dtype"):
         comm: torch.dtype | None = torch.bfloat16
         if dtype == torch.float32 and not training.auto_bf16:
             notices.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
         if dtype == torch.float32 and training.auto_bf16:
-            comm = None  # what the hardware cannot multiply it need not send
+            comm = None  # hardware that cannot multiply a dtype need not send it
             if options.is_chosen("grad_reduce_in_bf16"):
                 notices.append("--grad-reduce-in-bf16 has no effect: --auto-bf16 found no bfloat16 on this hardware")
     elif options.is_given("megatron_fsdp_grad_comm_dtype") or config.grad_reduce_in_fp32 or dtype == torch.float32:
@@ -116,7 +116,7 @@ def _check_meta_device(options: Options, strategy: ShardingStrategy) -> None:
 
 
 def _implied(options: Options, strategy: ShardingStrategy) -> Iterator[str]:
-    """What the strategy decides, where the user said something about it."""
+    """Yield notices for options that the strategy decides, where the user set them."""
     config = options.ddp
     if not config.use_megatron_fsdp:
         return

@@ -1,4 +1,4 @@
-"""From the fields of a dataclass to flags: name, type, bounds, choices, help and the way to turn a switch off. Pure."""
+"""Makes flags from the fields of a dataclass: name, type, bounds, choices, help and the way to turn a switch off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Bound:
-    """What a number must be.
+    """A bound on a number.
 
     Attributes:
         words: What is allowed.
@@ -66,17 +66,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """What turns a switch on, or comes before a value; for switches that are on by default too."""
+        """The flag that turns a switch on, or precedes a value; also for switches that are on by default."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is on or off."""
+        """Whether it is a boolean."""
         return self.kind is bool
 
     @property
     def off_flags(self) -> tuple[str, ...]:
-        """What turns a switch off: `--no-x`, and as in Megatron-LM `--disable-x` for one that is on by default.
+        """The flags that turn a switch off: `--no-x`, and as in Megatron-LM `--disable-x` if it is on by default.
 
         A switch named `no_x` has the flag `--no-x` only.
         """
@@ -86,7 +86,7 @@ class Option:
         return (f"--no-{kebab}", f"--disable-{kebab}") if self.default else (f"--no-{kebab}",)
 
     def read(self, value: Any) -> Any:
-        """Turn a text, or a value of a configuration file, into a value of the field.
+        """Parse a text, or a value of a configuration file, into a value of the field.
 
         Raises:
             ConfigurationError: It cannot be one; with what is allowed.
@@ -102,7 +102,7 @@ class Option:
 
 
 def options_of(cls: type) -> tuple[Option, ...]:
-    """The fields of a dataclass as options, in their order."""
+    """Return the fields of a dataclass as options, in their order."""
     hints, meanings = typing.get_type_hints(cls, include_extras=True), field_meanings(cls)
     return tuple(
         Option(field.name, *_kind_of(hints[field.name]), field.default, meanings.get(field.name, ""))
@@ -111,7 +111,7 @@ def options_of(cls: type) -> tuple[Option, ...]:
 
 
 def _kind_of(hint: Any) -> tuple[type, tuple[Bound, ...], tuple[Any, ...]]:
-    """Type of a value, its bounds, and its choices."""
+    """Return the type of a value, its bounds, and its choices."""
     if get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = [part for part in get_args(hint) if part is not type(None)]
     if get_origin(hint) is Annotated:
@@ -153,7 +153,7 @@ def _path(value: Any) -> Path | None:
         return None
     try:
         return Path(value).expanduser()
-    except RuntimeError:  # nobody of this name is here
+    except RuntimeError:  # there is no user of this name
         return None
 
 

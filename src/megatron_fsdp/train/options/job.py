@@ -1,4 +1,4 @@
-"""A run, completed and checked: its ranks, batches and text, the same on every rank. Pure."""
+"""A run, completed and checked: its ranks, batches and text, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EngineName = Literal["megatron_fsdp", "ddp", "torch_fsdp2"]
 
 @dataclass(frozen=True)
 class World:
-    """What a run meets.
+    """The ranks and hardware of a run.
 
     Attributes:
         ranks: Processes.
@@ -56,13 +56,13 @@ class Sizes:
 
     @property
     def is_data_only(self) -> bool:
-        """Whether there is no parallelism but that of the data."""
+        """Whether there is only data parallelism."""
         return self.tensor == self.pipeline == self.context == self.expert == 1
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The samples of a step, the same for any number of ranks; what does not come out even is filled up.
+    """How the samples of a step, the same for any number of ranks, are cut into microbatches; a remainder is filled up.
 
     Attributes:
         micro: Samples per rank and microbatch.
@@ -81,11 +81,11 @@ class BatchPlan:
 
     @property
     def filled(self) -> int:
-        """Samples that only fill up, over all ranks."""
+        """Samples over all ranks that only fill up microbatches."""
         return self.microbatches * self.micro * self.ranks - self.total
 
     def notices(self) -> tuple[str, ...]:
-        """What to tell the user of the plan, in words."""
+        """List notices about the plan."""
         if not self.filled:
             return ()
         told = (
@@ -96,17 +96,17 @@ class BatchPlan:
         return (told,)
 
     def place(self, rank: int, microbatch: int) -> int:
-        """The place, within the step's samples, at which a rank's microbatch begins."""
+        """Return the place, within the step's samples, at which a rank's microbatch begins."""
         return (microbatch * self.ranks + rank) * self.micro
 
     def positions(self, rank: int, microbatch: int) -> tuple[int | None, ...]:
-        """The places, within the step's samples, of a rank's microbatch; None fills up."""
+        """Return the places, within the step's samples, of a rank's microbatch; None fills up."""
         start = self.place(rank, microbatch)
         return tuple(place if place < self.total else None for place in range(start, start + self.micro))
 
 
 def plan_batch(micro: int, total: int | None, ranks: int) -> BatchPlan:
-    """Return the plan for `--micro-batch-size`, `--global-batch-size` and so many data-parallel ranks.
+    """Plan `--micro-batch-size` and `--global-batch-size` for a number of data-parallel ranks.
 
     Raises:
         ConfigurationError: A size is not 1 or more, or a microbatch is larger than the whole.
@@ -135,7 +135,7 @@ class Split:
 
 
 def parse_split(text: str) -> Split:
-    """Read `--split`: two or three numbers, in whatever unit.
+    """Parse `--split`: two or three numbers, in any unit.
 
     Raises:
         ConfigurationError: They are not numbers, or leave nothing to train on or to hold out.
@@ -188,7 +188,7 @@ class Job:
 
     @property
     def hang_timeout_s(self) -> float:
-        """Seconds after which a run that stands still is ended."""
+        """Seconds after which a hanging run is ended."""
         minutes = self.options.recovery.hang_timeout_minutes
         return 60.0 * (self.options.parallel.distributed_timeout_minutes if minutes is None else minutes)
 
@@ -199,7 +199,7 @@ class Job:
 
     @property
     def fsdp2_reduce_dtype(self) -> torch.dtype:
-        """What gradients travel in with FSDP2; hardware that does not multiply bfloat16 need not send it."""
+        """The dtype in which FSDP2 reduces gradients; hardware without bfloat16 products uses float32."""
         training = self.options.training
         is_spared = training.auto_bf16 and self.dtype == torch.float32
         return torch.bfloat16 if training.grad_reduce_in_bf16 and not is_spared else torch.float32

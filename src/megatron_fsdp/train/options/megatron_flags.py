@@ -1,8 +1,8 @@
-"""Flags of Megatron-LM that are no options here: told to have no effect, tied to one value, refused, or respelled.
+"""Flags of Megatron-LM that are no options here: without effect, tied to one value, refused, or respelled.
 
-A flag about speed, display or plumbing that this package does by other means is taken, and said to have no effect
-(`EXPLAINED`). A flag that would change numbers is taken if it asks for what happens anyway (`FIXED`). All others are
-refused, with what to do (`REFUSED`). Pure data.
+A flag about speed, display or plumbing that this package does by other means is accepted, with a notice that it has
+no effect (`EXPLAINED`). A flag that would change numbers is accepted if it asks for what happens anyway (`FIXED`).
+All others are refused, with a remedy (`REFUSED`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FixedFlag:
     reason: str
 
     def allows(self, text: str) -> bool:
-        """Whether a text is one of the values, or the same number."""
+        """Return whether a text is one of the values, or the same number."""
         return text in self.values or _number(text) in [number for each in self.values if (number := _number(each))]
 
 
@@ -51,7 +51,7 @@ def _number(text: str) -> tuple[float] | None:
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a flag that is not the one of an option sets.
+    """The option that an alternative flag sets.
 
     Attributes:
         name: Of the option.
@@ -141,14 +141,14 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "PyTorch's allocator keeps what it has": "--empty-unused-memory-level=",
     "the learning rate is always what the flags say": "--override-opt_param-scheduler --override-opt-param-scheduler",
 }
-"""Why -> flags; those with `=` take a value or several."""
+"""Reason -> flags; those with `=` take one or more values."""
 
 EXPLAINED: Mapping[str, KnownFlag] = {
     flag.removesuffix("="): KnownFlag(reason, flag.endswith("="))
     for reason, flags in _WITHOUT_EFFECT.items()
     for flag in flags.split()
 }
-"""Taken, with a notice that says so."""
+"""Flags that are accepted, with a notice that they have no effect."""
 
 _OPTIMIZER = "the optimizer's states have the dtype of the main weights; give --megatron-fsdp-main-params-dtype"
 _NO_DROPOUT = "nothing is dropped at random"
@@ -177,7 +177,7 @@ FIXED: Mapping[str, FixedFlag] = {
     "--rerun-mode": FixedFlag(("disabled",), "no step is computed twice"),
     "--cuda-graph-impl": FixedFlag(("none",), "no CUDA graph is captured"),
 }
-"""Taken with these values, with a notice; refused with others."""
+"""Flags that are accepted with these values, with a notice, and refused with others."""
 
 _NOT_HERE: Mapping[str, str] = {
     "nothing ever read it; give --outer-dp-sharding-strategy optim": "--enable-full-sharding-in-hsdp",
@@ -287,7 +287,7 @@ _NOT_HERE: Mapping[str, str] = {
         "--moe-single-grouped-weight --moe-single-grouped-bias"
     ),
 }
-"""Why not, and what to do -> flags."""
+"""Reason and remedy -> flags."""
 
 REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _NOT_HERE.items() for flag in flags.split()}
-"""Flag -> why not, and what to do."""
+"""Flag -> reason and remedy."""

@@ -401,21 +401,21 @@ class Options:
     explained: tuple[str, ...] = ()
 
     def is_given(self, name: str) -> bool:
-        """Whether an option was said, in whatever way."""
+        """Return whether an option was set by any origin."""
         return name in self.origins
 
     def is_chosen(self, name: str) -> bool:
-        """Whether the user said an option, in place of a preset."""
+        """Return whether the user set an option, rather than a preset."""
         return not self.origins.get(name, "preset").startswith("preset")
 
     def value(self, name: str) -> Any:
-        """The value of an option, by its name."""
+        """Return the value of an option, by its name."""
         if name in DDP_FIELDS:
             return getattr(self.ddp, DDP_FIELDS[name])
         return next(getattr(section, name) for section in self.sections() if hasattr(section, name))
 
     def sections(self) -> tuple[object, ...]:
-        """The sections but for `ddp`."""
+        """Return all sections except `ddp`."""
         return tuple(getattr(self, attribute) for attribute in SECTIONS)
 
 
@@ -441,12 +441,12 @@ class Layer:
     problems: tuple[str, ...] = ()
 
     def at(self, key: str) -> str:
-        """Return what a message about the value of a key begins with."""
+        """Return how a message about the value of a key begins."""
         return self.places.get(key, self.place)
 
 
 def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options:
-    """Put options together; later layers win.
+    """Combine layers into options; later layers win.
 
     Args:
         layers: The first one counts least.
@@ -482,7 +482,7 @@ def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options
 
 
 def _read(layer: Layer, notices: list[str], problems: list[str], places: dict[str, str]) -> dict[str, Any]:
-    """Return the values of a layer by the names of options, in the types of these; note places not known before."""
+    """Return the values of a layer by the names of options, parsed; record places not known before."""
     found: dict[str, Any] = {}
     for key, value in layer.values.items():
         try:
@@ -500,7 +500,7 @@ def _read(layer: Layer, notices: list[str], problems: list[str], places: dict[st
 
 
 def _said(key: str, value: Any, notices: list[str]) -> tuple[str, Any] | None:
-    """The option and its value that a key of a layer stands for; None where it sets none."""
+    """Return the option and value that a key of a layer stands for; None if it sets none."""
     flag = f"--{key}" if f"--{key}" in EXPLAINED else "--" + key.replace("_", "-")
     if flag in FIXED:
         if not FIXED[flag].allows(str(value)):
@@ -523,7 +523,7 @@ def _said(key: str, value: Any, notices: list[str]) -> tuple[str, Any] | None:
 
 
 def canonical_name(key: str) -> str:
-    """The name of an option that was written with dashes or underscores.
+    """Return the name of an option that was written with dashes or underscores.
 
     Raises:
         ConfigurationError: There is none; names the nearest, or the reason.
@@ -542,7 +542,7 @@ def canonical_name(key: str) -> str:
 
 
 def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDataParallelConfig:
-    """The configuration that was asked for.
+    """Build the configuration of the engine.
 
     The strategy without a flag is that of Megatron-LM's command line: everything is sharded. The other two defaults
     that differ there from the class (`MEGATRON_DEFAULTS`) are the class's here: a NaN is skipped and counted by the
@@ -561,12 +561,12 @@ def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDat
 
 
 def flag_for(name: str) -> str:
-    """The flag of an option."""
+    """Return the flag of an option."""
     return OPTIONS[name].flag if name in OPTIONS else flag_of(DDP_FIELDS[name])
 
 
 def in_flags(message: str) -> str:
-    """A message about fields of `DistributedDataParallelConfig` in the words of the command line.
+    """Rewrite a message about fields of `DistributedDataParallelConfig` in terms of command-line flags.
 
     `nccl_ub=True` becomes `--use-nccl-ub`, `overlap_grad_reduce=False` `--no-overlap-grad-reduce`, and so on.
     """

@@ -1,4 +1,4 @@
-"""Options by name that suit a model size each; what a user gives wins over every one of them. Pure."""
+"""Presets: options that suit a model size; what a user gives wins over every one of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _DECODER: Mapping[str, Any] = {
     "adam_beta2": 0.95,
     "exit_duration_in_mins": 5.0,
 }
-"""What the four sizes share: a decoder with rotary positions, fully sharded, for five minutes at most."""
+"""Options of all four sizes: a decoder with rotary positions, fully sharded, for five minutes at most."""
 
 
 def _preset(
     shape: tuple[int, int, int, int], seq_length: int, micro_batch: int, steps: int, lr: float
 ) -> Mapping[str, Any]:
-    """A preset of so many layers, of this width, these heads and this inner width."""
+    """Make a preset of a number of layers, width, heads and inner width."""
     num_layers, hidden_size, num_attention_heads, ffn_hidden_size = shape
     return {
         **_DECODER,
@@ -56,7 +56,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def find_preset(name: str) -> Mapping[str, Any]:
-    """Return the options of this name.
+    """Return the options of a preset.
 
     Raises:
         ConfigurationError: There are none.
@@ -89,7 +89,7 @@ _SHAPE = (
     "moe_ffn_hidden_size",
     "transformer_impl",
 )
-"""Options that a configuration of transformers answers."""
+"""Options that a configuration of transformers sets."""
 
 _SHARDING = ("use_megatron_fsdp", "data_parallel_sharding_strategy")
 
@@ -109,11 +109,11 @@ _GIVING_WAY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("use_torch_fsdp2", True, _SHARDING),
     ("use_megatron_fsdp", False, _SHARDING),
 )
-"""(option that is given, its value or any, options of a preset that give way)."""
+"""(option that is given, its value or any, options of a preset that it overrides)."""
 
 
 def giving_way(preset: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """The names of options of a preset that give way.
+    """Yield the names of options of a preset that what the user gave overrides.
 
     Args:
         preset: Values by the name of the option.

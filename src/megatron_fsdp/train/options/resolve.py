@@ -1,4 +1,4 @@
-"""From options and ranks to a job: everything left open is filled in, every adjustment is told. Pure."""
+"""Resolves options and ranks to a job: fills in everything left open, and reports every adjustment."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def resolve(options: Options, world: World) -> Job:
 
 
 def _with_tokenizer_of_model(options: Options, notices: list[str]) -> Options:
-    """A model with weights is trained on the tokens that it knows, unless something else is asked for."""
+    """Use the tokenizer of a model with weights, unless another is asked for."""
     folder = options.model.hf_model
     if folder is None or options.is_given("tokenizer_type"):
         return options
@@ -87,7 +87,7 @@ def _rank_notices(options: Options, world: World) -> Iterator[str]:
 
 
 def _with_uniform_recompute(options: Options) -> Options:
-    """Blocks that are recomputed one by one, all of them, are those without a number."""
+    """Drop the number of layers under the uniform method, which recomputes all blocks one by one."""
     if options.training.recompute_method != "uniform":
         return options
     return replace(options, training=replace(options.training, recompute_num_layers=None))
@@ -100,10 +100,10 @@ def _engine(options: Options) -> EngineName:
 
 
 def check_backend(options: Options, device_type: str) -> None:
-    """Check that the back end that was asked for reaches the devices; ranks of torchrun do before they meet by it.
+    """Check that the requested backend supports the devices; torchrun's ranks call this before they join.
 
     Raises:
-        ConfigurationError: It does not.
+        ConfigurationError: It does not support them.
     """
     if options.parallel.distributed_backend == "nccl" and device_type == "cpu":
         raise ConfigurationError(
@@ -167,6 +167,6 @@ def _schedule(options: Options, train_iters: int) -> Schedule:
 
 
 def _load_is_optional(options: Options, world: World) -> bool:
-    """Whether this job may be its own first run: restarted ranks, or the same folder to load and to save."""
+    """Return whether there may be no checkpoint yet: restarted ranks, or one folder to load and save."""
     checkpoint = options.checkpoint
     return checkpoint.is_same_folder or (checkpoint.save is not None and world.restarts > 0)

@@ -1,1 +1,1 @@
-"""What may go wrong in a run, and what is done about it."""
+"""Recovery: failures of a run, and what is done about them."""

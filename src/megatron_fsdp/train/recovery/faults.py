@@ -1,4 +1,4 @@
-"""Faults of a step: a loss or a gradient that is not finite, and memory that ran out."""
+"""Faults of a step: a loss or a gradient that is not finite, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 _OF_CPU = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _OF_DEVICES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-_OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # what ranks tell each other of an error is its type and its words
+_OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # ranks exchange the type and the message of an error
 _OF_NCCL = re.compile("nccl.*out of memory", re.IGNORECASE | re.DOTALL)
 _SHOWN = 5
 
 
 class NanGuard:
-    """Counts steps in a row that cannot be taken. Every rank judges the same numbers."""
+    """Counts consecutive steps that are not finite. Every rank judges the same numbers."""
 
     def __init__(self, limit: int, say: Callable[[str], None]) -> None:
-        """Allow `limit` of them in a row; `say` shows each to the user."""
+        """Allow `limit` of them in a row; `say` prints each."""
         self._limit = limit
         self._say = say
         self._in_a_row = 0
 
     def judge(self, step: int, loss: float, grad_norm: float, trained: Trained) -> None:
-        """Take note of a step; one that overflowed through the scale of the loss alone is no failure. Collective.
+        """Judge a step; one that overflowed through the loss scale alone is no failure. Collective.
 
         Args:
             step: Its number, from 1.
             loss: The same on all ranks.
-            grad_norm: Likewise.
+            grad_norm: The same on all ranks.
             trained: Still has the step's gradients.
 
         Raises:
@@ -68,7 +68,7 @@ class NanGuard:
 
 
 def where_told(model: nn.Module) -> str:
-    """Which parameters have gradients that are not finite, and on which ranks; the same on every rank, collective."""
+    """Name the parameters with gradients that are not finite, and their ranks; the same on every rank, collective."""
     ranks: dict[str, list[int]] = {}
     for rank, names in enumerate(gather_objects(list(names_of_bad_gradients(model)))):
         for name in names:
@@ -90,7 +90,7 @@ def names_of_bad_gradients(model: nn.Module) -> Iterator[str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this, or what it was raised from, says that memory ran out; of an accelerator or of the machine."""
+    """Return whether an error, or its cause, says that an accelerator or the machine is out of memory."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):
@@ -104,16 +104,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _says_so(text: str) -> bool:
-    """Whether an error that has no type of its own is about memory: of drivers and libraries, by their words."""
+    """Return whether the message of an untyped error of drivers or libraries is about memory."""
     return any(words in text for words in (*_OF_CPU, *_OF_DEVICES)) or _OF_NCCL.search(text) is not None
 
 
 @contextmanager
 def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> Iterator[None]:
-    """Tell rank, step, peak and ways out where the block runs out of memory.
+    """Report rank, step, peak and remedies if the block runs out of memory.
 
     Raises:
-        OutOfMemoryError: In place of what the block raised, unless that says how the run ends by itself.
+        OutOfMemoryError: In place of what the block raised, unless that is a `RunError`.
     """
     try:
         yield
@@ -127,7 +127,7 @@ def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> Iterator[None]:
 
 @contextmanager
 def telling_of_memory_for_data(rank: Rank) -> Iterator[None]:
-    """The same where the block makes tokens, for which the options of the run make no difference.
+    """Report the rank if the block runs out of memory making tokens, which options of the run do not change.
 
     Raises:
         OutOfMemoryError: In place of what the block raised.
@@ -146,7 +146,7 @@ def telling_of_memory_for_data(rank: Rank) -> Iterator[None]:
 
 
 def memory_told(error: BaseException, job: Job, rank: Rank, step: int) -> str:
-    """What happened where, and what to try.
+    """Describe what happened where, and what to try.
 
     Args:
         error: What was raised.
@@ -166,12 +166,12 @@ def memory_told(error: BaseException, job: Job, rank: Rank, step: int) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what an error says, or its type where it says nothing."""
+    """Return the first line of an error, or its type where it has no message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def ways_out(job: Job, step: int) -> list[str]:
-    """What may need less memory, the cheapest first."""
+    """List what may need less memory, the cheapest first."""
     options, ways = job.options, []
     if job.batch.micro > 1:
         less = job.batch.micro // 2
@@ -186,7 +186,7 @@ def ways_out(job: Job, step: int) -> list[str]:
 
 
 def plan_command(job: Job, ranks: int) -> str:
-    """The command line that plans this run."""
+    """Return the command line that plans this run."""
     preset = next((said.split()[1] for said in job.options.origins.values() if said.startswith("preset ")), None)
     model = job.options.model.hf_config or job.options.model.hf_model or preset or "MODEL"
     return (
@@ -196,7 +196,7 @@ def plan_command(job: Job, ranks: int) -> str:
 
 
 def peak_told(device: torch.device) -> str:
-    """The most memory that this process has held."""
+    """Describe the peak memory of this process."""
     if device.type != "cpu":
         held = torch.accelerator.max_memory_allocated(device)
         return f"{held / 2**30:.2f} GiB allocated on the device"

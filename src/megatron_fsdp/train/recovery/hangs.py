@@ -1,4 +1,4 @@
-"""Signs of life of a rank; a run that stands still is explained and ended, wherever its ranks are stuck."""
+"""Heartbeats of a rank; a run that hangs is explained and ended, wherever its ranks are stuck."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _SILENT_S = 2.5  # a thread of every rank gives a sign every second
 
 @dataclass
 class Pulse:
-    """What a rank did last, for whoever asks when it goes no further.
+    """The last heartbeat of a rank's training loop.
 
     Attributes:
         step: The step under way, from 1; 0 before the first.
-        last_s: When it last got somewhere, on the clock `time.monotonic`.
-        is_resting: Whether it does something that may take long, and whose collectives end a wait by themselves.
+        last_s: When it last made progress, on the clock `time.monotonic`.
+        is_resting: Whether it does something that may take long, and whose collectives have their own time limit.
     """
 
     step: int = 0
@@ -50,13 +50,13 @@ class Pulse:
     is_resting: bool = False
 
     def beat(self, step: int | None = None) -> None:
-        """Note that this rank goes on, and with which step."""
+        """Record that this rank makes progress, and in which step."""
         self.step = self.step if step is None else step
         self.last_s = time.monotonic()
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """While the block runs, silence is no standstill: loading, saving and evaluating take what they take."""
+        """Suspend hang detection inside the block: loading, saving and evaluating may take long."""
         self.is_resting = True
         try:
             yield
@@ -66,7 +66,7 @@ class Pulse:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last sign; 0 while it rests."""
+        """Seconds since the last heartbeat; 0 while it rests."""
         return 0.0 if self.is_resting else time.monotonic() - self.last_s
 
 
@@ -75,11 +75,11 @@ class HangWatch:
 
     When neither the loop nor the model has got anywhere for a time, the logs of all ranks are explained, the report is
     written to `hang/report.txt` and shown, Python's stack of this rank is written beside it, and the process ends with
-    `EXIT_HUNG`; whoever started the ranks ends the others, and starts all again where that is left.
+    `EXIT_HUNG`; the launcher ends the others, and restarts all if restarts are left.
     """
 
     def __init__(self, folder: Path, job: Job, rank: Rank, pulse: Pulse) -> None:
-        """Watch, once entered.
+        """Prepare to watch; the context manager starts it.
 
         Args:
             folder: Of results.
@@ -97,7 +97,7 @@ class HangWatch:
         self._trained: Trained | None = None
 
     def keep_log(self, trained: Trained) -> None:
-        """Let the model keep its log for hangs, where it is one of this package; collective.
+        """Let a model of this package keep its log for hangs; collective.
 
         Raises:
             ConfigurationError: On every rank, where one cannot write.
@@ -126,7 +126,7 @@ class HangWatch:
             self._remove_logs()
 
     def _remove_logs(self) -> None:
-        """Leave nothing behind of a rank that ended well: nobody will ask, and its process may live on."""
+        """Remove the logs of a rank that ended well: nobody needs them, and its process may live on."""
         with suppress(OSError):
             for path in self._place.iterdir():
                 with suppress(ValueError):
@@ -136,7 +136,7 @@ class HangWatch:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the loop or the model on this rank last got somewhere."""
+        """Seconds since the loop or the model on this rank last made progress."""
         quiet_s = self._pulse.quiet_s
         if quiet_s < self._timeout_s or not self._keeps_log:
             return quiet_s
@@ -155,7 +155,7 @@ class HangWatch:
                 return
 
     def _give_up(self, quiet_s: float) -> None:
-        """Explain, once among the ranks, and end."""
+        """Explain the hang, once among the ranks, and end the process."""
         began_s = time.time() - quiet_s
         time.sleep(_TURN_S * min(self._rank.index, _MOST_TURNS))  # so that mostly one of them explains
         told = f"nothing has happened for {quiet_s:.1f} s on rank {self._rank.index}, in step {self._pulse.step}"
@@ -186,7 +186,7 @@ class HangWatch:
 
 
 def silent_told(logs: Logs) -> list[str]:
-    """Ranks whose processes give no sign of life any more while others do, in words."""
+    """Describe the ranks whose processes give no heartbeat any more while others do."""
     beats_ns = {log.writer.rank: log.beat.time_ns for log in logs.ranks if log.beat is not None}
     newest_ns = max(beats_ns.values(), default=0)
     return [

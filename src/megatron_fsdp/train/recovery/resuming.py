@@ -1,4 +1,4 @@
-"""Where a run begins: which checkpoint is loaded, and what it decides for the run."""
+"""Where a run begins: the checkpoint that is loaded, and what it decides for the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run begins.
+    """The checkpoint from which a run begins.
 
     Attributes:
         folder: Checkpoint, or folder of checkpoints, to load; None: it begins with fresh weights.
@@ -40,9 +40,9 @@ class Origin:
 def find_origin(job: Job, say: Say) -> Origin:
     """Decide what to load; collective.
 
-    Ranks that were started again go on from what they have saved, and so does a run with one folder for both. What is
-    damaged there is passed over for what was saved before: nobody is there to choose, and the steps in between come
-    again just as they were. What the user names is loaded or refused.
+    Ranks that were restarted resume from what they have saved, and so does a run with one folder for load and save. A
+    damaged checkpoint there is passed over for an earlier one, whose steps are repeated exactly: nobody is there to
+    choose. What the user names is loaded or refused.
 
     Args:
         job: The run.
@@ -63,7 +63,7 @@ def find_origin(job: Job, say: Say) -> Origin:
 
 
 def newest_sound(root: Path, say: Say) -> Path | None:
-    """The newest checkpoint of a run's folder that is as it was saved; ranks share the reading. Collective.
+    """Return the newest undamaged checkpoint of a run's folder; ranks share the reading. Collective.
 
     Args:
         root: The folder.
@@ -96,7 +96,7 @@ def newest_sound(root: Path, say: Say) -> Path | None:
 
 
 def _candidates(root: Path, say: Say) -> list[Path]:
-    """Whole checkpoints, newest first, from the one that the pointer names on."""
+    """List whole checkpoints, newest first, from the one that the pointer names on."""
     whole = CheckpointStore(root).iterations()
     pointed = together(f"looking into {root}", lambda: _pointed(root))
     if pointed not in whole and whole:
@@ -115,12 +115,12 @@ def _pointed(root: Path) -> int | None:
 
 def _require_sound(path: Path) -> None:
     folder = CheckpointFolder(path)
-    if Manifest.read(path) is not None:  # written by something else: names, shapes and files are all there is
+    if Manifest.read(path) is not None:  # written by another program: only names, shapes and files can be checked
         require_sound(folder, rank_of(None), world_size_of(None))
 
 
 def saved_batch(path: Path) -> int | None:
-    """Samples of a step of the run that saved a checkpoint; None where it does not say."""
+    """Return the samples of a step of the run that saved a checkpoint; None if it does not say."""
     folder = CheckpointFolder(path)
     facts = folder.read_object(_FACTS) if _FACTS in folder.objects else []
     found = {str(name): str(value) for name, value in facts} if isinstance(facts, list) else {}
@@ -128,10 +128,10 @@ def saved_batch(path: Path) -> int | None:
 
 
 def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
-    """The job, with as many samples in a step as the run that it goes on from; collective.
+    """Return the job with as many samples in a step as the run that it resumes; collective.
 
-    With `--global-batch-size` left out a step has one microbatch of each rank. On another number of ranks that would be
-    another run; what was decided when it began holds on.
+    With `--global-batch-size` left out, a step has one microbatch of each rank. On another number of ranks that would
+    be another run, so the number that was decided when it began is kept.
 
     Args:
         job: The run.

@@ -1,1 +1,1 @@
-"""What a person sees of a run, while it goes on and afterwards."""
+"""Reporting: what a person sees of a run, while it goes on and afterwards."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: header, progress and results. Only the first rank has a console that writes."""
+"""The console of a run: header, progress and results. Only the first rank has a console that writes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
 LIBRARY_LOGGER = "megatron_fsdp"
 PLAIN_WIDTH = 120
 PLAIN_LINES = 20  # where there is no terminal
-PACE_STEPS = 50  # the time left is reckoned from so many steps
+PACE_STEPS = 50  # steps from which the remaining time is estimated
 UNKNOWN = "-"
 _NAME_WIDTH, _VALUE_WIDTH = 14, 10  # three cells and the space between them fit into 80 columns
 
 
 def make_console(*, is_first: bool) -> Console:
-    """Return a console for this rank; those of other ranks swallow everything."""
+    """Make a console for this rank; those of other ranks are silent."""
     console = _Console(quiet=not is_first, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
@@ -40,20 +40,20 @@ def make_console(*, is_first: bool) -> Console:
 
 
 class _Console(Console):
-    """Never ends the program, and never hides the cursor: a rank that is killed could not show it again."""
+    """A console that never ends the program, and never hides the cursor: a killed rank could not show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002  # as the base class
         """Leave the cursor as it is."""
         return False
 
     def on_broken_pipe(self) -> None:
-        """Show nothing from now on, where nobody reads any more (`| head`): the files of the run have everything."""
+        """Stop printing when the reader of the pipe is gone (`| head`): the files of the run have everything."""
         self.quiet = True
         point_nowhere(self.file)
 
     @property
     def file(self) -> IO[str]:
-        """Where it writes to, such that nothing that cannot be written there ends the program."""
+        """The output file; text that it cannot take does not end the program."""
         return cast("IO[str]", _Lenient(super().file))
 
     @file.setter
@@ -62,7 +62,7 @@ class _Console(Console):
 
     @property
     def encoding(self) -> str:
-        """Of where it writes to; without UTF-8 frames are of ASCII."""
+        """The encoding of the output file; without UTF-8 frames are ASCII."""
         return str(getattr(self.file, "encoding", None) or "utf-8").lower()
 
 
@@ -76,7 +76,7 @@ class _Lenient:
         return getattr(self._inner, name)
 
     def write(self, text: str) -> int:
-        """Write what can be; a reader who has gone is told of."""
+        """Write what can be written; a broken pipe is raised."""
         try:
             return self._inner.write(text)
         except BrokenPipeError:
@@ -88,7 +88,6 @@ class _Lenient:
             return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered, if that can be."""
         try:
             self._inner.flush()
         except BrokenPipeError:
@@ -98,12 +97,12 @@ class _Lenient:
 
 
 def printable(text: str) -> str:
-    """Return a text without what would steer a terminal; a model, or the name of a file, may be anything."""
+    """Replace characters that would control a terminal; a model's text or a file's name may have any."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def print_message(console: Console, text: str) -> None:
-    """Print a text as it is: a terminal gets lines of whole words, a file the whole line, so that grep finds it."""
+    """Print a text unchanged: wrapped on a terminal, on one line into a file, so that grep finds it."""
     console.print(Text(text), soft_wrap=not console.is_terminal)
 
 
@@ -115,13 +114,12 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message as it is."""
         print_message(self._console, self.format(record))
 
 
 @contextmanager
 def library_messages(console: Console) -> Iterator[None]:
-    """Show what the library logs (its unit plan among others) while the context lasts."""
+    """Print the library's log messages (its unit plan among others) inside the block."""
     logger, handler = logging.getLogger(LIBRARY_LOGGER), _ConsoleHandler(console)
     level = logger.level
     logger.addHandler(handler)
@@ -134,7 +132,7 @@ def library_messages(console: Console) -> Iterator[None]:
 
 
 def show_header(console: Console, facts: Sequence[tuple[str, str]], asides: Sequence[tuple[str, str]] = ()) -> None:
-    """Print a panel of names and values; asides stand below, dimly."""
+    """Print a panel of names and values; asides are below, dimmed."""
     grid = Table.grid(padding=(0, 2))
     for _ in range(2):
         grid.add_column(overflow="fold")  # on a narrow terminal nothing is left out
@@ -158,10 +156,10 @@ def show_comparison(console: Console, rows: Sequence[Row]) -> None:
 
 
 class ConsoleWatcher:
-    """Shows progress while a run goes on: a live picture on a terminal, a few lines elsewhere; see `Watcher`."""
+    """Shows progress: a live display on a terminal, a few lines elsewhere; see `Watcher`."""
 
     def __init__(self, console: Console, total_steps: int, limit_s: float = math.inf) -> None:
-        """Prepare a picture; `with` shows it and leaves it as it stands.
+        """Prepare the display; `with` shows it and leaves its last state on the screen.
 
         Args:
             console: Of the first rank; those of others are quiet.
@@ -178,17 +176,17 @@ class ConsoleWatcher:
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self.picture)
 
     def __enter__(self) -> ConsoleWatcher:
-        """Show the picture."""
+        """Show the display."""
         if self._is_live:
             self._live.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Leave it as it stands."""
+        """Stop updating the display."""
         self._live.stop()
 
     def start(self, progress: Progress) -> None:
-        """See `Watcher`."""
+        """Remember how far the run is."""
         self._steps = progress.steps
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
@@ -205,14 +203,14 @@ class ConsoleWatcher:
             self._console.print(self._facts.line(self._total_steps), soft_wrap=True)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Show a held-out loss; without a terminal, in the next line, and the last one by itself."""
+        """Show a held-out loss; without a terminal, on the next line, and the last one on its own line."""
         if self._facts is not None:
             self._facts = replace(self._facts, evaluation=evaluation)
         if not self._is_live and evaluation.step == self._total_steps:
             self._console.print(f"step {evaluation.step:>5}/{self._total_steps}  held-out loss {evaluation.loss:.3f}")
 
     def say(self, text: str) -> None:
-        """Print lines above the picture."""
+        """Print lines above the display."""
         print_message(self._console, printable(text))
 
     def picture(self) -> Group:
@@ -232,7 +230,7 @@ class ConsoleWatcher:
         return Group(bar, Columns([_cell(*cell) for cell in cells], padding=(0, 2)))
 
     def _left_s(self, last: StepRecord) -> float:
-        """By the pace of the last steps; the limit ends the run earlier."""
+        """Estimate the remaining seconds by the pace of the last steps and the time limit."""
         by_steps = math.fsum(self._pace) / len(self._pace) * (self._total_steps - last.step)
         return max(0.0, min(by_steps, self._limit_s - last.elapsed_s))
 
@@ -243,7 +241,7 @@ def _cell(name: str, value: str) -> Text:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known when the display is updated.
+    """The values of the display.
 
     Attributes:
         record: The last step, with the speeds of all steps since the last update.
@@ -287,7 +285,7 @@ class Facts:
 
 
 def averaged(records: Sequence[StepRecord]) -> StepRecord:
-    """Return the last of one or more records with the speeds of all of them together."""
+    """Return the last of one or more records with the mean speeds of all of them."""
     total_s = math.fsum(record.step_s for record in records)
 
     def mean(name: str) -> float:
@@ -303,7 +301,7 @@ def averaged(records: Sequence[StepRecord]) -> StepRecord:
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes with a binary unit, such as `1.5 MiB`."""
+    """Format a number of bytes with a binary unit, such as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -312,19 +310,19 @@ def format_bytes(count: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """Return three digits of a number that is not negative, or a dash for NaN."""
+    """Format three digits of a number that is not negative, or a dash for NaN."""
     if math.isnan(value):
         return UNKNOWN
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage, or a dash for NaN."""
+    """Format a share as a percentage, or a dash for NaN."""
     return UNKNOWN if math.isnan(share) else f"{100 * share:.1f}%"
 
 
 def duration(seconds: float) -> str:
-    """Return hours, minutes and seconds, such as `1:02:03` or `4:05`; a dash for NaN."""
+    """Format hours, minutes and seconds, such as `1:02:03` or `4:05`; a dash for NaN."""
     if not math.isfinite(seconds):
         return UNKNOWN
     minutes, rest = divmod(round(seconds), 60)

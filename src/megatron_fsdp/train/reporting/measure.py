@@ -1,4 +1,4 @@
-"""What a run measures of the machine: peak of compute, memory, exposed communication, and all that beside formulas."""
+"""Measurements of a run on its machine: peak FLOPs, memory, exposed communication, and their formulas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SIDE = 512  # of the matrices that are multiplied on a CPU: large enough for it
 
 @dataclass(frozen=True)
 class Peak:
-    """What one rank's hardware could compute at best.
+    """The peak compute rate of one rank's hardware.
 
     Attributes:
         tflops: 10^12 operations per second; NaN: not known.
@@ -66,7 +66,7 @@ def find_peak(job: Job, rank: Rank) -> Peak:
 
 
 def peak_by_name(device_name: str, dtype: torch.dtype) -> Peak:
-    """Return what the maker says of a device's dense 16-bit matrix products; not known for other dtypes and devices."""
+    """Return the maker's figure for a device's dense 16-bit matrix products; NaN for other dtypes and devices."""
     words = device_name.lower().replace("-", " ").split()
     machine = next((machine for name, machine in MACHINES.items() if name in words), None)
     if machine is None:
@@ -90,7 +90,7 @@ def measure_cpu(dtype: torch.dtype) -> float:
 
 
 def peak_bytes(trained: Trained) -> int:
-    """Return this rank's peak so far: all allocations of an accelerator; on a CPU, what `describe_peak` says.
+    """Return this rank's peak memory so far: all allocations of an accelerator; on a CPU, see `describe_peak`.
 
     The CPU allocator keeps no statistics, and the resident size of a process says more about malloc than about tensors.
     """
@@ -104,7 +104,7 @@ def peak_bytes(trained: Trained) -> int:
 
 
 def describe_peak(trained: Trained) -> str:
-    """Return what `peak_bytes` counts with this engine on this device."""
+    """Describe what `peak_bytes` counts with this engine on this device."""
     if trained.device.type != "cpu":
         return "all allocations on the device"
     if trained.inside is None:
@@ -113,7 +113,7 @@ def describe_peak(trained: Trained) -> str:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the optimizer's state on this rank, step counters (one number each) left out."""
+    """Count the bytes of optimizer state on this rank, without step counters (one number each)."""
     found = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return sum(_local(tensor).nbytes for tensor in found if tensor.ndim > 0)
 
@@ -123,10 +123,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class ExposedCommunication:
-    """Records a step now and then by `trace`; nothing where the engine cannot be observed."""
+    """Records a step now and then by `trace`; does nothing with an engine that cannot be observed."""
 
     def __init__(self, trained: Trained, *, is_wanted: bool) -> None:
-        """Measure how much of a step's time communication of a model was waited for, if it is wanted."""
+        """Measure how long a step waits for communication, if `is_wanted`."""
         self._model = trained.inside if is_wanted else None
         self._device = trained.device
         self._recorder: Recorder | None = None
@@ -134,7 +134,7 @@ class ExposedCommunication:
 
     @contextmanager
     def step(self, *, is_measured: bool) -> Iterator[None]:
-        """Record what runs inside, where that is asked for; it computes the same bits."""
+        """Record the step inside the block if `is_measured`; results stay bitwise equal."""
         if self._model is None or not is_measured:
             yield
             return
@@ -206,7 +206,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the formulas take.
+    """The inputs of the formulas.
 
     Attributes:
         groups: All parameter groups.
@@ -222,12 +222,12 @@ class Plan:
 
 
 def exchanges_pairwise(model: MegatronFSDP) -> bool:
-    """Tell whether reductions need a second bucket to receive into, as the back end has no good reduce-scatter."""
+    """Return whether reductions need a second bucket to receive into (no native reduce-scatter)."""
     return any(group.exchanges_inside for group in model.parameter_groups())
 
 
 def compare(measured: Measurement, plan: Plan) -> tuple[Row, ...]:
-    """Set a rank's measurement beside the formulas of `accounting`."""
+    """Compare a rank's measurement with the formulas of `accounting`."""
     memory, step, strategy = measured.memory, measured.step, plan.strategy
     held = persistent_bytes(plan.groups, strategy)
     scratch = exchange_scratch_bytes(plan.groups, strategy) if plan.exchanges_pairwise else 0

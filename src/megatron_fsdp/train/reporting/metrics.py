@@ -1,4 +1,4 @@
-"""What a run measures of its steps, and how it stands in a line of JSON. Pure."""
+"""Measurements of steps, and their lines of JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StepRecord:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the optimizer could not take this step."""
+        """Whether the optimizer skipped this step."""
         return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
 
@@ -69,13 +69,13 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """Of the loss; infinite where it does not fit into a float."""
+        """Perplexity; infinite if it does not fit into a float."""
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a step does and what the hardware could, for speeds from the time of a step.
+    """The work of a step and the hardware's peak, to compute speeds from the time of a step.
 
     Attributes:
         tokens: Of all ranks in one optimizer step, without those that only fill up.
@@ -90,7 +90,7 @@ class Speed:
     peak_tflops: float = math.nan
 
     def tokens_per_s(self, step_s: float) -> float:
-        """Return tokens of all ranks per second, for a step of so many seconds."""
+        """Return tokens of all ranks per second, for a step of `step_s` seconds."""
         return self.tokens / step_s
 
     def tflops(self, step_s: float) -> float:
@@ -106,17 +106,17 @@ Measured = TypeVar("Measured", StepRecord, Evaluation)
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """Return strict JSON: numbers that are not finite are null, and what JSON does not know is text."""
+    """Return strict JSON: numbers that are not finite become null, and unknown objects become text."""
     return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
 
 
 def to_line(measured: StepRecord | Evaluation) -> str:
-    """Return one line, with its end."""
+    """Return one line of JSON, with its end."""
     return to_json(asdict(measured)) + "\n"
 
 
 def from_line(line: str, cls: type[Measured]) -> Measured | None:
-    """Return what `to_line` wrote, with NaN for null; None where the line is torn or something else."""
+    """Parse a line of `to_line`, with NaN for null; None if the line is torn or something else."""
     try:
         found = json.loads(line)
         names = [field.name for field in fields(cls) if field.name in found]
@@ -127,14 +127,14 @@ def from_line(line: str, cls: type[Measured]) -> Measured | None:
 
 
 def read_lines(path: Path, cls: type[Measured]) -> list[Measured]:
-    """Read a file of such lines, as far as they are whole; empty where there is no file."""
+    """Read the whole lines of a file; empty if there is no file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found = [from_line(line, cls) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [measured for measured in found if measured is not None]
 
 
 def read_records(path: Path) -> list[StepRecord]:
-    """Read the steps of a run, as far as they are whole."""
+    """Read the steps of a run from its whole lines."""
     return read_lines(path, StepRecord)
 
 

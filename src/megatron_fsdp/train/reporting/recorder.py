@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: what was applied, what it measured step by step, and the curves as pictures."""
+"""The files of a run's folder: applied options, measurements step by step, and curves as pictures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FIRST, _SECOND = "tab:blue", "tab:red"
 
 
 class Recorder:
-    """A watcher that keeps what a run measured and passes it on; on the first rank it also has it written."""
+    """A watcher that keeps measurements and passes them on; on the first rank also to writers."""
 
     def __init__(self, display: Watcher, folder: Path | None, writers: Sequence[Writer] = ()) -> None:
         """Make a watcher.
@@ -56,7 +56,7 @@ class Recorder:
         self._everyone: tuple[Writer | Watcher, ...] = (*writers, display)
 
     def start(self, progress: Progress) -> None:
-        """Begin, or go on: steps after these happen again, and are forgotten."""
+        """Begin, or resume: records of later steps are dropped, since these steps run again."""
         if self._folder is not None:
             steps = progress.steps
             self.records = [r for r in read_lines(self._folder / METRICS_FILE, StepRecord) if r.step <= steps]
@@ -77,25 +77,25 @@ class Recorder:
             watcher.on_evaluation(evaluation)
 
     def conclude(self, evaluation: Evaluation) -> None:
-        """Keep the last held-out loss, of more samples than those on the way, in place of one after the same step."""
+        """Keep the final held-out loss, of more samples, in place of one after the same step."""
         self.evaluations = [*(e for e in self.evaluations if e.step != evaluation.step), evaluation]
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Tell whether this step is known and no held-out loss after it, as where the run was ended in between."""
+        """Return whether this step is known without a held-out loss after it, as if the run was ended in between."""
         return any(r.step == step for r in self.records) and all(e.step != step for e in self.evaluations)
 
     def say(self, text: str) -> None:
-        """Show a line or several."""
+        """Print one or more lines."""
         self._display.say(text)
 
     def close(self) -> None:
-        """End the writers."""
+        """Close the writers."""
         for writer in self._writers:
             writer.close()
 
 
 def applied(job: Job) -> dict[str, Any]:
-    """Return the whole run as plain values: every option with its value, who said it, and what was made of it."""
+    """Return the whole run as plain values: every option with its value and origin, and what it was resolved to."""
     return {
         "version": __version__,
         "torch": torch.__version__,
@@ -114,7 +114,7 @@ def applied(job: Job) -> dict[str, Any]:
 
 
 def tracker_config(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what trackers are told of a run: all that `applied` says, in one level."""
+    """Return the configuration for trackers: all that `applied` says, flattened."""
     flat = {name: value for name, value in found.items() if not isinstance(value, Mapping)}
     flat.update(found["options"])
     flat.update({f"{part}.{name}": value for part in ("sizes", "batch", "ddp") for name, value in found[part].items()})
@@ -124,7 +124,7 @@ def tracker_config(found: Mapping[str, Any]) -> dict[str, Any]:
 def applied_rows(
     job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed, peak: Peak
 ) -> list[tuple[str, str]]:
-    """Return what the header says, line by line.
+    """Return the lines of the header.
 
     Args:
         job: The run.
@@ -153,12 +153,12 @@ def applied_rows(
 
 
 def preset_rows(options: Options) -> list[tuple[str, str]]:
-    """Return what a preset says and nobody else, in one line."""
+    """Return the options that only a preset set, on one line."""
     return [(origin, words) for origin, words in _said(options).items() if origin.startswith(_PRESET)]
 
 
 def engine_words(job: Job) -> str:
-    """Return what shards the model, and how."""
+    """Describe the engine and its strategy."""
     if job.engine == "torch_fsdp2":
         return "torch FSDP2"
     if job.engine == "ddp":
@@ -169,7 +169,7 @@ def engine_words(job: Job) -> str:
 
 
 def _said(options: Options) -> dict[str, str]:
-    """For everyone who said something, the options that hold as they said, as one would type them."""
+    """Return for each origin its options that hold, as flags."""
     by_origin: dict[str, list[str]] = {}
     for name, origin in options.origins.items():
         by_origin.setdefault(origin, []).append(_spelled(options, name))
@@ -187,7 +187,7 @@ def _spelled(options: Options, name: str) -> str:
 
 
 def _value_of(options: Options, name: str) -> Any:
-    """The value of an option; in an address, a user and a password are left out."""
+    """Return the value of an option; user and password of an address are removed."""
     if name in DDP_FIELDS:
         return getattr(options.ddp, DDP_FIELDS[name])
     section = next(section for section in SECTIONS if hasattr(getattr(options, section), name))
@@ -199,7 +199,7 @@ def _value_of(options: Options, name: str) -> Any:
 
 
 def _sizes_words(job: Job) -> str:
-    """How ranks are shared out, where there is more than data parallelism."""
+    """Describe the parallel sizes, if there is more than data parallelism."""
     if job.sizes.is_data_only:
         return ""
     sizes = asdict(job.sizes)
@@ -207,7 +207,7 @@ def _sizes_words(job: Job) -> str:
 
 
 def _batch_words(job: Job) -> str:
-    """The arithmetic of the batch, such as `global 8 = 2 ranks x 1 microbatch x 4`."""
+    """Return the arithmetic of the batch, such as `global 8 = 2 ranks x 1 microbatch x 4`."""
     batch = job.batch
     ranks = "1 rank" if batch.ranks == 1 else f"{batch.ranks} ranks"
     microbatches = "1 microbatch" if batch.microbatches == 1 else f"{batch.microbatches} microbatches"
@@ -216,7 +216,7 @@ def _batch_words(job: Job) -> str:
 
 
 def _dtype_words(job: Job) -> str:
-    """The dtypes of everything that has one."""
+    """Describe the dtypes of everything that has one."""
     if job.engine == "torch_fsdp2":
         return f"compute {_word(job.dtype)}"
     config = job.ddp
@@ -244,7 +244,7 @@ def _plain(value: Any) -> Any:
 
 
 def plot_run(folder: Path, records: Sequence[StepRecord], evaluations: Sequence[Evaluation], title: str) -> list[Path]:
-    """Write the curves of loss, throughput and memory over the steps.
+    """Plot loss, throughput and memory over the steps.
 
     Args:
         folder: Where to; there already.
@@ -267,7 +267,7 @@ def plot_run(folder: Path, records: Sequence[StepRecord], evaluations: Sequence[
 
 
 def smooth(values: Sequence[float], factor: float = SMOOTHING) -> list[float]:
-    """Return the exponential moving average, corrected for its start (Kingma and Ba 2015, section 3).
+    """Return the exponential moving average, with bias correction (Kingma and Ba 2015, section 3).
 
     Values that are not finite leave the average as it is; before the first finite one it is NaN.
     """
@@ -281,7 +281,7 @@ def smooth(values: Sequence[float], factor: float = SMOOTHING) -> list[float]:
 
 
 def _plot_losses(path: Path, records: Sequence[StepRecord], evaluations: Sequence[Evaluation], title: str) -> None:
-    """The loss of every step, its moving average, and the held-out losses."""
+    """Plot the loss of every step, its moving average, and the held-out losses."""
     figure, axes = _picture(title, "loss (nats per token)")
     _plot_smoothed(axes, records, [record.loss for record in records], "training, ")
     if evaluations:
@@ -292,7 +292,7 @@ def _plot_losses(path: Path, records: Sequence[StepRecord], evaluations: Sequenc
 
 
 def _plot_throughput(path: Path, records: Sequence[StepRecord], title: str) -> None:
-    """Tokens per second of every step, and TFLOP/s on the right where known."""
+    """Plot tokens per second of every step, and TFLOP/s on the right if known."""
     figure, axes = _picture(title, "tokens per second, all ranks")
     _plot_smoothed(axes, records, [record.tokens_per_s for record in records])
     axes.set_ylim(bottom=0.0)
@@ -307,7 +307,7 @@ def _plot_throughput(path: Path, records: Sequence[StepRecord], title: str) -> N
 
 
 def _plot_memory(path: Path, records: Sequence[StepRecord], title: str) -> None:
-    """The peak of memory up to every step."""
+    """Plot the peak memory up to every step."""
     unit, name = (2**30, "GiB") if records[-1].peak_bytes >= 2**30 else (2**20, "MiB")
     figure, axes = _picture(title, f"peak of memory so far, largest rank ({name})")
     peaks = [record.peak_bytes / unit for record in records]
@@ -323,7 +323,6 @@ def _plot_smoothed(axes: Axes, records: Sequence[StepRecord], values: Sequence[f
 
 
 def _picture(title: str, ylabel: str) -> tuple[Figure, Axes]:
-    """An empty picture over steps."""
     require("matplotlib", "a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Where the numbers of a run are written: files in its folder, and trackers that were asked for.
+"""Writers of a run's numbers: files in its folder, and trackers that were asked for.
 
 Writers live on the first rank only. They go through `Careful`, so that nothing that they raise ends the run.
 """
@@ -38,23 +38,23 @@ _LOGGED = re.compile(r"^ (?:\[[^]]*\] iteration|validation loss at iteration|> g
 
 
 class Writer(Protocol):
-    """What writes a run's numbers down."""
+    """The interface of a writer."""
 
     def start(self, progress: Progress) -> None:
-        """Begin, or go on after these steps: what stands there of later steps goes, since they happen again."""
+        """Begin, or resume after the steps of `progress`: later ones are removed, since they run again."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """Take the steps since the last call."""
+        """Write the steps since the last call."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Take a held-out loss."""
+        """Write a held-out loss."""
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write what is left, and close."""
 
 
 def require_writers(options: ReportingOptions) -> None:
-    """Check that what was asked for is installed; nothing is imported.
+    """Check that packages of requested writers are installed; nothing is imported.
 
     Raises:
         MissingPackageError: A package is missing.
@@ -65,7 +65,7 @@ def require_writers(options: ReportingOptions) -> None:
 
 
 def build_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> list[Writer]:
-    """Return the writers of a run, for the first rank.
+    """Build the writers of a run, for the first rank.
 
     Args:
         job: The run.
@@ -89,30 +89,30 @@ def build_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Callab
 
 
 class Careful:
-    """A writer that never fails: training is worth more than its log."""
+    """A writer that never raises: training is worth more than its log."""
 
     def __init__(self, make: Callable[[], Writer], target: str, say: Callable[[str], None]) -> None:
-        """Pass everything on to what `make` returns at the start, and say once if `target` could not be written."""
+        """Pass everything on to the writer that `make` builds at the start; say once if `target` fails."""
         self._make, self._target, self._say = make, target, say
         self._writer: Writer | None = None
         self._has_warned = False
 
     def start(self, progress: Progress) -> None:
-        """See `Writer`."""
+        """Build the writer and start it."""
         self._try(lambda: self._begin(progress))
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """See `Writer`."""
+        """Write steps, if the writer works."""
         if (writer := self._writer) is not None:
             self._try(lambda: writer.on_steps(records))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """See `Writer`."""
+        """Write a held-out loss, if the writer works."""
         if (writer := self._writer) is not None:
             self._try(lambda: writer.on_evaluation(evaluation))
 
     def close(self) -> None:
-        """See `Writer`."""
+        """Close the writer."""
         if self._writer is not None:
             self._try(self._writer.close)
 
@@ -138,12 +138,12 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Take a file, which need not be there."""
+        """Wrap a path, which need not exist."""
         self._path = path
         self._waiting: list[str] = []
 
     def keep(self, is_kept: Callable[[str], bool]) -> bool:
-        """Keep those of the lines that are whole and wanted; the file is replaced at once or not at all.
+        """Keep the whole lines that `is_kept` accepts; the file is replaced atomically.
 
         Args:
             is_kept: Of a line, with its end.
@@ -165,7 +165,7 @@ class LineFile:
         return bool(kept)
 
     def append(self, lines: Iterable[str]) -> None:
-        """Add lines and close the file, so that a run that is cut short keeps what it had.
+        """Append lines and close the file, so that a run that is cut short keeps what it had.
 
         Args:
             lines: Each with its end.
@@ -188,25 +188,25 @@ class LineFile:
         self._waiting.clear()
 
     def flush(self) -> None:
-        """Write what could not be written yet.
+        """Write what could not be written before.
 
         Raises:
-            OSError: It still cannot be.
+            OSError: It still cannot be written.
         """
         if self._waiting:
             self.append([])
 
 
 class JsonLines:
-    """Writes steps and evaluations as lines of JSON; every step stands there once, however often a run restarts."""
+    """Writes steps and evaluations as lines of JSON; every step is there once, however often a run restarts."""
 
     def __init__(self, folder: Path) -> None:
-        """Write two files into a folder that is there."""
+        """Write two files into an existing folder."""
         self._steps = LineFile(folder / METRICS_FILE)
         self._evaluations = LineFile(folder / EVALUATIONS_FILE)
 
     def start(self, progress: Progress) -> None:
-        """See `Writer`; a line that was torn when the run was killed goes, too."""
+        """Drop lines of later steps, and a line that was torn when the run was killed."""
 
         def is_earlier(found: StepRecord | Evaluation | None) -> bool:
             return found is not None and found.step <= progress.steps
@@ -215,21 +215,21 @@ class JsonLines:
         self._evaluations.keep(lambda line: is_earlier(from_line(line, Evaluation)))
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """See `Writer`."""
+        """Append steps."""
         self._steps.append(map(to_line, records))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """See `Writer`."""
+        """Append an evaluation."""
         self._evaluations.append([to_line(evaluation)])
 
     def close(self) -> None:
-        """See `Writer`."""
+        """Flush both files."""
         self._steps.flush()
         self._evaluations.flush()
 
 
 class MegatronLog:
-    """Writes a line per step in the style of Megatron-LM's log, so that whatever reads those finds its keys."""
+    """Writes a line per step in the style of Megatron-LM's log, so that its parsers find their keys."""
 
     def __init__(
         self, folder: Path, *, train_iters: int, batch: int, clock: Callable[[], datetime] | None = None
@@ -247,7 +247,7 @@ class MegatronLog:
         self._clock = clock or (lambda: datetime.now().astimezone())
 
     def start(self, progress: Progress) -> None:
-        """See `Writer`; a run that goes on says so in a line."""
+        """Drop lines of later steps, and add a line if the run is resumed."""
 
         def is_kept(line: str) -> bool:
             found = _LOGGED.match(line)
@@ -257,17 +257,17 @@ class MegatronLog:
             self._file.append([f" > going on after iteration {progress.steps} at {self._clock():%Y-%m-%d %H:%M:%S}\n"])
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """See `Writer`."""
+        """Append a line per step."""
         self._file.append(map(self._step_line, records))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """See `Writer`."""
+        """Append a line with the held-out loss."""
         where = f" validation loss at iteration {evaluation.step}"
         values = f"lm loss value: {evaluation.loss:.6E} | lm loss PPL: {evaluation.perplexity:.6E}"
         self._file.append([f"{where} | {values} |\n"])
 
     def close(self) -> None:
-        """See `Writer`."""
+        """Flush the file."""
         self._file.flush()
 
     def _step_line(self, record: StepRecord) -> str:
@@ -288,7 +288,7 @@ class MegatronLog:
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
-    """Return what a tracker shows of a step, by Megatron-LM's names where it has them; without what is not known."""
+    """Return a step's scalars for trackers, by Megatron-LM's names where it has them; unknown ones are left out."""
     maybe = {"throughput": record.tflops, "mfu": record.mfu, "exposed-communication": record.exposed_share}
     return {
         "lm loss": record.loss,
@@ -305,11 +305,11 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 
 
 class _Tracker(Writer):
-    """A writer of scalars; packages are imported by the constructors, so only where they were asked for."""
+    """A writer of scalars; constructors import packages, so only those that were asked for."""
 
     @abstractmethod
     def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Record scalars by name, for some steps."""
+        """Log scalars by name, for some steps."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         self.log([(record.step, step_scalars(record)) for record in records])
@@ -345,8 +345,8 @@ class _TensorBoard(_Tracker):
 class _Wandb(_Tracker):
     """Logs to one run of a project at Weights & Biases, the same one after a restart.
 
-    The iteration is a value like all others, on the axis of every chart: a step that happens again after a restart is
-    drawn over the first time.
+    The iteration is logged as a value, and is the axis of every chart: a step that runs again after a restart is drawn
+    over the first time.
     """
 
     def __init__(self, folder: Path, project: str, name: str | None, config: Mapping[str, Any]) -> None:
@@ -380,7 +380,7 @@ class _Wandb(_Tracker):
 
 
 class _Mlflow(_Tracker):
-    """Logs to one run of the experiment `megatron_fsdp`, the same one after a restart; it has the folder's name."""
+    """Logs to one run, named after the folder, of the experiment `megatron_fsdp`; the same one after a restart."""
 
     def __init__(self, folder: Path, tracking_uri: str, config: Mapping[str, Any]) -> None:
         import mlflow
