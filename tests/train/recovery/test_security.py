@@ -41,7 +41,7 @@ def test_a_file_cannot_write_outside(name: str, place: str, tmp_path: Path, monk
     path = config(here, f"{name}: {place.format(root=tmp_path)}\n")
     for given in (None, out):
         (problem,) = read_config_file(path, given).problems
-        assert problem.startswith(f"{name}: ")
+        assert problem.startswith(f"{path}:1: {name}: ")
         assert " lies outside of " in problem
         assert f"give --{name.replace('_', '-')} on the command line" in problem
 
