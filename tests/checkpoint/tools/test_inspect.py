@@ -197,9 +197,9 @@ def test_only_the_chunks_that_are_needed_are_read(
 ) -> None:
     folder, values = cut
     read: list[int] = []
-    plain = CheckpointFolder.read_span
+    plain = CheckpointFolder.opened
     monkeypatch.setattr(
-        CheckpointFolder, "read_span", lambda self, span, *rest: read.append(span.offset) or plain(self, span, *rest)
+        CheckpointFolder, "opened", lambda self, span, *rest: read.append(span.offset) or plain(self, span, *rest)
     )
     found = show(folder, "w", "12:14,:8")
     assert isinstance(found, ShownTensor)
