@@ -37,7 +37,7 @@ from megatron_fsdp.checkpoint import reading_budget
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
-from megatron_fsdp.checkpoint.safe_read import load_metadata, load_object, load_object_file
+from megatron_fsdp.checkpoint.safe_read import load_metadata, load_object, load_object_file, load_tensor
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main
@@ -85,7 +85,7 @@ def refused(read: Callable[[], object], told: str = "") -> None:
 
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("name", sorted(hostile.multipliers()))
-@pytest.mark.parametrize("where", ["metadata", "object"])
+@pytest.mark.parametrize("where", ["metadata", "object", "tensor"])
 def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_budget, "SPARE_BYTES", 1 << 20)
     raw = hostile.multipliers()[name]
@@ -94,6 +94,8 @@ def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch
     try:
         if where == "metadata":
             refused(lambda: load_metadata(raw, "here"), "here")
+        elif where == "tensor":
+            refused(lambda: load_tensor(io.BytesIO(archive), "here"), "here")
         else:
             refused(lambda: load_object(archive, "here"), "here")
         _, peak = tracemalloc.get_traced_memory()
@@ -124,6 +126,31 @@ def test_a_storage_is_read_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> N
     refused(lambda: load_object(wrong, "here"), "not 24999 elements")
     monkeypatch.setattr(reading_budget, "BYTES_PER_BYTE", 4)
     refused(lambda: load_object(raw, "here"), "far more memory")
+
+
+@pytest.mark.parametrize(
+    ("numel", "size", "stride", "told"),
+    [
+        (12, (1,) * 60_000, (0,) * 60_000, "a tensor of other lengths"),
+        (12, (1,) * 65, (0,) * 65, "a tensor of other lengths"),
+        (12, (3, 4), (4, -1), "a tensor of other lengths"),
+        (12, (1 << 34,), (1,), "elements beyond its storage"),
+        (1 << 40, (3, 4), (4, 1), "48 bytes, not 1099511627776 elements"),
+        (12, (1 << 40,), (0,), "far more memory"),
+    ],
+)
+def test_tensors_that_claim_more_than_is_stored(
+    numel: int, size: tuple[int, ...], stride: tuple[int, ...], told: str
+) -> None:
+    raw = hostile.archive_of(hostile.tensor_pickle(numel, size, stride), data_0=bytes(48))
+    refused(lambda: load_tensor(io.BytesIO(raw), "here"), told)
+    refused(lambda: load_object(raw, "here"), told)
+
+
+def test_a_tensor_entry_that_asks_for_memory() -> None:
+    """`torch.load(weights_only=True)` would give it."""
+    asked = b"\x80\x02" + hostile.call("builtins", "bytearray", 10**11) + b"."
+    refused(lambda: load_tensor(io.BytesIO(hostile.archive_of(asked)), "here"), "something else than bytes")
 
 
 def test_records_of_an_archive_do_not_stand_for_more_than_it_is_long() -> None:

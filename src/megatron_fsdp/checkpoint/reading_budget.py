@@ -6,6 +6,7 @@ other, keys whose hashes are equal. Readers count what they make beyond the byte
 
 from __future__ import annotations
 
+import collections
 import enum
 import pathlib
 import pickle
@@ -35,7 +36,9 @@ _BETWEEN_LOOKS = 1 << 16  # what is spent between two looks at the clock
 _SHORT = 64  # characters that count as no more than an element
 _MAX_KEY_ITEMS, _MAX_KEY_DEPTH, _MAX_KEY_NUMBER = 64, 2, 1 << 64
 _PLAIN_KEYS = frozenset({float, bool, type(None), torch.dtype, torch.device})
-_TEXTS = frozenset({str, bytes, bytearray})
+_TEXTS = (str, bytes, bytearray)
+_CONTAINERS = (list, tuple, set, frozenset, dict, torch.Size, collections.OrderedDict, collections.Counter)
+_ELEMENT_COSTS: dict[type, int] = {**dict.fromkeys(_TEXTS, 1), **dict.fromkeys(_CONTAINERS, ELEMENT_BYTES)}
 
 
 class OverBudgetError(Exception):
@@ -79,11 +82,9 @@ class ReadingBudget:
         """Count what is handed to a function that may copy it: elements of containers, characters of text."""
         cost = ELEMENT_BYTES * len(given)
         for part in given:
-            kind = type(part)
-            if kind in _TEXTS:
-                cost += len(part)
-            elif isinstance(part, list | tuple | dict | set | frozenset):
-                cost += ELEMENT_BYTES * len(part)
+            each = _ELEMENT_COSTS.get(type(part))
+            if each is not None:
+                cost += each * len(part)
         self.spend(cost)
 
     def spend_on_keys(self, keys: Iterable[Any]) -> Iterator[Any]:

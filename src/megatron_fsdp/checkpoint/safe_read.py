@@ -331,7 +331,7 @@ class _Archive:
 
 
 _AS_USUAL = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.GLOBAL),
+    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.GLOBAL),
     *(pickle.STACK_GLOBAL, pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT),
     *(pickle.MEMOIZE, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
     *(pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8, pickle.BINBYTES),
@@ -395,6 +395,7 @@ class RestrictedUnpickler(pickle._Unpickler):
     stack: list[Any]
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
 
     def __init__(self, raw: bytes, where: str) -> None:
         super().__init__(io.BytesIO(raw))
@@ -472,7 +473,7 @@ class RestrictedUnpickler(pickle._Unpickler):
 
     def _make(self, kind: Any, arguments: Any, keywords: Any) -> None:
         known = isinstance(kind, type) and (kind in _CLASSES_OF_DATA or issubclass(kind, Opaque))
-        _require(known, f"an object of {kind!a:.100}, which is not a class of data")
+        _require(known, "an object of something else than a class of data")
         _require(type(arguments) is tuple and type(keywords) is dict, "an object made of something else than a tuple")
         self._budget.spend_on((*arguments, *keywords))
         self.append(kind.__new__(kind, *arguments, **keywords))
@@ -522,12 +523,16 @@ class RestrictedUnpickler(pickle._Unpickler):
     def _frozenset(self) -> None:
         self.append(frozenset(self._budget.spend_on_keys(self.pop_mark())))
 
+    def _frame(self) -> None:
+        self.read(8)  # frames need no care: all is in memory
+
     def _long_number(self) -> None:
         raise pickle.UnpicklingError("a whole number of more than 255 bytes, which no checkpoint needs")
 
     dispatch: ClassVar[dict[int, Any]] = _Operations(
         {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _AS_USUAL}
         | {
+            pickle.FRAME[0]: _frame,
             pickle.LONG4[0]: _long_number,
             pickle.REDUCE[0]: _call,
             pickle.NEWOBJ[0]: _new,
