@@ -1,15 +1,27 @@
-"""Files that say what cannot be, and what is no file: refused without waiting, in messages of bounded length."""
+"""What reading a hostile file costs: memory and time in proportion to its size, no waiting, messages of bounded length.
 
+Everything here is refused by counting; nothing waits for a clock. `limited` is a guard for the day a limit is lost.
+"""
+
+import argparse
+import collections
+import copy
+import io
 import itertools
 import json
 import os
+import pathlib
 import resource
 import signal
 import socket
+import tracemalloc
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,15 +33,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_fsdp.checkpoint import reading_budget
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
-from megatron_fsdp.checkpoint.safe_read import load_object_file
+from megatron_fsdp.checkpoint.safe_read import load_metadata, load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.support import hostile
+from tests.support.byte_damage import saved_bytes
 from tests.support.hostile_readers import STEP, WEIGHT, write_linear
 
 LONGEST_MESSAGE = 2000
@@ -65,6 +80,131 @@ def refused(read: Callable[[], object], told: str = "") -> None:
     assert len(str(caught.value)) <= LONGEST_MESSAGE
 
 
+# ---- pickles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("name", sorted(hostile.multipliers()))
+@pytest.mark.parametrize("where", ["metadata", "object", "tensor"])
+def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_budget, "SPARE_BYTES", 1 << 20)
+    raw = hostile.multipliers()[name]
+    archive = hostile.archive_of(raw)
+    tracemalloc.start()
+    try:
+        if where == "metadata":
+            refused(lambda: load_metadata(raw, "here"), "here")
+        elif where == "tensor":
+            refused(lambda: load_tensor(io.BytesIO(archive), "here"), "here")
+        else:
+            refused(lambda: load_object(archive, "here"), "here")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * reading_budget.SPARE_BYTES + 2 * reading_budget.BYTES_PER_BYTE * len(raw)
+
+
+def test_the_clock_is_looked_at_where_hashes_may_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = hostile.tuples_of_one_hash(2000)
+    assert len({hash(key) for key in keys}) == 1
+    raw = saved_bytes(dict.fromkeys(keys))
+    assert load_object(raw, "here") == dict.fromkeys(keys)
+    seconds = itertools.count(step=60)
+    monkeypatch.setattr(reading_budget, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
+    refused(lambda: load_object(raw, "here"), "takes far longer than its size calls for")
+
+
+def test_a_storage_is_read_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of big-endian bytes a copy is made: 500 references to 100 KB are one of them."""
+    reference = hostile.tensor_pickle(25_000, (25_000,), (1,))
+    body = b"](" + b"".join(reference[2:-1] for _ in range(500)) + b"e"
+    raw = hostile.archive_of(hostile.whole(body), data_0=bytes(100_000), byteorder=b"big")
+    found = load_object(raw, "here")
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
+    other = hostile.tensor_pickle(24_999, (1,), (1,))[2:-1]
+    wrong = hostile.archive_of(hostile.whole(b"](" + reference[2:-1] + other + b"e"), data_0=bytes(100_000))
+    refused(lambda: load_object(wrong, "here"), "not 24999 elements")
+    monkeypatch.setattr(reading_budget, "BYTES_PER_BYTE", 4)
+    refused(lambda: load_object(raw, "here"), "far more memory")
+
+
+@pytest.mark.parametrize(
+    ("numel", "size", "stride", "told"),
+    [
+        (12, (1,) * 60_000, (0,) * 60_000, "a tensor of other lengths"),
+        (12, (1,) * 65, (0,) * 65, "a tensor of other lengths"),
+        (12, (3, 4), (4, -1), "a tensor of other lengths"),
+        (12, (1 << 34,), (1,), "elements beyond its storage"),
+        (1 << 40, (3, 4), (4, 1), "48 bytes, not 1099511627776 elements"),
+        (12, (1 << 40,), (0,), "far more memory"),
+    ],
+)
+def test_tensors_that_claim_more_than_is_stored(
+    numel: int, size: tuple[int, ...], stride: tuple[int, ...], told: str
+) -> None:
+    raw = hostile.archive_of(hostile.tensor_pickle(numel, size, stride), data_0=bytes(48))
+    refused(lambda: load_tensor(io.BytesIO(raw), "here"), told)
+    refused(lambda: load_object(raw, "here"), told)
+
+
+def test_a_tensor_entry_that_asks_for_memory() -> None:
+    """`torch.load(weights_only=True)` would give it."""
+    asked = b"\x80\x02" + hostile.call("builtins", "bytearray", 10**11) + b"."
+    refused(lambda: load_tensor(io.BytesIO(hostile.archive_of(asked)), "here"), "something else than bytes")
+
+
+def test_records_of_an_archive_do_not_stand_for_more_than_it_is_long() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02N.")
+        archive.writestr("archive/data/0", bytes(10_000))
+        other = copy.copy(archive.getinfo("archive/data/0"))
+        other.filename = "archive/data/1"
+        archive.filelist.append(other)
+    refused(lambda: load_object(stream.getvalue(), "here"), "lie in one another")
+
+
+GOOD: dict[str, Any] = {
+    "many keys": {f"model.layers.{number}.weight": {"step": number, "lr": 0.1} for number in range(20_000)},
+    "numbers": list(range(100_000)),
+    "nothing": [None] * 500_000,
+    "empty dicts": [{} for _ in range(50_000)],
+    "numbers as keys": dict.fromkeys(range(-50_000, 50_000)),
+    "pairs as keys": {(number, -number): None for number in range(20_000)},
+    "sets": [{number, number + 1} for number in range(300)] + [set(range(50_000)), frozenset(range(300))],
+    "long texts as keys": {f"{number}" * 500: number for number in range(100)},
+    "large numbers": [10**600, -(10**600), {2**64 - 1: 2**200}],
+    "bytes": [bytes(500_000), bytearray(500_000), np.zeros(100_000)],
+    "one dict in many places": [[{"lr": 0.1, "betas": [0.9, 0.95]}] * 5000],
+    "one list in many dicts": (lambda shared: dict.fromkeys(range(3000), shared))(list(range(50))),
+    "paths": [pathlib.PurePosixPath("/data/corpus/shards", f"{number:05d}.bin") for number in range(5000)],
+    "ordered": [collections.OrderedDict(a=number) for number in range(3000)],
+    "namespace": argparse.Namespace(**{f"option_{number}": number for number in range(3000)}),
+}
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_large_honest_objects_are_read(name: str) -> None:
+    found = load_object(saved_bytes(GOOD[name]), "here")
+    assert np.array_equal(found[2], GOOD[name][2]) if name == "bytes" else found == GOOD[name]
+    shared = nested(90)
+    assert load_object(saved_bytes([shared, shared]), "here") == [shared, shared]
+
+
+def test_tensors_that_share_a_storage_are_read() -> None:
+    base = torch.arange(1000.0)
+    found = load_object(saved_bytes([base[first:] for first in range(50)] + [torch.ones(1).expand(1 << 20)]), "x")
+    assert all(torch.equal(found[first], base[first:]) for first in range(50))
+    assert found[-1].sum() == 1 << 20
+
+
 # ---- metadata --------------------------------------------------------------------------------------------------------
 
 
@@ -80,10 +220,34 @@ def _more_dims_than_torch_has(found: Metadata) -> None:
     found.state_dict_metadata[WEIGHT] = described((1,) * 65, [])
 
 
+def _shared_chunks(found: Metadata) -> None:
+    """Chunks without elements may lie anywhere any number of times."""
+    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([0, 4]))] * 1000
+    for number in range(1000):
+        found.state_dict_metadata[f"w{number}"] = described((0, 4), chunks)
+        found.storage_data[MetadataIndex(f"w{number}")] = _StorageInfo("__0_0.distcp", 0, 10)
+
+
 def _claims(found: Metadata) -> None:
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([1 << 40]))
     found.state_dict_metadata[WEIGHT] = described((1 << 40,), [chunk])
     found.storage_data[MetadataIndex(WEIGHT, (0,))] = _StorageInfo("__0_0.distcp", 0, 100)
+
+
+def _same_bytes(found: Metadata) -> None:
+    place = next(iter(found.storage_data.values()))
+    for number in range(1000):
+        found.state_dict_metadata[f"o{number}"] = found.state_dict_metadata[STEP]
+        found.storage_data[MetadataIndex(f"o{number}")] = _StorageInfo(place.relative_path, 0, 1000)
+
+
+def _lists(found: Metadata) -> None:
+    for number in range(1000):
+        found.planner_data[f"w{number}"] = ("state", str(number), (1 << 20) - 1)
+
+
+def _long_path(found: Metadata) -> None:
+    found.planner_data[WEIGHT] = ("a",) * 1000
 
 
 def _no_path(found: Metadata) -> None:
@@ -92,6 +256,10 @@ def _no_path(found: Metadata) -> None:
 
 def _long_key(found: Metadata) -> None:
     found.state_dict_metadata["k" * 1_000_000] = found.state_dict_metadata[WEIGHT]
+
+
+def _dots(found: Metadata) -> None:
+    found.state_dict_metadata["a" + ".a" * 1000] = found.state_dict_metadata[WEIGHT]
 
 
 def _other_spelling(found: Metadata) -> None:
@@ -107,23 +275,52 @@ def _transforms(found: Metadata) -> None:
     next(iter(found.storage_data.values())).transform_descriptors = ["stream.zstd/1"] * 1000
 
 
+def _description(found: Metadata) -> None:
+    """Reading it back is cheap, telling it takes 2^60 steps."""
+    lists: list[Any] = []
+    for _ in range(60):
+        lists = [lists, lists]
+    found.mcore_data = {WEIGHT: lists}  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (_dims, "something else where lengths should stand"),
         (_more_dims_than_torch_has, "something else where lengths should stand"),
+        (_shared_chunks, "far more memory"),
         (_claims, "has a chunk of (1099511627776,) in 100 bytes"),
+        (_same_bytes, "the same ones again and again"),
+        (_lists, "far more memory"),
+        (_long_path, "no path"),
         (_no_path, "no path"),
         (_long_key, "a key of 1000000 characters"),
+        (_dots, "and 1000 dots"),
         (_long_file, "not a file of the folder"),
         (_other_spelling, "not a file of the folder"),
         (_transforms, "a few named transforms"),
+        (_description, "far more memory"),
     ],
 )
 def test_metadata_that_cannot_be_true(folder: Path, change: Callable[[Metadata], None], told: str) -> None:
     hostile.edit_metadata(folder, change)
     refused(lambda: CheckpointFolder(folder), told)
     assert not verify(folder, deep=False).is_whole
+
+
+def test_spans_that_are_longer_than_what_lies_in_them(folder: Path) -> None:
+    """Of a sparse file that costs its writer nothing, and of which nothing is read."""
+    with (folder / "sparse.distcp").open("wb") as file:
+        file.truncate(60 << 30)
+
+    def point(found: Metadata) -> None:
+        for index in found.storage_data:
+            found.storage_data[index] = _StorageInfo("sparse.distcp", 0, 12 << 30)
+
+    hostile.edit_metadata(folder, point)
+    opened = CheckpointFolder(folder)
+    refused(lambda: opened.read_tensor(WEIGHT), "has 12884901888 bytes, and needs no more than 1048624")
+    refused(lambda: opened.read_object(STEP), "has 12884901888 bytes, and needs no more than 4294967296")
 
 
 def test_a_lack_of_memory_is_told_in_words(
@@ -133,10 +330,10 @@ def test_a_lack_of_memory_is_told_in_words(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_fsdp.checkpoint.safe_read._load_archive", lacking)
+        patch.setattr("megatron_fsdp.checkpoint.safe_read._Archive", lacking)
         refused(lambda: CheckpointFolder(folder).read_object(STEP), "there is not enough memory to read")
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_fsdp.cli.checkpoint_inspect.inspect_folder", lacking)
+        patch.setattr("megatron_fsdp.cli.checkpoint.inspect_folder", lacking)
         assert main(["checkpoint", "inspect", str(folder)]) == 2
     assert capsys.readouterr().err.startswith("error: there is not enough memory for this")
 
@@ -195,7 +392,7 @@ def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, make: Callab
 def test_a_pointer_that_is_no_file(folder: Path, make: Callable[[Path], None]) -> None:
     make(folder.parent / POINTER)
     refused(lambda: RunFolder(folder.parent).latest(), "cannot be read")
-    assert main(["checkpoint", "list", str(folder.parent)]) == 2
+    assert main(["checkpoint", "inspect", str(folder.parent)]) == 2
 
 
 @pytest.mark.parametrize("make", NO_FILES)
@@ -281,10 +478,34 @@ def test_numbers_in_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert "a key of 5000 characters" in told
 
 
+@pytest.mark.parametrize(
+    "name", ["lists that hold each other", "a list that holds itself", "a huge number", "a long text"]
+)
+def test_commands_that_print_objects_say_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    hostile.plant(folder, STEP, hostile.archive_of(hostile.multipliers()[name]))
+    for words in (["show", str(folder), STEP], ["to-torch", str(folder), str(tmp_path / "out.pt")]):
+        assert main(["checkpoint", *words]) == 2
+        told = capsys.readouterr()
+        assert told.err.count("\n") == 1
+        assert len(told.err) < LONGEST_MESSAGE + 100
+        assert STEP in told.err
+    assert main(["checkpoint", "verify", str(folder)]) == 1
+
+
 def test_what_nests_too_deep_to_be_shown_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostile.plant(folder, STEP, hostile.archive_of(hostile.whole(b"N" + b"\x85" * 100_000)))
     assert main(["checkpoint", "show", str(folder), STEP]) == 2
     assert capsys.readouterr().err == "error: what it holds nests too deep for this\n"
+
+
+def test_flat_keys_are_counted_before_they_are_made(tmp_path: Path) -> None:
+    """Each of 30,000 leaves would be called by the name of 100 KB above it."""
+    torch.save({"k" * 100_000: dict.fromkeys(map(str, range(30_000)))}, tmp_path / "state.pt")
+    for nesting in ("torch", "own"):
+        refused(lambda: from_torch_save(tmp_path / "state.pt", tmp_path / "out", nesting=nesting), "far more memory")  # noqa: B023
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_error_of_a_checkpoint_keeps_begin_and_end() -> None:

@@ -59,7 +59,7 @@ def test_in_the_entry_of_a_tensor_or_object(folder: Path, tmp_path: Path, name: 
     raw, told = hostile.payloads(marker)[name]
     hostile.plant(folder, key, hostile.archive_of(raw))
     for read in READERS:
-        refused(read, folder, marker, key, "" if key == WEIGHT else told)  # weights_only has words of its own
+        refused(read, folder, marker, told, key)
 
 
 def test_what_weights_ask_for_is_named_and_torchs_advice_is_not() -> None:
@@ -114,10 +114,10 @@ def test_in_the_older_format_and_in_other_kinds_of_files(folder: Path, tmp_path:
         (body, "not an archive"),
         (script, "TorchScript"),
         (safetensors, "not an archive"),
-        (b"", "not an archive"),
+        (b"", "not an archive" if key == STEP else "in 0 bytes"),
     ):
         hostile.plant(folder, key, raw, file="model.safetensors")
-        refused(read, folder, marker, key, told if key == STEP else "")
+        refused(read, folder, marker, told, key)
 
 
 @pytest.mark.parametrize("kind", sorted(hostile.tampering()))
@@ -157,7 +157,7 @@ def test_what_other_pickles_have_registered_is_out_of_reach(tmp_path: Path) -> N
         pickle.loads(raw)
         assert marker.exists()
         marker.unlink()
-        with pytest.raises(CheckpointError, match="extension"):
+        with pytest.raises(CheckpointError, match="0x82"):
             load_metadata(raw, "here")
         assert not marker.exists()
     finally:

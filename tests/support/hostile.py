@@ -54,11 +54,12 @@ def payloads(marker: Path) -> dict[str, tuple[bytes, str]]:
         "our own reader": (call("megatron_fsdp.checkpoint.safe_read", "load_object", ""), "load_object"),
     }
     ops = {
-        "extension code": (b"\x82\xf1" + run + b"R", ""),
-        "instance": (b"(" + text + b"ibuiltins\neval\n", "builtins.eval"),
+        "extension code": (b"\x82\xf1" + run + b"R", "0x82"),
+        "instance": (b"(" + text + b"ibuiltins\neval\n", "0x69"),
         "object": (b"(cbuiltins\neval\n" + text + b"o", "builtins.eval"),
-        "text reference": (b"Pstorage\n", ""),
-        "buffer": (b"\x97", ""),
+        "text reference": (b"Pstorage\n", "0x50"),
+        "buffer": (b"\x97", "0x97"),
+        "duplicate": (b")2", "0x32"),
     }
     return {name: (whole(body), told) for name, (body, told) in {**named, **ops}.items()}
 
@@ -81,16 +82,87 @@ def tampering() -> dict[str, bytes]:
 
 def bombs() -> dict[str, bytes]:
     """Short pickles that take gigabytes, hours or the process, where they are believed."""
+    doubled = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
     return {
         "a large memo": whole(b"Kr" + b"r" + struct.pack("<I", (1 << 31) - 1)),
+        "hash of shared tuples": whole(b"}" + doubled + b"Ks"),
+        "hash of deep tuples": whole(b"}" + b")" + b"\x85" * 100_000 + b"K\1s"),
         "set of a range": whole(b"cbuiltins\nset\n" + call("builtins", "range", 10**12) + b"\x85R"),
         "zeros": whole(call("builtins", "bytearray", 10**11)),
         "size of a range": whole(b"ctorch\nSize\n" + call("builtins", "range", 10**12) + b"\x85R"),
         "a long bytearray": whole(b"\x96" + struct.pack("<Q", 10**11)),
         "long bytes": whole(b"\x8e" + struct.pack("<Q", 10**11)),
         "a long frame": whole(b"\x95" + struct.pack("<Q", 10**11)),
+        "deep lists": whole(b"]" * 50_000 + b"a" * 49_999),
+        "a huge number": whole(b"\x8b" + struct.pack("<i", 100_000) + b"\x7f" * 100_000),
         "copies by codec": whole(call("_codecs", "encode", "x", "rot13")),
     }
+
+
+def multipliers() -> dict[str, bytes]:
+    """Pickles of some thousand bytes that stand for hundreds of megabytes, for hours, or for something without end."""
+    numbers = b"(" + b"".join(b"J" + struct.pack("<i", number) for number in range(2000))
+    pairs = b"](" + b"".join(b"J" + struct.pack("<i", number) + b"N\x86" for number in range(2000)) + b"e"
+    names = b"}(" + b"".join(b"X\5\0\0\0%05dN" % number for number in range(2000)) + b"u"
+    long = struct.pack("<I", 100_000) + b"x" * 100_000
+    array = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n" + _plain((0,)) + b"C\1btR"
+    state = b"(K\1" + _plain((100_000,)) + call("numpy", "dtype", "u1", False, True) + b"\x89B" + long + b"t"
+    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    lists = [b"](" + _get(place - 1) * 2 + b"e" + _put(place) for place in range(1, 60)]
+    indices = [
+        index + b")\x81}(" + _plain("fqn") + _get(place - 1) + _plain("offset") + _get(place - 1) + b"ub" + _put(place)
+        for place in range(1, 60)
+    ]
+    return {
+        "bytearrays": _results(b"cbuiltins\nbytearray\n", b"B" + long),
+        "ordered dicts": _results(b"ccollections\nOrderedDict\n", pairs),
+        "sets": _results(b"cbuiltins\nset\n", b"]" + numbers + b"e"),
+        "frozensets": _results(b"cbuiltins\nfrozenset\n", numbers + b"t"),
+        "sizes": _results(b"ctorch\nSize\n", numbers + b"t"),
+        "counters": _results(b"ccollections\nCounter\n", names),
+        "bytes as text": _results(b"c_codecs\nencode\n", b"X" + long),
+        "arguments of foreign classes": _results(b"cnemo\nThing\n", numbers + b"t", _get(0) + _get(1) + b"\x81"),
+        "namespaces": _results(b"cargparse\nNamespace\n", names, _get(0) + b")\x81" + _get(1) + b"b"),
+        "arrays": _results(b"N", state, array + _get(1) + b"b"),
+        "a long text": _results(b"N", b"X" + long, _get(1)),
+        "lists that hold each other": whole(b"]" + _put(0), *lists, _get(59)),
+        "a list that holds itself": whole(b"]" + _put(0) + _get(0) + _get(0) + b"a"),
+        "a huge number": whole(b"\x8b" + struct.pack("<i", 2000) + b"\x7f" * 2000),
+        "an array of another size": whole(call("numpy", "ndarray", (1 << 30,))),
+        "a new array": whole(b"cnumpy\nndarray\n" + _plain(((1 << 30,),)) + b"\x81"),
+        "an index of a range": whole(index + b"(" + _plain("w") + call("builtins", "range", 10**8) + b"tR"),
+        "hash of nested indices": whole(index + b")\x81" + _put(0), *indices, b"}" + _get(59) + b"Ns"),
+        "large keys of one hash": whole(_plain(dict.fromkeys(n * ((1 << 61) - 1) for n in range(16, 3000)))),
+        "complex keys of one hash": whole(_plain(dict.fromkeys(complex(-1000003.0 * n, n) for n in range(3000)))),
+    }
+
+
+def _put(place: int) -> bytes:
+    """Remember what was made last, and take it off the stack."""
+    return b"r" + struct.pack("<I", place) + b"0"
+
+
+def _get(place: int) -> bytes:
+    return b"j" + struct.pack("<I", place)
+
+
+def _results(function: bytes, argument: bytes, use: bytes = b"j\0\0\0\0j\1\0\0\0\x85R") -> bytes:
+    """A list of two thousand results of one function (place 0) and one argument (place 1)."""
+    return whole(function + _put(0) + argument + _put(1) + b"](" + use * 2000 + b"e")
+
+
+def tuples_of_one_hash(count: int) -> list[tuple[int, int]]:
+    """Different ones; by the arithmetic of Python's hash of tuples (xxHash), backwards."""
+    first, second, fifth, word = 11400714785074694791, 14029467366897019727, 2870177450012600261, (1 << 64) - 1
+    backwards, found, number = pow(second, -1, 1 << 64), list[tuple[int, int]](), 0
+    while len(found) < count:
+        number += 1
+        mixed = (fifth + number * second) & word
+        mixed = ((mixed << 31 | mixed >> 33) & word) * first & word
+        other = (12345 - mixed) * backwards & word
+        if other < (1 << 61) - 1:
+            found.append((number, other))
+    return found
 
 
 def archive_of(pickled: bytes, **records: bytes) -> bytes:

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,14 +21,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
 from megatron_fsdp.checkpoint.partial import ChunkIndex, place_of_elements, stretch_of
+from megatron_fsdp.checkpoint.reading_budget import ELEMENT_BYTES, MAX_DEPTH, MAX_DIMS, ReadingBudget
 from megatron_fsdp.checkpoint.safe_read import (
-    MAX_DIMS,
+    MAX_OBJECT_BYTES,
     Window,
     load_metadata,
     load_object,
     load_tensor,
     open_file,
     printable,
+    read_file,
     reading,
 )
 from megatron_fsdp.errors import CheckpointError
@@ -41,6 +44,8 @@ _MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in 
 _PRIME = (1 << 61) - 1
 
 METADATA = ".metadata"
+_MAX_ARCHIVE_OVERHEAD = 1 << 20
+_MAX_SHARING = 16  # how often the bytes of a file may be named, on average; writers name them once
 _AT_ONCE_BYTES = 1 << 18
 
 
@@ -137,9 +142,10 @@ def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], di
         found = described[key]
         if not is_key(key):
             raise CheckpointError(f"{where} has a key with control characters: {key!a:.200}")
-        if len(key) > _MAX_KEY_LENGTH:
+        if len(key) > _MAX_KEY_LENGTH or key.count(".") > MAX_DEPTH:
             raise CheckpointError(
-                f"{where} has a key of {len(key)} characters, {key:.100}...; at most {_MAX_KEY_LENGTH} are read"
+                f"{where} has a key of {len(key)} characters and {key.count('.')} dots, {key:.100}...; at most "
+                f"{_MAX_KEY_LENGTH} and {MAX_DEPTH} are read"
             )
         if isinstance(found, TensorStorageMetadata):
             tensors[key] = _tensor_entry(key, found, storage, where)
@@ -198,12 +204,20 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
     return Span(str(name), offset, length), tuple(transforms)
 
 
-def _check_paths(metadata: object, where: str) -> None:
-    """Check how keys nest, where metadata say it: in a path of names and small numbers."""
+def _check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
+    """Check how keys nest, where metadata say it: in a path of names and small numbers.
+
+    Numbers stand for lists, each as long as its largest index, which are counted.
+    """
     found = getattr(metadata, "planner_data", None)
+    lengths: dict[tuple[Any, ...], int] = {}
     for key, path in found.items() if isinstance(found, dict) else ():
-        if not (isinstance(path, tuple) and path and all(map(_is_step, path))):
+        if not (isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(map(_is_step, path))):
             raise CheckpointError(f"{where} says of {key!a:.200} that it nests in something that is no path")
+        for place, step in enumerate(path):
+            if type(step) is int and step >= (known := lengths.get(path[:place], 0)):
+                lengths[path[:place]] = step + 1
+                budget.spend(ELEMENT_BYTES * (step + 1 - known))
 
 
 def _is_step(step: object) -> bool:
@@ -273,10 +287,11 @@ class CheckpointFolder:
         self._indices: dict[str, ChunkIndex] = {}
         self._places: dict[ChunkEntry, int | None] = {}
         where = str(self.path / METADATA)
-        self.metadata: Metadata = load_metadata(_metadata_bytes(self.path), where)
+        raw = _metadata_bytes(self.path)
+        self.metadata: Metadata = load_metadata(raw, where)
         with reading(where):
             self.tensors, self.objects = entries_of(self.metadata, where)
-            _check_paths(self.metadata, where)
+            _check_paths(self.metadata, where, ReadingBudget(len(raw)))
         if check:
             self.require_files()
             self.require_manifest()
@@ -298,6 +313,12 @@ class CheckpointFolder:
     def file_problems(self) -> dict[str, str]:
         """What is wrong with files that are missing or too short, by name."""
         found = {}
+        told = Counter[str]()  # bytes that some element or object lies in
+        for entry in self.tensors.values():
+            for chunk in entry.chunks:
+                told[chunk.span.file] += chunk.span.length if chunk.box.numel else 0
+        for stored in self.objects.values():
+            told[stored.span.file] += stored.span.length
         for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:
@@ -309,6 +330,8 @@ class CheckpointFolder:
                 found[name] = "is missing"
             elif has < needed:
                 found[name] = f"is cut off: {has} bytes of at least {needed}"
+            elif told[name] > has * _MAX_SHARING:
+                found[name] = f"has {has} bytes, and {told[name]} in it are pointed to: the same ones again and again"
         return found
 
     def require_files(self) -> None:
@@ -391,7 +414,7 @@ class CheckpointFolder:
         stretch = None if wanted == chunk.box or chunk.transforms else stretch_of(chunk.box.lengths, inside)
         if stretch is not None:
             where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
-            with self.opened(chunk.span, (), where) as stream:
+            with self._opened_chunk(entry, chunk, where) as stream:
                 if chunk not in self._places:
                     self._places[chunk] = place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
                 place = self._places[chunk]
@@ -424,7 +447,7 @@ class CheckpointFolder:
 
     def _read(self, entry: TensorEntry, chunk: ChunkEntry, *, check: bool = False) -> torch.Tensor:
         where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
-        with self.opened(chunk.span, chunk.transforms, where) as stream:
+        with self._opened_chunk(entry, chunk, where) as stream:
             values = load_tensor(stream, where, check=check)
         if tuple(values.shape) != chunk.box.lengths or values.dtype != entry.dtype:
             raise CheckpointError(
@@ -432,6 +455,12 @@ class CheckpointFolder:
                 f"{entry.dtype}; the checkpoint is damaged"
             )
         return values
+
+    def _opened_chunk(
+        self, entry: TensorEntry, chunk: ChunkEntry, where: str
+    ) -> contextlib.AbstractContextManager[io.BufferedReader | io.BytesIO]:
+        needed = chunk.box.numel * entry.dtype.itemsize + _MAX_ARCHIVE_OVERHEAD
+        return self.opened(chunk.span, chunk.transforms, where, needed)
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
@@ -469,17 +498,22 @@ class CheckpointFolder:
                 file.close()
 
     @contextlib.contextmanager
-    def opened(self, span: Span, transforms: Sequence[str], where: str) -> Iterator[io.BufferedReader | io.BytesIO]:
+    def opened(
+        self, span: Span, transforms: Sequence[str], where: str, at_most: int = MAX_OBJECT_BYTES
+    ) -> Iterator[io.BufferedReader | io.BytesIO]:
         """Some bytes of one file as a file, with torch's stream extensions undone.
 
         Args:
             span: Which bytes.
             transforms: Names of the extensions.
             where: Names the bytes in messages.
+            at_most: More bytes than this they may not be, nor become.
 
         Raises:
             CheckpointError: The file is missing or too short, or an extension is unknown or fails.
         """
+        if span.length > at_most:
+            raise CheckpointError(f"{where} has {span.length} bytes, and needs no more than {at_most}; refused")
         try:
             with self._file(span.file) as file:
                 has = os.fstat(file.fileno()).st_size
@@ -493,7 +527,7 @@ class CheckpointFolder:
                     window = io.BufferedReader(Window(file, span.offset, span.length))
                 if transforms:
                     with reading(where):
-                        window = _undone(window, transforms, where)
+                        window = _undone(window, transforms, where, at_most)
                 yield window
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
@@ -508,7 +542,7 @@ class CheckpointFolder:
         return contextlib.nullcontext(self._open_files[name])
 
 
-def _undone(stream: IO[bytes], transforms: Sequence[str], where: str) -> io.BytesIO:
+def _undone(stream: IO[bytes], transforms: Sequence[str], where: str, at_most: int) -> io.BytesIO:
     """What torch's stream extensions made these bytes from."""
     try:
         extensions = ExtensionRegistry().from_descriptor_list(transforms)
@@ -518,7 +552,10 @@ def _undone(stream: IO[bytes], transforms: Sequence[str], where: str) -> io.Byte
         ) from error
     for extension in extensions:
         stream = cast(StreamTransformExtension, extension).transform_from(stream)
-    return io.BytesIO(stream.read())  # an extension's stream cannot go back
+    found = stream.read(at_most + 1)  # an extension's stream cannot go back
+    if len(found) > at_most:
+        raise CheckpointError(f"{where} unpacks to more than {at_most} bytes, which it cannot need; refused")
+    return io.BytesIO(found)
 
 
 def _reason(error: Exception) -> str:
@@ -537,8 +574,7 @@ def _metadata_bytes(folder: Path) -> bytes:
             raise CheckpointError(f"{folder} is not a folder; give the folder of one checkpoint")
         if not path.is_file():
             raise CheckpointError(f"{folder} has no {METADATA}, so it is not a (finished) checkpoint{_hint(folder)}")
-        with open_file(path) as file:
-            return file.read()
+        return read_file(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 

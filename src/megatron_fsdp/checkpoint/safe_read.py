@@ -1,11 +1,10 @@
 """Read files that we did not write: as data, without running code from them.
 
-Tensors are read by `torch.load(weights_only=True)`. Objects, and the `.metadata` of torch.distributed.checkpoint, hold
-more than that takes (NumPy's arrays, `argparse.Namespace`, classes of Megatron that are not installed). A pickle names
-classes and functions that the reader imports and calls; whoever wrote the file chooses them. Here every name is looked
-up in a table instead, and one that is not there is refused by name, before anything is called.
-
-Neither bounds the memory and the time that a hostile file makes reading take.
+A pickle names classes and functions that the reader imports and calls; whoever wrote the file chooses them. Here every
+name is looked up in a table instead, and one that is not there is refused by name, before anything is called.
+`torch.load(weights_only=True)` would refuse what objects and the `.metadata` of torch.distributed.checkpoint hold
+(NumPy's arrays, `argparse.Namespace`, classes of Megatron that are not installed), and it lets a file of a kilobyte ask
+for any memory (`bytearray(10**11)`): what reading may cost is counted here (see `reading_budget`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import enum
 import errno
 import functools
 import io
@@ -24,26 +24,35 @@ import pathlib
 import pickle
 import re
 import stat
+import struct
+import sys
 import zipfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch import serialization
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
+from megatron_fsdp.checkpoint.reading_budget import (
+    ELEMENT_BYTES,
+    MAX_DIMS,
+    OverBudgetError,
+    ReadingBudget,
+    text_cost,
+)
 from megatron_fsdp.errors import CheckpointError
 
 FOREIGN_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelopt", "nvidia_resiliency_ext", "nemo"})
 """Packages whose classes may stand in a checkpoint: never imported, what was stored of them is kept as `Opaque`."""
 
-MAX_DIMS = 64
-"""What torch allows a tensor."""
+MAX_OBJECT_BYTES = 4 << 30
 _MAX_JSON_BYTES = 1 << 30
 _BLOCK_BYTES = 1 << 20
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_BEHIND_CONTENTS = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # their data descriptor, another record, or the directory
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -75,6 +84,19 @@ def _require_regular(path: str, status: os.stat_result) -> None:
         raise OSError(errno.EINVAL, "it is a folder, pipe, socket or device where a file should be", path)
 
 
+def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
+    """The contents of a regular file.
+
+    Raises:
+        OSError: It is larger than `at_most` bytes, no regular file, or cannot be read.
+    """
+    with open_file(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > at_most:
+            raise OSError(errno.EFBIG, f"it has {nbytes} bytes, and {at_most} is the most that is read", str(path))
+        return file.read(nbytes)
+
+
 def read_json(path: Path, at_most: int = _MAX_JSON_BYTES) -> Any:
     """What a JSON file holds.
 
@@ -82,11 +104,7 @@ def read_json(path: Path, at_most: int = _MAX_JSON_BYTES) -> Any:
         CheckpointError: It is larger than `at_most` bytes, no regular file, no JSON, or cannot be read.
     """
     try:
-        with open_file(path) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes > at_most:
-                raise ValueError(f"it has {nbytes} bytes, and {at_most} is the most that is read")
-            return json.loads(file.read().decode("utf-8"))
+        return json.loads(read_file(path, at_most).decode("utf-8"))
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         told = error.strerror if isinstance(error, OSError) else str(error) or type(error).__name__
         raise CheckpointError(
@@ -118,6 +136,8 @@ def reading(where: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    except OverBudgetError as error:
+        raise CheckpointError(f"{where} is refused: {error}") from error
     except MemoryError as error:
         raise CheckpointError(
             f"there is not enough memory to read {where}; free some, or use another machine"
@@ -134,8 +154,7 @@ def _in_a_line(error: BaseException) -> str:
         text = str(error)[:2000]
     except ValueError:  # of a number with more digits than Python prints
         return "no words for it"
-    reason = re.search(r"WeightsUnpickler error: (.*)", text)  # torch puts advice for its own users before
-    return printable((reason[1] if reason else text).partition("\n")[0]) or "no words for it"
+    return printable(text.partition("\n")[0]) or "no words for it"
 
 
 def _refusal(where: str, name: str) -> CheckpointError:
@@ -196,25 +215,22 @@ def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.
         CheckpointError: It is something else, or damaged.
     """
     with reading(where):
-        if check:
-            _require_sound_archive(stream, where)
-        found = load_weights(stream, where, "cpu")
+        found = _ArchiveUnpickler(_Archive(stream, where, check=check)).load()
     if not isinstance(found, torch.Tensor):
         raise CheckpointError(f"{where} holds a {type(found).__name__} where a tensor should be; the file is damaged")
-    if found.layout is torch.strided and found.nbytes > found.untyped_storage().nbytes():
+    if found.nbytes > found.untyped_storage().nbytes():
         raise CheckpointError(f"{where} holds a tensor with fewer elements than its shape {tuple(found.shape)} has")
     return found.detach()
 
 
-def load_weights(stream: IO[bytes], where: str, map_location: str) -> Any:
-    """`torch.load(weights_only=True)`, which names what it refuses as other readers do."""
-    try:
-        return torch.load(stream, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        name = re.search(r"GLOBAL (\S+)", str(error))
-        if name is None:
-            raise
-        raise _refusal(where, name[1]) from None  # torch would advise to allow it
+def load_without_elements(stream: IO[bytes], where: str) -> Any:
+    """Read what `torch.save` wrote with its tensors on the meta device.
+
+    Returns:
+        What it is; the storages of its tensors have `_checkpoint_offset`, where their bytes begin in the stream (None
+        where those are not in the byte order of this machine).
+    """
+    return _ArchiveUnpickler(_Archive(stream, where), on_meta=True).load()
 
 
 def load_object(raw: bytes, where: str) -> Any:
@@ -229,12 +245,10 @@ def load_object(raw: bytes, where: str) -> Any:
 
     Raises:
         CheckpointError: It names a class or function off the list, is not of the zip format that torch writes since
-            1.6, holds TorchScript, or is damaged.
+            1.6, holds TorchScript, asks for more memory or time than its size calls for, or is damaged.
     """
     with reading(where):
-        stream = io.BytesIO(raw)
-        _require_sound_archive(stream, where)
-        return _load_archive(stream, where)
+        return _ArchiveUnpickler(_Archive(io.BytesIO(raw), where, check=True)).load()
 
 
 def load_object_file(path: Path) -> Any:
@@ -246,48 +260,85 @@ def load_object_file(path: Path) -> Any:
     where = str(path)
     try:
         with open_file(path) as file, reading(where):
-            nbytes = os.fstat(file.fileno()).st_size
-            return _load_archive(
-                file, where, cast(torch.UntypedStorage, torch.UntypedStorage.from_file(where, False, nbytes))
-            )
+            archive = _Archive(file, where)
+            mapped = torch.UntypedStorage.from_file(where, False, archive.nbytes)
+            return _ArchiveUnpickler(archive, mapped=cast(torch.UntypedStorage, mapped)).load()
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
 
 
-def _require_sound_archive(stream: IO[bytes], where: str) -> None:
-    """Compare what an archive of `torch.save` holds with its CRC-32s; torch itself does not look at them."""
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            for record in archive.infolist():
-                if record.CRC:  # torch can leave it out
-                    with archive.open(record) as contents:
-                        while contents.read(_BLOCK_BYTES):  # compares at the end
-                            pass
-    except zipfile.BadZipFile as error:
-        raise CheckpointError(
-            f"{where} is not an archive of torch.save (zip format) as it was written: {printable(str(error))}; restore "
-            "it from a copy"
-        ) from error
-    stream.seek(0)
+class _Archive:
+    """The records of an archive of `torch.save`: none compressed, none in another.
 
-
-def _load_archive(stream: IO[bytes], where: str, mapped: torch.UntypedStorage | None = None) -> Any:
-    """Read an archive by the table of names.
-
-    `torch.load` would take the table as `pickle_module`, but it also runs TorchScript and reads older formats, and it
-    refuses any table where an environment variable wants `weights_only`.
+    Python's reader of zip files alone says where they lie; a second one, such as torch's, may see others in one file.
     """
-    if not zipfile.is_zipfile(stream):
-        raise CheckpointError(f"{where} is not an archive of torch.save (zip format); save it again with torch.save")
-    stream.seek(0)
-    with serialization._open_zipfile_reader(stream) as archive:
-        if archive.has_record("constants.pkl"):
+
+    def __init__(self, stream: IO[bytes], where: str, *, check: bool = False) -> None:
+        self.where, self._stream, self._check = where, stream, check
+        self.nbytes = stream.seek(0, io.SEEK_END)
+        try:
+            with zipfile.ZipFile(stream) as found:
+                infos, self._end = found.infolist(), found.start_dir
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(
+                f"{where} is not an archive of torch.save (zip format) as it was written: {printable(str(error))}; "
+                "restore it from a copy, or save it again with torch.save"
+            ) from error
+        self._folder = infos[0].filename.partition("/")[0] if infos else ""
+        self._records = {info.filename: info for info in infos}
+        if any(info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size for info in infos):
+            raise CheckpointError(f"{where} is damaged: something in it is compressed, which torch.save never does")
+        if sum(info.file_size for info in infos) > self.nbytes or len(self._records) < len(infos):
+            raise CheckpointError(f"{where} is damaged: the files in it lie in one another")
+        if "constants.pkl" in self:
             raise CheckpointError(f"{where} holds TorchScript, which is code; a checkpoint does not need it: refused")
-        bound = type("Unpickler", (RestrictedUnpickler,), {"where": where})
-        return serialization._load(archive, "cpu", SimpleNamespace(Unpickler=bound), overall_storage=mapped)
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self._folder}/{name}" in self._records
+
+    def place_of(self, name: str) -> tuple[int, int]:
+        """First byte of a record, and its length.
+
+        Two lengths in the header in front of the contents decide it, and no checksum covers them: the name behind the
+        header, and the signature behind the contents, tell whether they are right.
+        """
+        info = self._records.get(f"{self._folder}/{name}")
+        if info is None:
+            raise CheckpointError(f"{self.where} is damaged: it has no {name!a:.100}")
+        self._stream.seek(info.header_offset)
+        signature, name_length, extra_length = _LOCAL_HEADER.unpack(self._stream.read(_LOCAL_HEADER.size))
+        is_right = signature == b"PK\3\4" and self._stream.read(name_length) == info.orig_filename.encode()
+        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        self._stream.seek(start + info.file_size)
+        if not is_right or start + info.file_size > self._end or self._stream.read(4) not in _BEHIND_CONTENTS:
+            raise CheckpointError(f"{self.where} is damaged: {name!a:.100} does not begin where it should")
+        return start, info.file_size
+
+    def read(self, name: str) -> torch.Tensor:
+        """The bytes of a record, compared with their CRC-32 if that is asked for and there is one."""
+        start, length = self.place_of(name)
+        self._stream.seek(start)
+        contents = torch.empty(length, dtype=torch.uint8)
+        view = contents.numpy().data
+        has = self._stream.readinto(view)  # type: ignore[attr-defined]
+        crc = self._records[f"{self._folder}/{name}"].CRC
+        if has != length or (self._check and crc and zlib.crc32(view) != crc):
+            raise CheckpointError(f"{self.where} is damaged: the checksum of {name!a:.100} does not fit its contents")
+        return contents
 
 
 # ---- pickles ---------------------------------------------------------------------------------------------------------
+
+
+_AS_USUAL = (
+    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.GLOBAL),
+    *(pickle.STACK_GLOBAL, pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT),
+    *(pickle.MEMOIZE, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
+    *(pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8, pickle.BINBYTES),
+    *(pickle.SHORT_BINBYTES, pickle.BINBYTES8, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2),
+    *(pickle.TUPLE3, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
+)
+"""What picklers write for data since protocol 2 and Python's machine may do as it does; others are below or refused."""
 
 
 class Opaque:
@@ -314,25 +365,71 @@ class Opaque:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
-
-    def append(self, item: Any) -> None:
-        """Keep an element."""
-        self.items.append(item)
-
     def __repr__(self) -> str:
         return f"<{self.qualified_name}, not read>"
 
 
-class RestrictedUnpickler(pickle._Unpickler):
-    """An unpickler that knows a table of names and no others, and fills objects of data only.
+class _Operations(dict[int, Callable[[Any], None]]):
+    """Of each operation of pickles what it does; operations that data do not need are refused."""
 
-    Python's own in C would also set attributes of classes, and reach back into what other pickles have registered.
+    def __missing__(self, code: int) -> Callable[[Any], None]:
+        def refuse(_machine: Any) -> None:
+            raise pickle.UnpicklingError(f"operation {code:#04x} of pickles is not one that data need")
+
+        return refuse
+
+
+class RestrictedUnpickler(pickle._Unpickler):
+    """An unpickler that knows a table of names and no others, fills objects of data only, and counts what it makes.
+
+    Python's own in C would also set attributes of classes, and reach back into what other pickles have registered. Most
+    operations take a byte and make one small object. Those that can do more with a byte (copy what was read before,
+    hash keys) are counted by a `ReadingBudget`; and so is the result, as a tree, with shared parts as often as they are
+    met: whoever walks through it afterwards need not fear that it has no end.
+
+    Args:
+        raw: Of one pickle.
+        where: Names the file in messages.
     """
 
-    where = "a pickle"
     stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
+
+    def __init__(self, raw: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(raw))
+        self.where = where
+        self._budget = ReadingBudget(len(raw))
+        self._foreign: dict[tuple[str, str], type[Opaque]] = {}
+
+    def load(self) -> Any:
+        """Run the pickle.
+
+        Raises:
+            OverBudgetError: It makes more than its size allows.
+        """
+        made = super().load()
+        self._spend_on_tree(made)
+        return made
+
+    def _spend_on_tree(self, value: Any) -> None:
+        """Count all that is met on a walk through a value, shared parts each time; what contains itself has no end."""
+        level: list[Any] = [value]
+        while level:
+            below: list[Any] = []
+            for here in level:
+                parts = _parts(here)
+                cost = ELEMENT_BYTES * (1 + len(parts)) + (
+                    here.nbytes if isinstance(here, np.ndarray | np.generic) else 0
+                )
+                for part in parts:
+                    if type(part) in _TEXTS:
+                        cost += text_cost(part)
+                    elif type(part) not in _ATOMS:
+                        below.append(part)
+                self._budget.spend(cost)
+            level = below
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """The entry of the table.
@@ -340,21 +437,52 @@ class RestrictedUnpickler(pickle._Unpickler):
         Raises:
             CheckpointError: There is none; names the global and the file.
         """
-        found = _names().get((module_name, global_name))
-        if found is not None:
-            return found
-        if module_name.partition(".")[0] in FOREIGN_PACKAGES:
-            return type(global_name, (Opaque,), {"qualified_name": f"{module_name}.{global_name}"})
-        raise _refusal(self.where, f"{module_name}.{global_name}")
+        name = (module_name, global_name)
+        found = _names().get(name) or self._foreign.get(name)
+        if found is None and module_name.partition(".")[0] in FOREIGN_PACKAGES:
+            found = self._foreign[name] = type(global_name, (Opaque,), {"qualified_name": ".".join(name)})
+        if found is None:
+            raise _refusal(self.where, ".".join(name))
+        return found
 
-    def get_extension(self, code: int) -> Any:
-        """Refuse a number that stands for a name."""
-        raise pickle.UnpicklingError(f"extension {code}, which no checkpoint needs")
+    def _call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack[-1]
+        _require(type(arguments) is tuple, "a call with something else than a tuple")
+        _require(not dataclasses.is_dataclass(function), "a call of a class that picklers make without one")
+        self._budget.spend_on(arguments)
+        if isinstance(function, type) and function in _KEYED:
+            self.stack[-1] = self._keyed(function, *arguments)
+        else:
+            self.stack[-1] = function(*arguments)
+
+    def _keyed(self, kind: Callable[..., Any], items: Any = ()) -> Any:
+        """A set or dict of what a list holds, keys or pairs."""
+        _require(type(items) in (list, tuple), f"a {type(items).__name__} where a list should stand")
+        if kind is not collections.OrderedDict:
+            return kind(self._budget.spend_on_keys(items))
+        keys = self._budget.spend_on_keys([key for key, _ in items])
+        return kind(zip(keys, [value for _, value in items], strict=True))
+
+    def _new(self) -> None:
+        arguments = self.stack.pop()
+        self._make(self.stack.pop(), arguments, {})
+
+    def _new_with_names(self) -> None:
+        keywords, arguments = self.stack.pop(), self.stack.pop()
+        self._make(self.stack.pop(), arguments, keywords)
+
+    def _make(self, kind: Any, arguments: Any, keywords: Any) -> None:
+        known = isinstance(kind, type) and (kind in _CLASSES_OF_DATA or issubclass(kind, Opaque))
+        _require(known, "an object of something else than a class of data")
+        _require(type(arguments) is tuple and type(keywords) is dict, "an object made of something else than a tuple")
+        self._budget.spend_on((*arguments, *keywords))
+        self.append(kind.__new__(kind, *arguments, **keywords))
 
     def _build(self) -> None:
         """Give an object its state; never a class, a function or a shared object."""
         state, made = self.stack.pop(), self.stack[-1]
         kind = type(made)
+        self._budget.spend_on(state if type(state) is tuple else (state,))
         if kind in _FILLED_BY_THEMSELVES or isinstance(made, Opaque):
             made.__setstate__(state)
         elif kind in _STATES_OF_NUMPY:
@@ -364,7 +492,134 @@ class RestrictedUnpickler(pickle._Unpickler):
         else:
             raise pickle.UnpicklingError(f"attributes to set on {kind.__name__}, which takes none")
 
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
+    def _append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def _extend(self, items: list[Any] | None = None) -> None:
+        items = self.pop_mark() if items is None else items
+        target = self.stack[-1]
+        _require(type(target) is list or isinstance(target, Opaque), f"elements for a {type(target).__name__}")
+        (target if type(target) is list else target.items).extend(items)
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._update([key, value])
+
+    def _update(self, flat: list[Any] | None = None) -> None:
+        flat = self.pop_mark() if flat is None else flat
+        target = self.stack[-1]
+        if isinstance(target, Opaque):
+            target.items.extend(zip(flat[::2], flat[1::2], strict=True))
+            return
+        _require(type(target) in (dict, *_DICTS), f"items for a {type(target).__name__}")
+        for key, value in zip(self._budget.spend_on_keys(flat[::2]), flat[1::2], strict=True):
+            target[key] = value
+
+    def _add_items(self) -> None:
+        items, target = self.pop_mark(), self.stack[-1]
+        _require(type(target) is set, f"elements for a {type(target).__name__}")
+        target.update(self._budget.spend_on_keys(items))
+
+    def _frozenset(self) -> None:
+        self.append(frozenset(self._budget.spend_on_keys(self.pop_mark())))
+
+    def _frame(self) -> None:
+        self.read(8)  # frames need no care: all is in memory
+
+    def _long_number(self) -> None:
+        raise pickle.UnpicklingError("a whole number of more than 255 bytes, which no checkpoint needs")
+
+    dispatch: ClassVar[dict[int, Any]] = _Operations(
+        {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _AS_USUAL}
+        | {
+            pickle.FRAME[0]: _frame,
+            pickle.LONG4[0]: _long_number,
+            pickle.REDUCE[0]: _call,
+            pickle.NEWOBJ[0]: _new,
+            pickle.NEWOBJ_EX[0]: _new_with_names,
+            pickle.BUILD[0]: _build,
+            pickle.APPEND[0]: _append,
+            pickle.APPENDS[0]: _extend,
+            pickle.SETITEM[0]: _set_item,
+            pickle.SETITEMS[0]: _update,
+            pickle.ADDITEMS[0]: _add_items,
+            pickle.FROZENSET[0]: _frozenset,
+        }
+    )
+
+
+def _parts(value: Any) -> Collection[Any]:
+    """What an object consists of, as far as anyone looks into it."""
+    kind = type(value)
+    if kind in _SEQUENCES:
+        return cast(Collection[Any], value)
+    if isinstance(value, dict):
+        return [*value, *value.values(), *(vars(value).values() if kind is not dict else ())]
+    if isinstance(value, Opaque):
+        return value.arguments, value.state, value.items
+    if kind is slice:
+        return value.start, value.stop, value.step
+    return vars(value).values() if kind in _CLASSES_OF_DATA else ()
+
+
+class _ArchiveUnpickler(RestrictedUnpickler):
+    """Reads the pickle of an archive, with the storages around it.
+
+    Args:
+        archive: Whose bytes are read.
+        mapped: All of the archive; tensors are views of it. None: their bytes are read.
+        on_meta: Whether no bytes are read.
+    """
+
+    def __init__(self, archive: _Archive, *, mapped: torch.UntypedStorage | None = None, on_meta: bool = False) -> None:
+        super().__init__(archive.read("data.pkl").numpy().tobytes(), archive.where)
+        self._archive, self._mapped, self._on_meta = archive, mapped, on_meta
+        order = archive.read("byteorder").numpy().tobytes() if "byteorder" in archive else b"little"
+        if order not in (b"little", b"big"):
+            raise CheckpointError(f"{self.where} is damaged: byte order {order!r:.50}")
+        self._swapped = order.decode() != sys.byteorder
+        self._storages: dict[tuple[str, torch.dtype], torch.storage.TypedStorage] = {}
+        self._views = ReadingBudget(archive.nbytes + _BLOCK_BYTES)
+
+    def persistent_load(self, pid: Any, /) -> torch.storage.TypedStorage:
+        """A storage, by what the pickle says of it.
+
+        Raises:
+            CheckpointError: It says anything else, or another length than the storage has.
+        """
+        if not (type(pid) is tuple and [type(part) for part in pid] == [str, _StorageKind, str, str, int]):
+            raise CheckpointError(f"{self.where} refers to something outside of itself that is no storage; refused")
+        _, kind, key, _, numel = pid
+        start, length = self._archive.place_of(f"data/{key}")
+        if numel * kind.dtype.itemsize != length:
+            raise CheckpointError(
+                f"{self.where} is damaged: {key!a:.100} has {length} bytes, not {numel!s:.30} elements of {kind.dtype}"
+            )
+        if (key, kind.dtype) not in self._storages:
+            storage = self._storage(key, kind.dtype, start, length)
+            typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)
+            self._storages[key, kind.dtype] = typed
+        return self._storages[key, kind.dtype]
+
+    def _storage(self, key: str, dtype: torch.dtype, start: int, length: int) -> torch.UntypedStorage:
+        if self._on_meta:
+            storage = torch.UntypedStorage(length, device="meta")
+            storage._checkpoint_offset = None if self._swapped else start
+            return storage
+        if self._mapped is None or start % dtype.itemsize:
+            storage = self._archive.read(f"data/{key}").untyped_storage()
+        else:
+            storage = self._mapped[start : start + length]
+        if self._swapped:
+            storage.byteswap(dtype)
+        return storage
+
+    def _call(self) -> None:
+        super()._call()
+        if isinstance(self.stack[-1], torch.Tensor):
+            self._views.spend(self.stack[-1].nbytes)
+
+    dispatch: ClassVar[dict[int, Any]] = _Operations({**RestrictedUnpickler.dispatch, pickle.REDUCE[0]: _call})
 
 
 def load_metadata(raw: bytes, where: str) -> Any:
@@ -378,9 +633,7 @@ def load_metadata(raw: bytes, where: str) -> Any:
         CheckpointError: It names something off the table, or cannot be read.
     """
     with reading(where):
-        unpickler = RestrictedUnpickler(io.BytesIO(raw))
-        unpickler.where = where
-        return unpickler.load()
+        return RestrictedUnpickler(raw, where).load()
 
 
 class MCoreMetadata(metadata.Metadata):
@@ -410,26 +663,38 @@ _DATACLASSES: tuple[Any, ...] = (
     planner.TensorWriteData,
     planner.BytesIOWriteData,
 )
+_DICTS = (collections.OrderedDict, collections.Counter)
+_KEYED = {set, frozenset, collections.OrderedDict}
+_SEQUENCES = {list, tuple, set, frozenset, torch.Size}
+_TEXTS = {str, bytes, bytearray}
+_ATOMS = {int, float, complex, bool, type(None), torch.dtype, torch.device, torch.layout}
+_ATOMS |= {torch.Tensor, torch.nn.Parameter}
 _FILLED_BY_THEMSELVES = {metadata.TensorProperties}
-_FILLED_BY_DICT = {*_DATACLASSES, MCoreMetadata, MCoreSavePlan, argparse.Namespace, collections.OrderedDict}
+_FILLED_BY_DICT = {*_DATACLASSES, MCoreMetadata, MCoreSavePlan, argparse.Namespace, *_DICTS}
+_CLASSES_OF_DATA = _FILLED_BY_THEMSELVES | _FILLED_BY_DICT
 
 
 @functools.cache
 def _names() -> dict[tuple[str, str], Any]:
     """What stands for the names in pickles; functions take what an honest pickle gives, and nothing else."""
-    kept = [*_DATACLASSES, metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING, planner.WriteItemType]
+    kept = (*_DATACLASSES, metadata.TensorProperties)
     names: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in kept}
+    for enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
+        names[enumeration.__module__, enumeration.__name__] = _member_of(enumeration)
     dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
-    names |= {("torch._utils", name): getattr(torch._utils, name) for name in _TENSOR_FUNCTIONS}
+    names |= {("torch._utils", name): _rebuilt(getattr(torch._utils, name)) for name in _TENSOR_FUNCTIONS}
+    kinds = torch.storage._dtype_to_storage_type_map().items()
+    names |= {("torch", name): _StorageKind(dtype) for dtype, name in kinds if name[0] != "Q"}
     for kind in (MCoreMetadata, MCoreSavePlan):
         names["megatron.core.dist_checkpointing.strategies.torch", kind.__name__] = kind
     names |= {
-        ("torch", "Size"): _of_a_list(torch.Size),
-        ("torch", "device"): torch.device,
-        ("torch", "UntypedStorage"): torch.UntypedStorage,
-        ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
-        ("torch.serialization", "_get_layout"): serialization._get_layout,
+        ("torch", "Size"): _size,
+        ("torch", "device"): _device,
+        ("torch", "UntypedStorage"): _StorageKind(torch.uint8),
+        ("torch.storage", "UntypedStorage"): _StorageKind(torch.uint8),
+        ("torch.serialization", "_get_layout"): _layout_by_name,
+        ("torch._utils", "_rebuild_parameter"): _parameter,
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "Counter"): _counter,
         ("_codecs", "encode"): _latin1_bytes,
@@ -438,18 +703,18 @@ def _names() -> dict[tuple[str, str], Any]:
         ("numpy", "dtype"): _dtype,
     }
     builtins: dict[str, Any] = {"slice": slice, "complex": complex, "bytearray": _bytearray, "bytes": _no_bytes}
-    builtins |= {"set": _of_a_list(set), "frozenset": _of_a_list(frozenset), "range": range, "xrange": range}
+    builtins |= {"set": set, "frozenset": frozenset, "range": range, "xrange": range}
     for name, stands_for in builtins.items():
         names["builtins", name] = names["__builtin__", name] = stands_for
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):
-            names[module, name] = pathlib.PurePosixPath
+            names[module, name] = _path
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
         names[module, "_reconstruct"], names[module, "scalar"] = _empty_array, _scalar
     return names
 
 
-_TENSOR_FUNCTIONS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
+_TENSOR_FUNCTIONS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
 def _require(holds: bool, what: str) -> None:
@@ -457,12 +722,65 @@ def _require(holds: bool, what: str) -> None:
         raise pickle.UnpicklingError(what)
 
 
-def _of_a_list(kind: Callable[..., Any]) -> Callable[..., Any]:
-    def made(items: Any = ()) -> Any:
-        _require(type(items) in (list, tuple), f"a {type(items).__name__} where a list should stand")
-        return kind(items)
+@dataclasses.dataclass(frozen=True)
+class _StorageKind:
+    """Stands for a class of storages, such as `torch.FloatStorage`."""
+
+    dtype: torch.dtype
+
+
+def _rebuilt(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of torch that makes a tensor of a storage, for arguments that it can make one of."""
+
+    def made(storage: Any, start: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+        _require(isinstance(storage, torch.storage.TypedStorage), "a tensor of no storage")
+        _require(_are_lengths(size) and _are_lengths(stride) and _are_lengths((start,)), "a tensor of other lengths")
+        _require(len(size) == len(stride) and (len(rest) < 2 or not rest[1]), "a tensor with hooks, which are code")
+        dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+        last = start + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        inside = 0 in size or (last + 1) * dtype.itemsize <= storage._untyped_storage.nbytes()
+        _require(inside, "a tensor with elements beyond its storage")
+        return rebuild(storage, 0 if 0 in size else start, size, stride, *rest)
 
     return made
+
+
+def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
+    _require(isinstance(data, torch.Tensor) and not hooks, "a parameter without data, or with hooks, which are code")
+    return torch.nn.Parameter(data.detach(), requires_grad is True and data.is_floating_point())
+
+
+def _are_lengths(values: Any) -> bool:
+    is_shape = isinstance(values, tuple | list) and len(values) <= MAX_DIMS
+    return is_shape and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
+
+
+def _size(lengths: Any = ()) -> torch.Size:
+    _require(isinstance(lengths, list | tuple), f"a {type(lengths).__name__} where a list should stand")
+    return torch.Size(lengths)
+
+
+def _device(*arguments: Any) -> torch.device:
+    _require(0 < len(arguments) <= 2 and type(arguments[0]) is str, "a device without a name")
+    return torch.device(*arguments)
+
+
+def _layout_by_name(name: Any) -> torch.layout:
+    _require(name == "torch.strided", "a tensor of another layout than torch.strided (dense)")
+    return torch.strided
+
+
+def _path(*parts: Any) -> pathlib.PurePosixPath:
+    _require(all(type(part) is str for part in parts), "a path of something else than text")
+    return pathlib.PurePosixPath(*parts)
+
+
+def _member_of(enumeration: type[enum.Enum]) -> Callable[[Any], enum.Enum]:
+    def member(value: Any) -> enum.Enum:
+        _require(type(value) in (int, str), f"a {enumeration.__name__}")
+        return enumeration(value)
+
+    return member
 
 
 def _counter(counts: Any = None) -> collections.Counter[Any]:

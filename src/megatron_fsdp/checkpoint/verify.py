@@ -15,7 +15,7 @@ from megatron_fsdp.checkpoint import checksum, manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.safe_read import load_object, open_file, printable, reading, shortened
+from megatron_fsdp.checkpoint.safe_read import load_object, printable, read_file, reading, shortened
 from megatron_fsdp.checkpoint.tools.kinds import side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
@@ -287,8 +287,7 @@ def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: 
     common = opened.path / COMMON_FILE
     if common.is_file():
         try:
-            with open_file(common) as stream:
-                load_object(stream.read(), str(common))
+            load_object(read_file(common), str(common))
         except (CheckpointError, OSError) as error:
             report.damaged.append(Finding("file", COMMON_FILE, str(error)))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
 from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.safe_read import Opaque, load_object, open_file, read_json
+from megatron_fsdp.checkpoint.safe_read import Opaque, load_object, read_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 ReadBox = Callable[[Sequence[int], Sequence[int]], Tensor]
@@ -210,8 +210,7 @@ def _read_common(folder: CheckpointFolder, path: Path) -> Any:
     old = path / "common.pt"
     if not old.is_file():
         raise CheckpointError(f"{path} has neither {_COMMON_KEY} nor common.pt; the checkpoint is incomplete")
-    with open_file(old) as stream:
-        return load_object(stream.read(), str(old))
+    return load_object(read_file(old), str(old))
 
 
 def _only(content: Any) -> Any:

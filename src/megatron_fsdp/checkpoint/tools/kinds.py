@@ -14,7 +14,7 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.safe_read import load_object, open_file, read_json
+from megatron_fsdp.checkpoint.safe_read import load_object, read_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 MARKER = "metadata.json"
@@ -146,8 +146,7 @@ def read_common_file(folder: CheckpointFolder) -> Any:
     """
     path = folder.path / COMMON_FILE
     try:
-        with open_file(path) as stream:
-            return load_object(stream.read(), str(path))
+        return load_object(read_file(path), str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 

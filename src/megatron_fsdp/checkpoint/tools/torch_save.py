@@ -23,7 +23,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
-from megatron_fsdp.checkpoint.safe_read import Opaque, load_object_file, shortened
+from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
+from megatron_fsdp.checkpoint.safe_read import Opaque, load_object_file, reading, shortened
 from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.tools.repack import (
@@ -156,6 +157,8 @@ def from_torch_save(
     state = load_object_file(source)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
+    with reading(str(source)):
+        _count_paths(state, ReadingBudget(source.stat().st_size))
     leaves, paths = _flattened(state, str(source), nesting)
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes = _tied(tensors)
@@ -163,6 +166,19 @@ def from_torch_save(
         write_folder(temporary, _sources(leaves, chunk_bytes, notes), paths)
     nbytes = sum(value.nbytes for value in tensors.values())
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
+
+
+def _count_paths(value: Any, budget: ReadingBudget, around: int = 0) -> None:
+    """Count the flat keys of a state before they are made: each holds the names of all that is around it."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            names = around + len(str(key))
+            budget.spend(names)
+            _count_paths(inner, budget, names)
+    elif isinstance(value, list) and any(isinstance(inner, torch.Tensor | Mapping | list) for inner in value):
+        for inner in value:
+            budget.spend(around)
+            _count_paths(inner, budget, around)
 
 
 def _flattened(state: Mapping[Any, Any], where: str, nesting: str) -> tuple[dict[str, Any], Mapping[str, KeyPath]]:
