@@ -34,10 +34,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fsdp.checkpoint import reading_budget
+from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
-from megatron_fsdp.checkpoint.safe_read import load_metadata, load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.safe_read import load_metadata
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main
@@ -330,7 +331,7 @@ def test_a_lack_of_memory_is_told_in_words(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_fsdp.checkpoint.safe_read._Archive", lacking)
+        patch.setattr("megatron_fsdp.checkpoint.archive._Archive", lacking)
         refused(lambda: CheckpointFolder(folder).read_object(STEP), "there is not enough memory to read")
     with monkeypatch.context() as patch:
         patch.setattr("megatron_fsdp.cli.checkpoint.inspect_folder", lacking)

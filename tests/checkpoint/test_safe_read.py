@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp.checkpoint.safe_read import Opaque, load_metadata, load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.safe_read import Opaque, load_metadata
 from megatron_fsdp.errors import CheckpointError
 from tests.support import hostile
 from tests.support.byte_damage import saved_bytes

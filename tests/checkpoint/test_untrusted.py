@@ -15,7 +15,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_fsdp.checkpoint.safe_read import load_metadata, load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.safe_read import load_metadata
 from megatron_fsdp.errors import CheckpointError
 from tests.support import hostile
 from tests.support.hostile_readers import READERS, STEP, WEIGHT, Reader, by_folder, by_verify, refused, write_linear

@@ -51,7 +51,7 @@ def payloads(marker: Path) -> dict[str, tuple[bytes, str]]:
         "numpy f2py": (call("numpy.f2py.crackfortran", "getlincoef", code, {}), "getlincoef"),
         "numpy testing": (call("numpy.testing._private.utils", "runstring", code, {}), "runstring"),
         "dotted name": (b"\x8c\x08argparse\x8c\x17Namespace.__init__.name\x93" + run + b"R", "Namespace.__init__"),
-        "our own reader": (call("megatron_fsdp.checkpoint.safe_read", "load_object", ""), "load_object"),
+        "our own reader": (call("megatron_fsdp.checkpoint.archive", "load_object", ""), "load_object"),
     }
     ops = {
         "extension code": (b"\x82\xf1" + run + b"R", "0x82"),

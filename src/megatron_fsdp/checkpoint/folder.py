@@ -18,21 +18,12 @@ import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
 from megatron_fsdp.checkpoint.partial import ChunkIndex, place_of_elements, stretch_of
 from megatron_fsdp.checkpoint.reading_budget import ELEMENT_BYTES, MAX_DEPTH, MAX_DIMS, ReadingBudget
-from megatron_fsdp.checkpoint.safe_read import (
-    MAX_OBJECT_BYTES,
-    Window,
-    load_metadata,
-    load_object,
-    load_tensor,
-    open_file,
-    printable,
-    read_file,
-    reading,
-)
+from megatron_fsdp.checkpoint.safe_read import MAX_OBJECT_BYTES, load_metadata, open_file, printable, read_file, reading
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
@@ -121,7 +112,7 @@ class ObjectEntry:
 
 
 def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
-    """The tensors and objects that metadata describe, in the order of their names.
+    """Return the tensors and objects that metadata describe, in the order of their names.
 
     Args:
         metadata: A `Metadata` as read; of its insides nothing is believed before it is checked.
@@ -232,7 +223,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with boxes that should hold each element of a tensor once, in words; None if nothing is."""
+    """Say what is wrong with boxes that should hold each element of a tensor once; None if nothing is."""
     for box in boxes:
         if len(box.offsets) != len(shape) or any(
             offset + length > total for offset, length, total in zip(box.offsets, box.lengths, shape, strict=True)
@@ -311,7 +302,7 @@ class CheckpointFolder:
         return needed
 
     def file_problems(self) -> dict[str, str]:
-        """What is wrong with files that are missing or too short, by name."""
+        """Say what is wrong with files that are missing or too short, by name."""
         found = {}
         told = Counter[str]()  # bytes that some element or object lies in
         for entry in self.tensors.values():
@@ -369,7 +360,7 @@ class CheckpointFolder:
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """A whole tensor.
+        """Read a whole tensor.
 
         Raises:
             CheckpointError: There is no such tensor, or its bytes are damaged.
@@ -378,7 +369,7 @@ class CheckpointFolder:
         return self.read_box(key, (0,) * len(shape), shape)
 
     def read_box(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor; only what it meets is read: of a chunk one stretch, where that is all of it.
+        """Read a box of a tensor, and nothing that it does not meet: of a chunk one stretch, where that is all of it.
 
         Args:
             key: Of the tensor.
@@ -408,7 +399,7 @@ class CheckpointFolder:
         return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
 
     def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
-        """The elements of a box inside of a chunk."""
+        """Read the elements of a box inside of a chunk."""
         chunk = entry.chunks[number]
         inside = wanted.inside(chunk.box)
         stretch = None if wanted == chunk.box or chunk.transforms else stretch_of(chunk.box.lengths, inside)
@@ -426,7 +417,7 @@ class CheckpointFolder:
         return self._read(entry, chunk)[inside.indices]
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
-        """The values of one chunk, shaped as its box.
+        """Read the values of one chunk, shaped as its box.
 
         Args:
             key: Of the tensor.
@@ -465,7 +456,7 @@ class CheckpointFolder:
     # ---- objects ----------------------------------------------------------------------------------------------------
 
     def read_bytes(self, key: str) -> bytes:
-        """The bytes of an object, as `torch.save` wrote them.
+        """Read the bytes of an object, as `torch.save` wrote them.
 
         Raises:
             CheckpointError: There is no such object, or its file cannot be read.
@@ -478,7 +469,7 @@ class CheckpointFolder:
             return stream.read()
 
     def read_object(self, key: str) -> object:
-        """An object, read as data (see `safe_read.load_object`).
+        """Read an object as data (see `archive.load_object`).
 
         Raises:
             CheckpointError: As of `read_bytes`, or it is damaged or asks for code.
@@ -501,7 +492,7 @@ class CheckpointFolder:
     def opened(
         self, span: Span, transforms: Sequence[str], where: str, at_most: int = MAX_OBJECT_BYTES
     ) -> Iterator[io.BufferedReader | io.BytesIO]:
-        """Some bytes of one file as a file, with torch's stream extensions undone.
+        """Open some bytes of one file as a file, with torch's stream extensions undone.
 
         Args:
             span: Which bytes.
@@ -543,7 +534,7 @@ class CheckpointFolder:
 
 
 def _undone(stream: IO[bytes], transforms: Sequence[str], where: str, at_most: int) -> io.BytesIO:
-    """What torch's stream extensions made these bytes from."""
+    """Return what torch's stream extensions made these bytes from."""
     try:
         extensions = ExtensionRegistry().from_descriptor_list(transforms)
     except (KeyError, ValueError) as error:
@@ -563,7 +554,7 @@ def _reason(error: Exception) -> str:
 
 
 def _metadata_bytes(folder: Path) -> bytes:
-    """The file with the metadata of a folder.
+    """Return the file with the metadata of a folder.
 
     Raises:
         CheckpointError: The folder is missing or no checkpoint, or the file cannot be read.

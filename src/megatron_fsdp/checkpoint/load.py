@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
+from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.live_state import ITERATION, OPTIMIZER, Extras, check_names, device_of
 from megatron_fsdp.checkpoint.manifest import Manifest
@@ -35,7 +36,6 @@ from megatron_fsdp.checkpoint.matching import (
 from megatron_fsdp.checkpoint.naming import place_of, unflatten
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
-from megatron_fsdp.checkpoint.safe_read import load_object
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError

@@ -10,7 +10,8 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.safe_read import load_without_elements, reading
+from megatron_fsdp.checkpoint.archive import load_without_elements
+from megatron_fsdp.checkpoint.safe_read import reading
 from megatron_fsdp.sharding.shards import Box
 
 _MAX_AXES = 2  # layers and experts

@@ -88,7 +88,7 @@ class ReadingBudget:
         self.spend(cost)
 
     def spend_on_keys(self, keys: Iterable[Any]) -> Iterator[Any]:
-        """The same keys one by one, each counted before it is hashed and compared with others of its hash.
+        """Yield keys one by one, each counted before it is hashed and compared with others of its hash.
 
         Raises:
             pickle.UnpicklingError: One is of a kind that costs too much to hash (see `key_cost`).
@@ -100,7 +100,7 @@ class ReadingBudget:
 
 
 def key_cost(key: Any, depth: int = 0) -> int:
-    """What hashing and comparing something counts, which may be asked for again and again.
+    """Return what hashing and comparing something counts, which may be asked for again and again.
 
     Tuples of tuples that name each other take time exponential in the length of their pickle to hash, deep ones end the
     process, and of large numbers and complex ones endless many have one hash.
@@ -125,5 +125,5 @@ def key_cost(key: Any, depth: int = 0) -> int:
 
 
 def text_cost(value: Any) -> int:
-    """What a text counts where it is met again; 0 for short ones and for what is no text."""
+    """Return what a text counts where it is met again; 0 for short ones and for what is no text."""
     return len(value) if type(value) in _TEXTS and len(value) > _SHORT else 0

@@ -1,4 +1,4 @@
-"""Read files that we did not write: as data, without running code from them.
+"""Read pickles that we did not write: as data, without running code from them.
 
 A pickle names classes and functions that the reader imports and calls; whoever wrote the file chooses them. Here every
 name is looked up in a table instead, and one that is not there is refused by name, before anything is called.
@@ -24,13 +24,9 @@ import pathlib
 import pickle
 import re
 import stat
-import struct
-import sys
-import zipfile
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -50,9 +46,6 @@ FOREIGN_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelop
 
 MAX_OBJECT_BYTES = 4 << 30
 _MAX_JSON_BYTES = 1 << 30
-_BLOCK_BYTES = 1 << 20
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-_BEHIND_CONTENTS = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # their data descriptor, another record, or the directory
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -85,7 +78,7 @@ def _require_regular(path: str, status: os.stat_result) -> None:
 
 
 def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
-    """The contents of a regular file.
+    """Return the contents of a regular file.
 
     Raises:
         OSError: It is larger than `at_most` bytes, no regular file, or cannot be read.
@@ -98,7 +91,7 @@ def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
 
 
 def read_json(path: Path, at_most: int = _MAX_JSON_BYTES) -> Any:
-    """What a JSON file holds.
+    """Return what a JSON file holds.
 
     Raises:
         CheckpointError: It is larger than `at_most` bytes, no regular file, no JSON, or cannot be read.
@@ -164,169 +157,6 @@ def _refusal(where: str, name: str) -> CheckpointError:
     )
 
 
-# ---- tensors and objects ---------------------------------------------------------------------------------------------
-
-
-class Window(io.RawIOBase):
-    """Some bytes of a file, as a file.
-
-    Args:
-        file: Open for reading, with a place of its own.
-        start: First byte.
-        length: In bytes.
-    """
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._place = file, start, length, 0
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a place in the window."""
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
-        self._place = max(0, origin + offset)
-        return self._place
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Read up to the end of the window."""
-        target = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
-        self._file.seek(self._start + self._place)
-        count: int = self._file.readinto(target)  # type: ignore[attr-defined]
-        self._place += count
-        return count
-
-
-def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.Tensor:
-    """Read one tensor to the CPU.
-
-    Args:
-        stream: With the bytes of one `torch.save`, and nothing else.
-        where: Names the file (and the entry) in messages.
-        check: Compare with the CRC-32 in the file, where there is one.
-
-    Raises:
-        CheckpointError: It is something else, or damaged.
-    """
-    with reading(where):
-        found = _ArchiveUnpickler(_Archive(stream, where, check=check)).load()
-    if not isinstance(found, torch.Tensor):
-        raise CheckpointError(f"{where} holds a {type(found).__name__} where a tensor should be; the file is damaged")
-    if found.nbytes > found.untyped_storage().nbytes():
-        raise CheckpointError(f"{where} holds a tensor with fewer elements than its shape {tuple(found.shape)} has")
-    return found.detach()
-
-
-def load_without_elements(stream: IO[bytes], where: str) -> Any:
-    """Read what `torch.save` wrote with its tensors on the meta device.
-
-    Returns:
-        What it is; the storages of its tensors have `_checkpoint_offset`, where their bytes begin in the stream (None
-        where those are not in the byte order of this machine).
-    """
-    return _ArchiveUnpickler(_Archive(stream, where), on_meta=True).load()
-
-
-def load_object(raw: bytes, where: str) -> Any:
-    """Read one object; tensors in it come to the CPU.
-
-    Containers, numbers, text, tensors, NumPy arrays and `argparse.Namespace` are read as they are. Objects of packages
-    such as Megatron are kept as `Opaque`. Nothing is imported.
-
-    Args:
-        raw: Of one `torch.save`.
-        where: Names the file (and the entry) in messages.
-
-    Raises:
-        CheckpointError: It names a class or function off the list, is not of the zip format that torch writes since
-            1.6, holds TorchScript, asks for more memory or time than its size calls for, or is damaged.
-    """
-    with reading(where):
-        return _ArchiveUnpickler(_Archive(io.BytesIO(raw), where, check=True)).load()
-
-
-def load_object_file(path: Path) -> Any:
-    """As `load_object`, of a file whose tensors stay on disk until they are looked at (a private memory map).
-
-    Raises:
-        CheckpointError: As of `load_object`, or the file cannot be opened.
-    """
-    where = str(path)
-    try:
-        with open_file(path) as file, reading(where):
-            archive = _Archive(file, where)
-            mapped = torch.UntypedStorage.from_file(where, False, archive.nbytes)
-            return _ArchiveUnpickler(archive, mapped=cast(torch.UntypedStorage, mapped)).load()
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
-
-
-class _Archive:
-    """The records of an archive of `torch.save`: none compressed, none in another.
-
-    Python's reader of zip files alone says where they lie; a second one, such as torch's, may see others in one file.
-    """
-
-    def __init__(self, stream: IO[bytes], where: str, *, check: bool = False) -> None:
-        self.where, self._stream, self._check = where, stream, check
-        self.nbytes = stream.seek(0, io.SEEK_END)
-        try:
-            with zipfile.ZipFile(stream) as found:
-                infos, self._end = found.infolist(), found.start_dir
-        except zipfile.BadZipFile as error:
-            raise CheckpointError(
-                f"{where} is not an archive of torch.save (zip format) as it was written: {printable(str(error))}; "
-                "restore it from a copy, or save it again with torch.save"
-            ) from error
-        self._folder = infos[0].filename.partition("/")[0] if infos else ""
-        self._records = {info.filename: info for info in infos}
-        if any(info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size for info in infos):
-            raise CheckpointError(f"{where} is damaged: something in it is compressed, which torch.save never does")
-        if sum(info.file_size for info in infos) > self.nbytes or len(self._records) < len(infos):
-            raise CheckpointError(f"{where} is damaged: the files in it lie in one another")
-        if "constants.pkl" in self:
-            raise CheckpointError(f"{where} holds TorchScript, which is code; a checkpoint does not need it: refused")
-
-    def __contains__(self, name: str) -> bool:
-        return f"{self._folder}/{name}" in self._records
-
-    def place_of(self, name: str) -> tuple[int, int]:
-        """First byte of a record, and its length.
-
-        Two lengths in the header in front of the contents decide it, and no checksum covers them: the name behind the
-        header, and the signature behind the contents, tell whether they are right.
-        """
-        info = self._records.get(f"{self._folder}/{name}")
-        if info is None:
-            raise CheckpointError(f"{self.where} is damaged: it has no {name!a:.100}")
-        self._stream.seek(info.header_offset)
-        signature, name_length, extra_length = _LOCAL_HEADER.unpack(self._stream.read(_LOCAL_HEADER.size))
-        is_right = signature == b"PK\3\4" and self._stream.read(name_length) == info.orig_filename.encode()
-        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-        self._stream.seek(start + info.file_size)
-        if not is_right or start + info.file_size > self._end or self._stream.read(4) not in _BEHIND_CONTENTS:
-            raise CheckpointError(f"{self.where} is damaged: {name!a:.100} does not begin where it should")
-        return start, info.file_size
-
-    def read(self, name: str) -> torch.Tensor:
-        """The bytes of a record, compared with their CRC-32 if that is asked for and there is one."""
-        start, length = self.place_of(name)
-        self._stream.seek(start)
-        contents = torch.empty(length, dtype=torch.uint8)
-        view = contents.numpy().data
-        has = self._stream.readinto(view)  # type: ignore[attr-defined]
-        crc = self._records[f"{self._folder}/{name}"].CRC
-        if has != length or (self._check and crc and zlib.crc32(view) != crc):
-            raise CheckpointError(f"{self.where} is damaged: the checksum of {name!a:.100} does not fit its contents")
-        return contents
-
-
 # ---- pickles ---------------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +199,7 @@ class Opaque:
         return f"<{self.qualified_name}, not read>"
 
 
-class _Operations(dict[int, Callable[[Any], None]]):
+class Operations(dict[int, Callable[[Any], None]]):
     """Of each operation of pickles what it does; operations that data do not need are refused."""
 
     def __missing__(self, code: int) -> Callable[[Any], None]:
@@ -432,7 +262,7 @@ class RestrictedUnpickler(pickle._Unpickler):
             level = below
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The entry of the table.
+        """Return the entry of the table.
 
         Raises:
             CheckpointError: There is none; names the global and the file.
@@ -456,7 +286,7 @@ class RestrictedUnpickler(pickle._Unpickler):
             self.stack[-1] = function(*arguments)
 
     def _keyed(self, kind: Callable[..., Any], items: Any = ()) -> Any:
-        """A set or dict of what a list holds, keys or pairs."""
+        """Make a set or dict of what a list holds, keys or pairs."""
         _require(type(items) in (list, tuple), f"a {type(items).__name__} where a list should stand")
         if kind is not collections.OrderedDict:
             return kind(self._budget.spend_on_keys(items))
@@ -529,7 +359,7 @@ class RestrictedUnpickler(pickle._Unpickler):
     def _long_number(self) -> None:
         raise pickle.UnpicklingError("a whole number of more than 255 bytes, which no checkpoint needs")
 
-    dispatch: ClassVar[dict[int, Any]] = _Operations(
+    dispatch: ClassVar[dict[int, Any]] = Operations(
         {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _AS_USUAL}
         | {
             pickle.FRAME[0]: _frame,
@@ -549,7 +379,7 @@ class RestrictedUnpickler(pickle._Unpickler):
 
 
 def _parts(value: Any) -> Collection[Any]:
-    """What an object consists of, as far as anyone looks into it."""
+    """Return what an object consists of, as far as anyone looks into it."""
     kind = type(value)
     if kind in _SEQUENCES:
         return cast(Collection[Any], value)
@@ -560,66 +390,6 @@ def _parts(value: Any) -> Collection[Any]:
     if kind is slice:
         return value.start, value.stop, value.step
     return vars(value).values() if kind in _CLASSES_OF_DATA else ()
-
-
-class _ArchiveUnpickler(RestrictedUnpickler):
-    """Reads the pickle of an archive, with the storages around it.
-
-    Args:
-        archive: Whose bytes are read.
-        mapped: All of the archive; tensors are views of it. None: their bytes are read.
-        on_meta: Whether no bytes are read.
-    """
-
-    def __init__(self, archive: _Archive, *, mapped: torch.UntypedStorage | None = None, on_meta: bool = False) -> None:
-        super().__init__(archive.read("data.pkl").numpy().tobytes(), archive.where)
-        self._archive, self._mapped, self._on_meta = archive, mapped, on_meta
-        order = archive.read("byteorder").numpy().tobytes() if "byteorder" in archive else b"little"
-        if order not in (b"little", b"big"):
-            raise CheckpointError(f"{self.where} is damaged: byte order {order!r:.50}")
-        self._swapped = order.decode() != sys.byteorder
-        self._storages: dict[tuple[str, torch.dtype], torch.storage.TypedStorage] = {}
-        self._views = ReadingBudget(archive.nbytes + _BLOCK_BYTES)
-
-    def persistent_load(self, pid: Any, /) -> torch.storage.TypedStorage:
-        """A storage, by what the pickle says of it.
-
-        Raises:
-            CheckpointError: It says anything else, or another length than the storage has.
-        """
-        if not (type(pid) is tuple and [type(part) for part in pid] == [str, _StorageKind, str, str, int]):
-            raise CheckpointError(f"{self.where} refers to something outside of itself that is no storage; refused")
-        _, kind, key, _, numel = pid
-        start, length = self._archive.place_of(f"data/{key}")
-        if numel * kind.dtype.itemsize != length:
-            raise CheckpointError(
-                f"{self.where} is damaged: {key!a:.100} has {length} bytes, not {numel!s:.30} elements of {kind.dtype}"
-            )
-        if (key, kind.dtype) not in self._storages:
-            storage = self._storage(key, kind.dtype, start, length)
-            typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)
-            self._storages[key, kind.dtype] = typed
-        return self._storages[key, kind.dtype]
-
-    def _storage(self, key: str, dtype: torch.dtype, start: int, length: int) -> torch.UntypedStorage:
-        if self._on_meta:
-            storage = torch.UntypedStorage(length, device="meta")
-            storage._checkpoint_offset = None if self._swapped else start
-            return storage
-        if self._mapped is None or start % dtype.itemsize:
-            storage = self._archive.read(f"data/{key}").untyped_storage()
-        else:
-            storage = self._mapped[start : start + length]
-        if self._swapped:
-            storage.byteswap(dtype)
-        return storage
-
-    def _call(self) -> None:
-        super()._call()
-        if isinstance(self.stack[-1], torch.Tensor):
-            self._views.spend(self.stack[-1].nbytes)
-
-    dispatch: ClassVar[dict[int, Any]] = _Operations({**RestrictedUnpickler.dispatch, pickle.REDUCE[0]: _call})
 
 
 def load_metadata(raw: bytes, where: str) -> Any:
@@ -676,7 +446,7 @@ _CLASSES_OF_DATA = _FILLED_BY_THEMSELVES | _FILLED_BY_DICT
 
 @functools.cache
 def _names() -> dict[tuple[str, str], Any]:
-    """What stands for the names in pickles; functions take what an honest pickle gives, and nothing else."""
+    """Return what stands for the names in pickles; functions take what an honest pickle gives, and nothing else."""
     kept = (*_DATACLASSES, metadata.TensorProperties)
     names: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in kept}
     for enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
@@ -685,14 +455,14 @@ def _names() -> dict[tuple[str, str], Any]:
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
     names |= {("torch._utils", name): _rebuilt(getattr(torch._utils, name)) for name in _TENSOR_FUNCTIONS}
     kinds = torch.storage._dtype_to_storage_type_map().items()
-    names |= {("torch", name): _StorageKind(dtype) for dtype, name in kinds if name[0] != "Q"}
+    names |= {("torch", name): StorageKind(dtype) for dtype, name in kinds if name[0] != "Q"}
     for kind in (MCoreMetadata, MCoreSavePlan):
         names["megatron.core.dist_checkpointing.strategies.torch", kind.__name__] = kind
     names |= {
         ("torch", "Size"): _size,
         ("torch", "device"): _device,
-        ("torch", "UntypedStorage"): _StorageKind(torch.uint8),
-        ("torch.storage", "UntypedStorage"): _StorageKind(torch.uint8),
+        ("torch", "UntypedStorage"): StorageKind(torch.uint8),
+        ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
         ("torch.serialization", "_get_layout"): _layout_by_name,
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -723,14 +493,14 @@ def _require(holds: bool, what: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _StorageKind:
+class StorageKind:
     """Stands for a class of storages, such as `torch.FloatStorage`."""
 
     dtype: torch.dtype
 
 
 def _rebuilt(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function of torch that makes a tensor of a storage, for arguments that it can make one of."""
+    """Wrap a function of torch that makes a tensor of a storage, for arguments that it can make one of."""
 
     def made(storage: Any, start: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
         _require(isinstance(storage, torch.storage.TypedStorage), "a tensor of no storage")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fsdp.checkpoint import checksum, manifest
+from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.safe_read import load_object, printable, read_file, reading, shortened
+from megatron_fsdp.checkpoint.safe_read import printable, read_file, reading, shortened
 from megatron_fsdp.checkpoint.tools.kinds import side_file_problems
 from megatron_fsdp.errors import CheckpointError
 

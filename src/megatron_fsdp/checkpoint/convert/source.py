@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
 from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.safe_read import Opaque, load_object, read_file, read_json
+from megatron_fsdp.checkpoint.safe_read import Opaque, read_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 ReadBox = Callable[[Sequence[int], Sequence[int]], Tensor]

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.safe_read import load_object, read_file, read_json
+from megatron_fsdp.checkpoint.safe_read import read_file, read_json
 from megatron_fsdp.errors import CheckpointError
 
 MARKER = "metadata.json"

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
+from megatron_fsdp.checkpoint.archive import load_object_file
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
-from megatron_fsdp.checkpoint.safe_read import Opaque, load_object_file, reading, shortened
+from megatron_fsdp.checkpoint.safe_read import Opaque, reading, shortened
 from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.tools.repack import (
@@ -123,7 +124,7 @@ def _assembled(folder: CheckpointFolder, place: Path) -> Iterator[tuple[str, tor
 
 
 def _nested(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
-    """The nested state dict again, in the order of the metadata."""
+    """Return the nested state dict again, in the order of the metadata."""
     conflict = path_conflict(paths)
     try:
         if conflict is None:
@@ -300,7 +301,7 @@ def _converted(value: Any, key: str, notes: list[str]) -> Any:
 
 
 def _from_numpy(value: Any) -> Any:
-    """An array as a tensor, a number as a number; what torch has no dtype for as lists or text."""
+    """Turn an array into a tensor, a number into a number; what torch has no dtype for into lists or text."""
     if not value.shape:
         return value.item()
     try:

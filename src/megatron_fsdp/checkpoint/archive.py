@@ -1,0 +1,249 @@
+"""Read archives of `torch.save`, tensors and objects, without running code from them (see `safe_read`)."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any, ClassVar, cast
+
+import torch
+
+from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
+from megatron_fsdp.checkpoint.safe_read import (
+    Operations,
+    RestrictedUnpickler,
+    StorageKind,
+    open_file,
+    printable,
+    reading,
+)
+from megatron_fsdp.errors import CheckpointError
+
+_BLOCK_BYTES = 1 << 20
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_BEHIND_CONTENTS = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # their data descriptor, another record, or the directory
+
+
+class Window(io.RawIOBase):
+    """Some bytes of a file, as a file.
+
+    Args:
+        file: Open for reading, with a place of its own.
+        start: First byte.
+        length: In bytes.
+    """
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._place = file, start, length, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a place in the window."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        self._place = max(0, origin + offset)
+        return self._place
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Read up to the end of the window."""
+        target = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
+        self._file.seek(self._start + self._place)
+        count: int = self._file.readinto(target)  # type: ignore[attr-defined]
+        self._place += count
+        return count
+
+
+def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.Tensor:
+    """Read one tensor to the CPU.
+
+    Args:
+        stream: With the bytes of one `torch.save`, and nothing else.
+        where: Names the file (and the entry) in messages.
+        check: Compare with the CRC-32 in the file, where there is one.
+
+    Raises:
+        CheckpointError: It is something else, or damaged.
+    """
+    with reading(where):
+        found = _ArchiveUnpickler(_Archive(stream, where, check=check)).load()
+    if not isinstance(found, torch.Tensor):
+        raise CheckpointError(f"{where} holds a {type(found).__name__} where a tensor should be; the file is damaged")
+    if found.nbytes > found.untyped_storage().nbytes():
+        raise CheckpointError(f"{where} holds a tensor with fewer elements than its shape {tuple(found.shape)} has")
+    return found.detach()
+
+
+def load_without_elements(stream: IO[bytes], where: str) -> Any:
+    """Read what `torch.save` wrote with its tensors on the meta device.
+
+    Returns:
+        What it is; the storages of its tensors have `_checkpoint_offset`, where their bytes begin in the stream (None
+        where those are not in the byte order of this machine).
+    """
+    return _ArchiveUnpickler(_Archive(stream, where), on_meta=True).load()
+
+
+def load_object(raw: bytes, where: str) -> Any:
+    """Read one object; tensors in it come to the CPU.
+
+    Containers, numbers, text, tensors, NumPy arrays and `argparse.Namespace` are read as they are. Objects of packages
+    such as Megatron are kept as `Opaque`. Nothing is imported.
+
+    Args:
+        raw: Of one `torch.save`.
+        where: Names the file (and the entry) in messages.
+
+    Raises:
+        CheckpointError: It names a class or function off the list, is not of the zip format that torch writes since
+            1.6, holds TorchScript, asks for more memory or time than its size calls for, or is damaged.
+    """
+    with reading(where):
+        return _ArchiveUnpickler(_Archive(io.BytesIO(raw), where, check=True)).load()
+
+
+def load_object_file(path: Path) -> Any:
+    """As `load_object`, of a file whose tensors stay on disk until they are looked at (a private memory map).
+
+    Raises:
+        CheckpointError: As of `load_object`, or the file cannot be opened.
+    """
+    where = str(path)
+    try:
+        with open_file(path) as file, reading(where):
+            archive = _Archive(file, where)
+            mapped = torch.UntypedStorage.from_file(where, False, archive.nbytes)
+            return _ArchiveUnpickler(archive, mapped=cast(torch.UntypedStorage, mapped)).load()
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+
+
+class _Archive:
+    """The records of an archive of `torch.save`: none compressed, none in another.
+
+    Python's reader of zip files alone says where they lie; a second one, such as torch's, may see others in one file.
+    """
+
+    def __init__(self, stream: IO[bytes], where: str, *, check: bool = False) -> None:
+        self.where, self._stream, self._check = where, stream, check
+        self.nbytes = stream.seek(0, io.SEEK_END)
+        try:
+            with zipfile.ZipFile(stream) as found:
+                infos, self._end = found.infolist(), found.start_dir
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(
+                f"{where} is not an archive of torch.save (zip format) as it was written: {printable(str(error))}; "
+                "restore it from a copy, or save it again with torch.save"
+            ) from error
+        self._folder = infos[0].filename.partition("/")[0] if infos else ""
+        self._records = {info.filename: info for info in infos}
+        if any(info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size for info in infos):
+            raise CheckpointError(f"{where} is damaged: something in it is compressed, which torch.save never does")
+        if sum(info.file_size for info in infos) > self.nbytes or len(self._records) < len(infos):
+            raise CheckpointError(f"{where} is damaged: the files in it lie in one another")
+        if "constants.pkl" in self:
+            raise CheckpointError(f"{where} holds TorchScript, which is code; a checkpoint does not need it: refused")
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self._folder}/{name}" in self._records
+
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Return the first byte of a record, and its length.
+
+        Two lengths in the header in front of the contents decide it, and no checksum covers them: the name behind the
+        header, and the signature behind the contents, tell whether they are right.
+        """
+        info = self._records.get(f"{self._folder}/{name}")
+        if info is None:
+            raise CheckpointError(f"{self.where} is damaged: it has no {name!a:.100}")
+        self._stream.seek(info.header_offset)
+        signature, name_length, extra_length = _LOCAL_HEADER.unpack(self._stream.read(_LOCAL_HEADER.size))
+        is_right = signature == b"PK\3\4" and self._stream.read(name_length) == info.orig_filename.encode()
+        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        self._stream.seek(start + info.file_size)
+        if not is_right or start + info.file_size > self._end or self._stream.read(4) not in _BEHIND_CONTENTS:
+            raise CheckpointError(f"{self.where} is damaged: {name!a:.100} does not begin where it should")
+        return start, info.file_size
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read the bytes of a record; compare them with their CRC-32 if that is asked for and there is one."""
+        start, length = self.place_of(name)
+        self._stream.seek(start)
+        contents = torch.empty(length, dtype=torch.uint8)
+        view = contents.numpy().data
+        has = self._stream.readinto(view)  # type: ignore[attr-defined]
+        crc = self._records[f"{self._folder}/{name}"].CRC
+        if has != length or (self._check and crc and zlib.crc32(view) != crc):
+            raise CheckpointError(f"{self.where} is damaged: the checksum of {name!a:.100} does not fit its contents")
+        return contents
+
+
+class _ArchiveUnpickler(RestrictedUnpickler):
+    """Reads the pickle of an archive, with the storages around it.
+
+    Args:
+        archive: Whose bytes are read.
+        mapped: All of the archive; tensors are views of it. None: their bytes are read.
+        on_meta: Whether no bytes are read.
+    """
+
+    def __init__(self, archive: _Archive, *, mapped: torch.UntypedStorage | None = None, on_meta: bool = False) -> None:
+        super().__init__(archive.read("data.pkl").numpy().tobytes(), archive.where)
+        self._archive, self._mapped, self._on_meta = archive, mapped, on_meta
+        order = archive.read("byteorder").numpy().tobytes() if "byteorder" in archive else b"little"
+        if order not in (b"little", b"big"):
+            raise CheckpointError(f"{self.where} is damaged: byte order {order!r:.50}")
+        self._swapped = order.decode() != sys.byteorder
+        self._storages: dict[tuple[str, torch.dtype], torch.storage.TypedStorage] = {}
+        self._views = ReadingBudget(archive.nbytes + _BLOCK_BYTES)
+
+    def persistent_load(self, pid: Any, /) -> torch.storage.TypedStorage:
+        """Return a storage by what the pickle says of it.
+
+        Raises:
+            CheckpointError: It says anything else, or another length than the storage has.
+        """
+        if not (type(pid) is tuple and [type(part) for part in pid] == [str, StorageKind, str, str, int]):
+            raise CheckpointError(f"{self.where} refers to something outside of itself that is no storage; refused")
+        _, kind, key, _, numel = pid
+        start, length = self._archive.place_of(f"data/{key}")
+        if numel * kind.dtype.itemsize != length:
+            raise CheckpointError(
+                f"{self.where} is damaged: {key!a:.100} has {length} bytes, not {numel!s:.30} elements of {kind.dtype}"
+            )
+        if (key, kind.dtype) not in self._storages:
+            storage = self._storage(key, kind.dtype, start, length)
+            typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)
+            self._storages[key, kind.dtype] = typed
+        return self._storages[key, kind.dtype]
+
+    def _storage(self, key: str, dtype: torch.dtype, start: int, length: int) -> torch.UntypedStorage:
+        if self._on_meta:
+            storage = torch.UntypedStorage(length, device="meta")
+            storage._checkpoint_offset = None if self._swapped else start
+            return storage
+        if self._mapped is None or start % dtype.itemsize:
+            storage = self._archive.read(f"data/{key}").untyped_storage()
+        else:
+            storage = self._mapped[start : start + length]
+        if self._swapped:
+            storage.byteswap(dtype)
+        return storage
+
+    def _call(self) -> None:
+        super()._call()
+        if isinstance(self.stack[-1], torch.Tensor):
+            self._views.spend(self.stack[-1].nbytes)
+
+    dispatch: ClassVar[dict[int, Any]] = Operations({**RestrictedUnpickler.dispatch, pickle.REDUCE[0]: _call})
