@@ -62,7 +62,7 @@ class OptimizerKind:
         states_per_param: Values that it keeps per parameter, in the dtype of the main weights.
         counts_steps: Whether it keeps a counter of 4 bytes per parameter that has elements on the rank.
         temporaries: Values per parameter that its step borrows.
-        one_by_one: Whether it borrows for one run of parameters after another, else for all at a time.
+        one_by_one: Whether it borrows for one parameter after another, else for all at a time.
         passes_per_param: Values per parameter that a step reads and writes, its state included.
     """
 
@@ -85,8 +85,7 @@ OPTIMIZERS = {
     )
 }
 """By name. Torch's AdamW on lists of tensors (foreach, its default on CUDA) borrows one value per parameter for the
-denominator, its loop over parameters (the default on CPU) two for one at a time, which here is a run of parameters that
-lie side by side; fused kernels nothing."""
+denominator, its loop over parameters (the default on CPU) two for one parameter at a time; fused kernels nothing."""
 
 
 def find_optimizer(name: str) -> OptimizerKind:

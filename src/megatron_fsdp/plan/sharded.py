@@ -118,12 +118,14 @@ class OptimizerElements:
 
     Attributes:
         elements: Without padding.
+        largest: Those of the two largest parameters.
         parameters: How many it knows, those without an element here included.
         itemsize: Bytes of an element of the main weights.
         compute_itemsize: Bytes of an element of the compute weights.
     """
 
     elements: int
+    largest: tuple[int, ...]
     parameters: int
     itemsize: int
     compute_itemsize: int
@@ -135,6 +137,7 @@ def _optimizer_elements(group: GroupPlan, used: Collection[str] | None) -> Optim
     owned = [stop - start for start, stop in ranges]
     return OptimizerElements(
         sum(owned),
+        tuple(nlargest(2, owned)),
         len(owned),
         group.precision.main_params.itemsize,
         group.precision.compute.itemsize,
@@ -297,8 +300,8 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """Count the bytes that the optimizer's step borrows; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
     groups = model.optimizer_elements(used)
-    if kind.one_by_one:  # a run of parameters at a time, and the last value of the run before is still there
-        first, second = nlargest(2, [*(group.elements * group.itemsize for group in groups), 0, 0])
+    if kind.one_by_one:  # a parameter at a time, and the last value of the one before is still there
+        first, second = nlargest(2, [*(count * group.itemsize for group in groups for count in group.largest), 0, 0])
         return kind.temporaries * first + second
     return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
 
