@@ -231,13 +231,15 @@ def _dump_stacks(workers: Sequence[_Worker]) -> dict[int, str]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.process.pid, STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_DUMP_TIMEOUT_S
-    while time.monotonic() < deadline and not all(_has_main_stack(worker.spec.stack_path) for worker in workers):
+    while time.monotonic() < deadline and not all(_has_whole_dump(worker.spec.stack_path) for worker in workers):
         time.sleep(0.05)
     return {worker.spec.rank: _test_stack(_read(worker.spec.stack_path)) for worker in workers}
 
 
-def _has_main_stack(path: Path) -> bool:
-    return f'File "{worker_main.__code__.co_filename}"' in _read(path)
+def _has_whole_dump(path: Path) -> bool:
+    # The main thread is the oldest, thus the last one written, and its outermost frame is a module: a file read
+    # while the process still writes ends elsewhere.
+    return _read(path).endswith(" in <module>\n")
 
 
 def _test_stack(dump: str) -> str:
