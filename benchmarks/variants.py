@@ -108,10 +108,8 @@ def no_overlap() -> Iterator[None]:
         yield
 
 
-def _at_once(launch: Callable[[], Any]) -> None:
-    work = launch()
-    if work is not None:
-        work.wait()
+def _at_once(launch: Callable[[bool], Any], _async_op: bool) -> None:
+    launch(False)
 
 
 def no_returned_gradients() -> AbstractContextManager[object]:

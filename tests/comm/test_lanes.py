@@ -1,7 +1,8 @@
 """The lane of the CPU launches at once and finishes when waited for, each once; that of CUDA keeps streams in order."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,9 +29,9 @@ class Recorder:
         self.lane = HostLane()
         self.log: list[str] = []
 
-    def launch(self, name: str) -> dist.Work:
+    def launch(self, name: str, async_op: bool) -> dist.Work | None:
         self.log.append(f"{name} starts")
-        return cast(dist.Work, LoggedWork(name, self.log))
+        return cast(dist.Work, LoggedWork(name, self.log)) if async_op else None
 
     def note(self, text: str) -> None:
         self.log.append(text)
@@ -38,7 +39,7 @@ class Recorder:
 
 def test_a_launch_runs_at_once_and_its_finish_when_waited_for() -> None:
     recorder = Recorder()
-    ticket = recorder.lane.submit(lambda: recorder.launch("a"), lambda: recorder.note("a summed"))
+    ticket = recorder.lane.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed"))
     assert recorder.log == ["a starts"]
     ticket.wait()
     assert recorder.log == ["a starts", "a done", "a summed"]
@@ -46,7 +47,7 @@ def test_a_launch_runs_at_once_and_its_finish_when_waited_for() -> None:
 
 def test_a_finish_runs_once_however_often_one_waits() -> None:
     recorder = Recorder()
-    ticket = recorder.lane.submit(lambda: recorder.launch("a"), lambda: recorder.note("a summed"))
+    ticket = recorder.lane.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed"))
     for _ in range(3):
         ticket.wait()
     assert recorder.log == ["a starts", "a done", "a summed"]
@@ -55,8 +56,8 @@ def test_a_finish_runs_once_however_often_one_waits() -> None:
 def test_tickets_finish_in_the_order_of_waiting() -> None:
     recorder = Recorder()
     tickets = [
-        recorder.lane.submit(lambda: recorder.launch("a"), lambda: recorder.note("a summed")),
-        recorder.lane.submit(lambda: recorder.launch("b"), lambda: recorder.note("b summed")),
+        recorder.lane.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed")),
+        recorder.lane.submit(partial(recorder.launch, "b"), lambda: recorder.note("b summed")),
     ]
     for ticket in tickets:
         ticket.wait()
@@ -65,7 +66,7 @@ def test_tickets_finish_in_the_order_of_waiting() -> None:
 
 def test_a_launch_without_a_collective_still_finishes() -> None:
     recorder = Recorder()
-    ticket = recorder.lane.submit(lambda: None, lambda: recorder.note("summed"))
+    ticket = recorder.lane.submit(lambda _: None, lambda: recorder.note("summed"))
     assert recorder.log == []
     ticket.wait()
     assert recorder.log == ["summed"]
@@ -73,7 +74,7 @@ def test_a_launch_without_a_collective_still_finishes() -> None:
 
 def test_a_submission_needs_no_finish() -> None:
     recorder = Recorder()
-    recorder.lane.submit(lambda: recorder.launch("a")).wait()
+    recorder.lane.submit(partial(recorder.launch, "a")).wait()
     assert recorder.log == ["a starts", "a done"]
 
 
@@ -85,7 +86,7 @@ def test_a_finish_that_waits_on_its_own_ticket_runs_once() -> None:
         recorder.note("summed")
         tickets[0].wait()
 
-    tickets.append(recorder.lane.submit(lambda: recorder.launch("a"), finish))
+    tickets.append(recorder.lane.submit(partial(recorder.launch, "a"), finish))
     tickets[0].wait()
     assert recorder.log == ["a starts", "a done", "summed"]
 
@@ -113,7 +114,8 @@ class LoggedStreams:
     def __init__(self, log: list[str]) -> None:
         self.lane, self.compute = LoggedStream("the lane", log), LoggedStream("compute", log)
 
-    def Stream(self, _device: torch.device) -> LoggedStream:  # noqa: N802 (torch's name)
+    def Stream(self, _device: torch.device, priority: int) -> LoggedStream:  # noqa: N802 (torch's name)
+        assert priority < 0, "compute's streams have priority 0"
         return self.lane
 
     def current_stream(self, _device: torch.device) -> LoggedStream:
@@ -124,14 +126,31 @@ class LoggedStreams:
         return nullcontext()
 
 
-def test_a_stream_lane_runs_behind_what_compute_has_queued_and_compute_waits_for_it() -> None:
+class Listener:
+    """Stands for an observer of lanes that listens or does not."""
+
+    def __init__(self, listens: bool) -> None:
+        self.listens = listens
+
+    def __bool__(self) -> bool:
+        return self.listens
+
+    def number(self) -> int:
+        return 0
+
+    def communicates(self, *_: Any, **__: Any) -> None:
+        """Take no note."""
+
+
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_a_stream_lane_runs_behind_what_compute_has_queued_and_compute_waits_for_it(is_observed: bool) -> None:
     recorder = Recorder()
-    lane = StreamLane(torch.device("cuda"), streams=LoggedStreams(recorder.log))
-    lane.submit(lambda: recorder.launch("a"), lambda: recorder.note("a summed")).wait()
+    lane = StreamLane(torch.device("cuda"), watch=Listener(is_observed), streams=LoggedStreams(recorder.log))
+    lane.submit(partial(recorder.launch, "a"), lambda: recorder.note("a summed")).wait()
     assert recorder.log == [
         "the lane waits for compute",
         "a starts",
-        "a done",
+        *(["a done"] if is_observed else []),  # else the collective itself is queued on the lane's stream
         "a summed",
         "compute waits for what the lane has queued",
     ]

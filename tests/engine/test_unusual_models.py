@@ -3,7 +3,9 @@
 import copy
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,29 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
+
+
+class BackwardOnAThread(torch.autograd.Function):
+    """Calls a module, and runs its backward on a thread of its own, as autograd does for a graph on two devices."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = module(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.autograd.backward, ctx.y, grads).result()
+        return None, ctx.x.grad
+
+
+class Threaded(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, *_ = self.layers
+        return second(BackwardOnAThread.apply(first, x))  # type: ignore[no-untyped-call]
 
 
 class ReturnsWeight(nn.Module):
@@ -261,9 +286,13 @@ def test_ranks_that_call_different_units_are_found(run_ranks: RunRanks, strategy
     assert first.startswith("ranks gathered or reduced different units")
 
 
-def _refusal(use: Callable[[MegatronFSDP, torch.optim.Optimizer], object], strategy: int = 3) -> str:
+def _refusal(
+    use: Callable[[MegatronFSDP, torch.optim.Optimizer], object],
+    strategy: int = 3,
+    build: Callable[[], nn.Module] = Layers,
+) -> str:
     with fixed_seed(0):
-        model, optimizer = _wrap(Layers(), (nn.Linear,), strategy)
+        model, optimizer = _wrap(build(), (nn.Linear,), strategy)
     with pytest.raises((ConfigurationError, ScheduleError)) as raised:
         use(model, optimizer)
     return str(raised.value)
@@ -302,6 +331,10 @@ def differentiate_twice() -> str:
     return _refusal(lambda m, _: m(X).sum().backward(create_graph=True), 0)
 
 
+def differentiate_on_two_threads() -> str:
+    return _refusal(lambda m, _: m(X.clone().requires_grad_()).sum().backward(), build=Threaded)
+
+
 def copy_deeply() -> str:
     return _refusal(lambda m, _: copy.deepcopy(m))
 
@@ -323,6 +356,7 @@ REFUSALS = {
     replace_data: "the data of layers.2.weight was replaced after the model was sharded",
     write_in_forward: "layers.1.weight was modified in place inside the forward of unit layers.1",
     differentiate_twice: "has a graph of its own (create_graph=True)",
+    differentiate_on_two_threads: "the backward of unit layers.0 runs on another thread than that of earlier units",
     copy_deeply: "a sharded model cannot be deep-copied",
     pickle_it: "a sharded model cannot be pickled",
     shard_lazy: "2 parameters are not initialised yet (such as 0.weight)",

@@ -128,7 +128,7 @@ class LateStreams(TorchDispatchMode):
         self._sides: list[LateStream] = []
         self._is_checked = True
 
-    def Stream(self, _device: torch.device) -> LateStream:  # noqa: N802 (torch's name)
+    def Stream(self, _device: torch.device, priority: int) -> LateStream:  # noqa: ARG002, N802 (torch's name)
         self._sides.append(LateStream(self))
         return self._sides[-1]
 

@@ -120,8 +120,11 @@ class Axis:
         """
         return self.group is not None and (self.sums_locally or backend_of(self.group) == "gloo")
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
-        """Start to all-gather `shard` (shard_numel,) of every rank into `full` (num_ranks * shard_numel,).
+    # With `async_op` a collective returns a handle to wait on. Without, it is over when the method returns, or on CUDA
+    # queued on the current stream.
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, async_op: bool = True) -> dist.Work | None:
+        """All-gather `shard` (shard_numel,) of every rank into `full` (num_ranks * shard_numel,).
 
         `shard` may be this rank's own slice of `full`.
         """
@@ -131,29 +134,31 @@ class Axis:
             return None
         self.traffic.gathers += 1
         self.traffic.gather_bytes += full.nbytes - shard.nbytes
-        work: dist.Work = _all_gather_flat(full, shard, group=self.gather_group or self.group, async_op=True)
+        work: dist.Work | None = _all_gather_flat(full, shard, group=self.gather_group or self.group, async_op=async_op)
         return work
 
-    def all_reduce(self, full: torch.Tensor, average: bool = False) -> dist.Work | None:
-        """Start to sum (or average) `full` over the ranks, in place."""
+    def all_reduce(self, full: torch.Tensor, average: bool = False, async_op: bool = True) -> dist.Work | None:
+        """Sum (or average) `full` over the ranks, in place."""
         if self.num_ranks == 1:
             return None
         self.traffic.reductions += 1
         self.traffic.reduce_bytes += 2 * (full.nbytes - full.nbytes // self.num_ranks)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        return dist.all_reduce(full, op=op, group=self.group, async_op=True)
+        return dist.all_reduce(full, op=op, group=self.group, async_op=async_op)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, average: bool = False) -> dist.Work | None:
-        """Start to reduce-scatter `full` with the native collective; this rank's part lands in `shard`."""
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, average: bool = False, async_op: bool = True
+    ) -> dist.Work | None:
+        """Reduce-scatter `full` with the native collective; this rank's part lands in `shard`."""
         self._count_reduce_scatter(full)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        work: dist.Work = _reduce_scatter_flat(shard, full, op=op, group=self.group, async_op=True)
+        work: dist.Work | None = _reduce_scatter_flat(shard, full, op=op, group=self.group, async_op=async_op)
         return work
 
-    def exchange(self, received: torch.Tensor, full: torch.Tensor) -> dist.Work | None:
-        """Start the all-to-all of a reduce-scatter: part r of `full` goes to rank r; row r comes from rank r."""
+    def exchange(self, received: torch.Tensor, full: torch.Tensor, async_op: bool = True) -> dist.Work | None:
+        """Run the all-to-all of a reduce-scatter: part r of `full` goes to rank r; row r comes from rank r."""
         self._count_reduce_scatter(full)
-        return dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        return dist.all_to_all_single(received, full, group=self.group, async_op=async_op)
 
     def _count_reduce_scatter(self, full: torch.Tensor) -> None:
         self.traffic.reductions += 1

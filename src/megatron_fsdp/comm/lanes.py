@@ -3,8 +3,8 @@
 A lane takes a *launch* (starts a collective) and a *finish* (local work on its result, such as a sum over ranks) and
 returns a ticket. Waiting on the ticket makes the result visible to the code that follows:
 
-- `StreamLane` (CUDA): launch and finish are queued on a side stream that first waits for the compute stream; waiting
-  on the ticket queues an event wait on the compute stream. The host never blocks.
+- `StreamLane` (CUDA): launch and finish are queued on a side stream of high priority that first waits for the compute
+  stream; waiting on the ticket queues an event wait on the current stream. The host never blocks.
 - `HostLane` (CPU): launch returns an asynchronous work handle that progresses on the back end's threads; waiting
   blocks until it is done and then runs finish on the calling thread.
 
@@ -29,7 +29,8 @@ from megatron_fsdp.errors import ConfigurationError
 _CYCLES_PER_S = 1.5e9
 """Clock rate of a CUDA device, roughly."""
 
-Launch = Callable[[], "dist.Work | None"]
+Launch = Callable[[bool], "dist.Work | None"]
+"""Starts a collective. Its argument is torch's `async_op`: whether to return a handle to wait on."""
 Finish = Callable[[], None]
 Tell = Callable[..., None]
 """`LaneWatch.communicates` with the collective and the lane filled in."""
@@ -76,8 +77,8 @@ class Lane(Protocol):
 class StreamApi(Protocol):
     """The part of `torch.cuda` that a lane uses; a simulated device implements it, too."""
 
-    def Stream(self, device: torch.device) -> Any:  # noqa: N802 (torch's name)
-        """Return a new side stream."""
+    def Stream(self, device: torch.device, priority: int) -> Any:  # noqa: N802 (torch's name)
+        """Return a new side stream; of several, the one of the lowest number has precedence."""
 
     def current_stream(self, device: torch.device) -> Any:
         """Return the stream that work is queued on now."""
@@ -144,10 +145,10 @@ class HostLane:
     def submit(self, launch: Launch, finish: Finish | None = None) -> HostTicket:
         """Start the collective at once; its finish runs when the ticket is waited on."""
         if not self._watch:
-            return HostTicket(launch(), finish)
+            return HostTicket(launch(True), finish)
         tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
         tell(Moment.LAUNCHES)
-        work = launch()
+        work = launch(True)
         tell(Moment.LAUNCHED, work=work)
         return WatchedHostTicket(work, finish, tell)
 
@@ -184,7 +185,8 @@ class StreamLane:
         self, device: torch.device, name: str = "", watch: LaneWatch | None = None, streams: StreamApi = torch.cuda
     ) -> None:
         self._streams = streams
-        self._stream = streams.Stream(device)
+        # Collectives that compute will wait for come before the compute that is queued behind it.
+        self._stream = streams.Stream(device, priority=-1)
         self._current_stream = partial(streams.current_stream, device)
         self._name = name
         self._watch = watch
@@ -198,7 +200,9 @@ class StreamLane:
         with self._streams.stream(self._stream):
             if tell is not None:
                 tell(Moment.LAUNCHES)
-            work = launch()
+            # A synchronous collective runs on the current stream, this lane's. Only an observer needs a handle, and
+            # pays for it by one more stream and two more events, those of the back end.
+            work = launch(tell is not None)
             if tell is not None:
                 tell(Moment.LAUNCHED, work=work)
             if work is not None:

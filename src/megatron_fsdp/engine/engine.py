@@ -6,6 +6,7 @@ Its helpers are here too: gradient hooks, agreement on used parameters, checks o
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,6 +148,7 @@ class Engine:
         self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
+        self._backward_thread = 0  # the thread on which the hooks of this backward run
         self._ending = False  # inside `_post_backward`, whose checks conclude later
 
     # ---- forward ------------------------------------------------------------------------------------------------
@@ -326,6 +328,7 @@ class Engine:
     def pre_backward(self, call: ForwardCall) -> None:
         """Unshard a unit for backward: the gradient of some output of a forward is known."""
         self._begin_backward()
+        self._check_thread(call.unit)
         if call.last_backward == self._backward_id:
             return
         call.last_backward = self._backward_id
@@ -422,9 +425,20 @@ class Engine:
         self._callback_queued = self._has_unshown = True
         self._defers |= self.reach is not Reach.EVERYWHERE
         self._backward_id += 1
+        self._backward_thread = threading.get_ident()
         for check in self._checks:
             check.begin()  # not at the end: an earlier backward may have failed before it
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
+
+    def _check_thread(self, index: int) -> None:
+        # Autograd has a thread per device. Hooks on two of them would call the scheduler in an order that differs
+        # between ranks, even under a lock.
+        if threading.get_ident() != self._backward_thread:
+            raise ScheduleError(
+                f"the backward of unit {self.units[index].label} runs on another thread than that of earlier units, as "
+                "where a model's graph is on several devices, so ranks would communicate in different orders; keep all "
+                "units on one device, or call backward inside torch.autograd.set_multithreading_enabled(False)"
+            )
 
     def _post_backward(self) -> None:
         self.observers.backward_pauses()

@@ -120,13 +120,13 @@ class WeightBuffers:
         if not self.main_is_compute:
             self.compute.part(self.main.region).copy_(self.main.local)
 
-    def all_gather_outer(self) -> torch.distributed.Work | None:
-        """Start to all-gather an inner rank's part of the compute weights, in place, over the outer ranks."""
-        return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region))
+    def all_gather_outer(self, async_op: bool) -> torch.distributed.Work | None:
+        """All-gather an inner rank's part of the compute weights, in place, over the outer ranks."""
+        return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region), async_op)
 
-    def all_gather_into(self, full: torch.Tensor) -> torch.distributed.Work | None:
-        """Start to all-gather compute weights into `full` (numel,), over the inner ranks."""
-        return self._axes[-1].all_gather(full, self._sent)
+    def all_gather_into(self, full: torch.Tensor, async_op: bool) -> torch.distributed.Work | None:
+        """All-gather compute weights into `full` (numel,), over the inner ranks."""
+        return self._axes[-1].all_gather(full, self._sent, async_op)
 
     def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """Return tensor `index` as a view of gathered weights that shares no version counter with the buffer.

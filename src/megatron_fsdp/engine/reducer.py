@@ -8,6 +8,7 @@ A stage is a launch, which starts the collective, and a function that returns it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ class GradientReducer:
         """
         axis, average = self._inner, self._averages
         if not self.scatters_inside:
-            return Stage(lambda: axis.all_reduce(bucket, average), lambda: bucket)
+            return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
         if scratch is not None:
             return _exchanged(axis, bucket, scratch)
         return _native(axis, bucket, self.inner_region.numel, average)
@@ -128,7 +129,7 @@ class GradientReducer:
         axis, average = self._outer, self._averages
         assert axis is not None
         if not self.scatters_outer:
-            return Stage(lambda: axis.all_reduce(wire, average), lambda: wire, (wire,))
+            return Stage(partial(axis.all_reduce, wire, average), lambda: wire, (wire,))
         if axis.exchanges_pairwise:
             received = torch.empty_like(wire)
             return _exchanged(axis, wire, received)._replace(memory=(wire, received))
@@ -142,15 +143,16 @@ def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:
     def result_into(out: torch.Tensor, factor: float) -> None:
         add_up_into(received.view(axis.num_ranks, -1).unbind(), out, factor)
 
-    return Stage(lambda: axis.exchange(received, full), lambda: sum_received(received, axis.num_ranks), (), result_into)
+    result = partial(sum_received, received, axis.num_ranks)
+    return Stage(partial(axis.exchange, received, full), result, (), result_into)
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
     """Make a stage of the back end's own reduce-scatter; its result is allocated at launch, on the lane's stream."""
     reduced: list[torch.Tensor] = []
 
-    def launch() -> torch.distributed.Work | None:
+    def launch(async_op: bool) -> torch.distributed.Work | None:
         reduced.append(torch.empty(numel, dtype=full.dtype, device=full.device))
-        return axis.reduce_scatter(reduced[0], full, average)
+        return axis.reduce_scatter(reduced[0], full, average, async_op)
 
     return Stage(launch, reduced.pop)

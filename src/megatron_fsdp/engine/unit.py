@@ -127,13 +127,20 @@ class Unit:
 
     def unshard(self, lane: Lane, block: Block | None) -> None:
         """Start to all-gather the compute weights, into `block` where they are sharded between uses."""
-        self._await(self._outer_tickets)
         if block is not None and block is not self._placed_in:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
-            if not group.plan.needs_all_gather:
-                continue
-            self._tickets.append(lane.submit(partial(group.weights.all_gather_into, full)))
+            if group.plan.needs_all_gather:
+                gather = partial(self._all_gather_into, group, full, tuple(self._outer_tickets))
+                self._tickets.append(lane.submit(gather))
+
+    @staticmethod
+    def _all_gather_into(
+        group: ParameterGroup, full: torch.Tensor, outer: Sequence[Ticket], async_op: bool
+    ) -> torch.distributed.Work | None:
+        for ticket in outer:
+            ticket.wait()  # in the lane: a unit that is only prefetched must not hold up compute
+        return group.weights.all_gather_into(full, async_op)
 
     def wait_for_unshard(self) -> None:
         """Make the gathered weights usable."""
