@@ -1,0 +1,783 @@
+"""Check and measure the package on one GPU within half an hour, in three parts of at most 9, 9 and 8 minutes.
+
+    python tools/gpu_half_hour.py --part 1 --out DIR     # right: parity, real streams, ranks that share the GPU
+    python tools/gpu_half_hour.py --part 2 --out DIR     # fast: layers of an 8B model beside plain torch and FSDP2
+    python tools/gpu_half_hour.py --part 3 --out DIR     # open questions: graphs, fp8 products, registered memory
+
+It needs a checkout and a Python with torch, and neither pip nor network. Every section runs in a process of its own
+with a deadline, so that one that fails or hangs stops nothing. Each number is a line of `DIR/part<N>.jsonl` as soon as
+it is known; `DIR/part<N>.md` is the same as a table, and traces lie beside it. `--device cpu` rehearses it, with small
+sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+PART_S = {1: 540.0, 2: 540.0, 3: 480.0}
+
+
+@dataclass
+class Session:
+    """Where a section runs and what it notes.
+
+    Attributes:
+        device: "cuda", or "cpu" for a rehearsal.
+        out: Folder of results.
+        part: 1 to 3.
+        section: Name of the section that runs.
+    """
+
+    device: torch.device
+    out: Path
+    part: int
+    section: str = ""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this is no rehearsal."""
+        return self.device.type == "cuda"
+
+    def note(self, what: str, **facts: Any) -> None:
+        """Write one line of results, at once."""
+        line = {"section": self.section, "what": what, **facts}
+        with (self.out / f"part{self.part}.jsonl").open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+        print(f"[{self.section}] {what}: " + ", ".join(f"{key}={value}" for key, value in facts.items()), flush=True)
+
+    def finish(self) -> None:
+        """Wait for everything that is queued on the device."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give memory of deleted models back."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of decoder layers, and the sequence lengths to measure."""
+
+    dim: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    layers: int = 4
+    tokens: tuple[int, ...] = (4096, 8192)
+
+
+LLAMA_8B = Sizes(4096, 14336, 32, 8)
+REHEARSAL = Sizes(64, 128, 4, 2, 2, (16, 32))
+
+
+class Layer(nn.Module):
+    """A Llama decoder layer without rotary embeddings: (batch, tokens, dim) in and out."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        head = sizes.dim // sizes.heads
+        self.heads, self.kv_heads = sizes.heads, sizes.kv_heads
+        self.attention_norm = nn.RMSNorm(sizes.dim, **made)
+        self.q = nn.Linear(sizes.dim, sizes.heads * head, bias=False, **made)
+        self.k = nn.Linear(sizes.dim, sizes.kv_heads * head, bias=False, **made)
+        self.v = nn.Linear(sizes.dim, sizes.kv_heads * head, bias=False, **made)
+        self.o = nn.Linear(sizes.heads * head, sizes.dim, bias=False, **made)
+        self.mlp_norm = nn.RMSNorm(sizes.dim, **made)
+        self.gate = nn.Linear(sizes.dim, sizes.hidden, bias=False, **made)
+        self.up = nn.Linear(sizes.dim, sizes.hidden, bias=False, **made)
+        self.down = nn.Linear(sizes.hidden, sizes.dim, bias=False, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run attention and MLP."""
+        y = self.attention_norm(x)
+        q = self.q(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = (part(y).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2) for part in (self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(-2))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def layers(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Draw decoder layers on the device, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(sizes, device, dtype) for _ in range(sizes.layers)))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Mean square of the output."""
+    return model(x).float().square().mean()
+
+
+def start_alone(device: torch.device, world_size: int = 1) -> None:
+    """Make this process one rank; of several, the first of a job whose collectives send nothing."""
+    if world_size > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+
+
+# ---- part 1: right ---------------------------------------------------------------------------------------------------
+
+
+def machine(session: Session) -> None:
+    """Note versions, the device and what its driver says."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    if session.is_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "device": properties.name,
+            "memory GiB": round(properties.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    session.note("versions", **facts)
+
+
+def gpu_tests(session: Session) -> None:
+    """Run the tests that need a GPU, file by file."""
+    if importlib.util.find_spec("pytest") is None:
+        session.note("not run", reason="this Python has no pytest")
+        return
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    for path in files:
+        if not session.is_gpu:
+            session.note(str(path.relative_to(ROOT)), rc="rehearsal: not run")
+            continue
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(path)]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        session.note(str(path.relative_to(ROOT)), rc=found.returncode, said=found.stdout.strip().splitlines()[-3:])
+
+
+POLICIES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def train(model: nn.Module, optimizer: Any, batches: list[list[Tensor]]) -> list[Tensor]:
+    """Train a step for each list of microbatches, one backward each, and return losses and gradients."""
+    seen = []
+    for microbatches in batches:
+        for x in microbatches:
+            loss = loss_of(model, x) / len(microbatches)
+            loss.backward()
+            seen.append(loss.detach().clone())
+        seen += [_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def batches_of(sizes: Sizes, device: torch.device, dtype: torch.dtype, part: slice = slice(None)) -> list[list[Tensor]]:
+    """Two steps of two microbatches of 12 short sequences, or a part of each."""
+    draws = torch.Generator().manual_seed(1)
+    whole = [[torch.randn(12, 8, sizes.dim, generator=draws) for _ in range(2)] for _ in range(2)]
+    return [[x[part].to(device, dtype) for x in step] for step in whole]
+
+
+def alone(session: Session) -> None:
+    """Compare every strategy at world size 1 with plain torch, and with itself under injected delays, bit for bit."""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+    from megatron_fsdp.debug.delays import inject_delays
+
+    start_alone(session.device)
+    for precision, dtype in POLICIES.items():
+        batches = batches_of(REHEARSAL, session.device, dtype)
+        plain = layers(REHEARSAL, session.device, dtype)
+        expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batches)
+        for strategy in range(4):
+            runs = []
+            for delays in (False, True):
+                model = layers(REHEARSAL, session.device, dtype)
+                sharded, optimizer = fully_shard(
+                    model,
+                    torch.optim.SGD(model.parameters(), lr=0.1),
+                    fsdp_unit_modules=[Layer],
+                    zero_dp_strategy=strategy,
+                    mixed_precision_policy=MixedPrecisionPolicy(),
+                )
+                if delays:
+                    with inject_delays(sharded, seed=strategy, up_to_s=0.002):
+                        runs.append(train(sharded, optimizer, batches))
+                else:
+                    runs.append(train(sharded, optimizer, batches))
+            session.finish()
+            undelayed, delayed = runs
+            session.note(
+                f"{precision}, strategy {strategy}",
+                off_plain=max(map(_off, undelayed, expected)),
+                equal_under_delays=all(map(torch.equal, undelayed, delayed)),
+            )
+
+
+def _off(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, by the largest value expected."""
+    found, expected = found.reshape(-1).double(), expected.reshape(-1).double()
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+
+
+def shared_gpu(session: Session) -> None:
+    """Let 2 and 4 processes share the GPU over gloo: every strategy, hybrid sharding, recomputation, against one."""
+    for ranks in (2, 4):
+        store = session.out / f"store{ranks}.{os.getpid()}"
+        command = [sys.executable, __file__, "--rank-of", str(ranks), "--store", str(store), *_arguments(session)]
+        started = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(ranks)]
+        codes = [process.wait() for process in started]
+        store.unlink(missing_ok=True)
+        if any(codes):
+            session.note(f"{ranks} ranks", exit_codes=codes)
+
+
+def rank_of_shared_gpu(session: Session, rank: int, ranks: int, store: str) -> None:
+    """Train on one of the ranks that share the GPU, and compare with the whole batch in this process."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    own = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+    plain = layers(REHEARSAL, session.device, torch.float32)
+    whole = batches_of(REHEARSAL, session.device, torch.float32)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), whole)
+    cases: list[tuple[str, dict[str, Any]]] = [(f"strategy {k}", {"zero_dp_strategy": k}) for k in range(4)]
+    mesh = init_device_mesh(session.device.type, (2, ranks // 2), mesh_dim_names=("outer", "shard"))
+    group = mesh["outer", "shard"]._flatten("all").get_group()
+    hybrid = {"device_mesh": mesh, "dp_shard_dim": "shard", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
+    cases += [("hybrid", hybrid), ("fully hybrid", {**hybrid, "outer_dp_sharding_strategy": 1})]
+    for name, arguments in cases:
+        model = layers(REHEARSAL, session.device, torch.float32)
+        sharded, optimizer = fully_shard(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            fsdp_unit_modules=[Layer],
+            mixed_precision_policy=MixedPrecisionPolicy(),
+            **arguments,
+        )
+        train(sharded, optimizer, batches_of(REHEARSAL, session.device, torch.float32, own))
+        found = sharded.full_parameters()
+        if rank == 0:
+            off = max(_off(found[key], param.detach()) for key, param in plain.named_parameters())
+            session.note(f"{ranks} ranks, {name}", weights_off_one_process=off)
+    dist.destroy_process_group()
+
+
+def no_synchronisation(session: Session) -> None:
+    """Make any wait of the host for the device an error in steady steps."""
+    from megatron_fsdp import fully_shard
+
+    start_alone(session.device)
+    x = torch.randn(1, 64, REHEARSAL.dim, device=session.device, dtype=torch.bfloat16)
+    for strategy in range(4):
+        model = layers(REHEARSAL, session.device, torch.bfloat16)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
+        sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+        for step in range(5):
+            if session.is_gpu:
+                torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+            try:
+                loss_of(sharded, x).backward()
+                torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                if session.is_gpu:
+                    torch.cuda.set_sync_debug_mode("default")
+        session.note(f"strategy {strategy}", synchronised=False)
+
+
+def out_of_memory(session: Session) -> None:
+    """Run out of memory in a forward, reset, and compare the steps that follow with a run that never did."""
+    from megatron_fsdp import fully_shard
+
+    start_alone(session.device)
+    batches = batches_of(REHEARSAL, session.device, torch.float32)
+    results = []
+    for fails in (False, True):
+        model = layers(REHEARSAL, session.device, torch.float32)
+        sharded, optimizer = fully_shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Layer], zero_dp_strategy=3
+        )
+        if fails:
+            size = torch.cuda.get_device_properties(0).total_memory if session.is_gpu else 2**62
+            handle = model[1].register_forward_pre_hook(
+                lambda *_, size=size: torch.empty(size, dtype=torch.uint8, device=session.device) and None
+            )
+            try:
+                loss_of(sharded, batches[0][0]).backward()
+            except RuntimeError as error:
+                session.note("raised", error=type(error).__name__)
+            handle.remove()
+            sharded.reset()
+            optimizer.zero_grad()
+        results.append(train(sharded, optimizer, batches))
+    session.note("after a reset", equal=all(map(torch.equal, *results)))
+
+
+# ---- part 2: fast ----------------------------------------------------------------------------------------------------
+
+
+class MasterWeights:
+    """A bf16 model with fp32 main weights and fused AdamW in plain torch: what sharding is measured against."""
+
+    def __init__(self, model: nn.Module, fused: bool) -> None:
+        self.model = list(model.parameters())
+        self.main = [p.detach().float() for p in self.model]
+        for main in self.main:
+            main.grad = torch.zeros_like(main)
+        self.adam = torch.optim.AdamW(self.main, fused=fused)
+
+    def step(self) -> None:
+        """Update the main weights, and copy them into the model."""
+        grads = [p.grad for p in self.model if p.grad is not None]
+        torch._foreach_copy_([main.grad for main in self.main], grads)
+        self.adam.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.model, self.main)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the model."""
+        for param in self.model:
+            param.grad = None
+
+
+def contenders(session: Session, sizes: Sizes) -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
+    """Return functions that build a model and its optimizer, by name."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
+    from torch.distributed.fsdp import fully_shard as fsdp2
+
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    def plain() -> tuple[nn.Module, Any]:
+        model = layers(sizes, session.device, torch.bfloat16)
+        return model, MasterWeights(model, session.is_gpu)
+
+    def torch_fsdp2() -> tuple[nn.Module, Any]:
+        model = layers(sizes, session.device, torch.float32)
+        policy = Fsdp2Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.children():
+            fsdp2(layer, mp_policy=policy)
+        fsdp2(model, mp_policy=policy)
+        return model, torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
+
+    def ours(strategy: int, fuses: bool) -> tuple[nn.Module, Any]:
+        model = layers(sizes, session.device, torch.bfloat16)
+        return fully_shard(
+            model,
+            torch.optim.AdamW(model.parameters(), fused=session.is_gpu),
+            fsdp_unit_modules=[Layer],
+            zero_dp_strategy=strategy,
+            mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=None if fuses else torch.float32),
+            gradient_accumulation_fusion=fuses,
+        )
+
+    return {
+        "plain torch": plain,
+        "fsdp2": torch_fsdp2,
+        "ours 0": partial(ours, 0, False),
+        "ours 3": partial(ours, 3, False),
+        "ours 3, fused weight gradients": partial(ours, 3, True),
+    }
+
+
+@dataclass
+class Times:
+    """Milliseconds of each measured step."""
+
+    device: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+
+def measure(session: Session, step: Callable[[], None], count: int) -> Times:
+    """Time steps on the device, and on the host until everything is queued."""
+    times = Times()
+    for _ in range(count):
+        session.finish()
+        begin = time.perf_counter()
+        if session.is_gpu:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            step()
+            times.host.append((time.perf_counter() - begin) * 1e3)
+            events[1].record()
+            session.finish()
+            times.device.append(events[0].elapsed_time(events[1]))
+        else:
+            step()
+            times.host.append((time.perf_counter() - begin) * 1e3)
+            times.device.append(times.host[-1])
+    return times
+
+
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def profiled(session: Session, step: Callable[[], None], trace: Path | None) -> dict[str, Any]:
+    """Count kernels and waits of one step, and the share of it in which no kernel runs."""
+    if not session.is_gpu:
+        step()
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+        session.finish()
+    events = list(found.events() or [])
+    on_device = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA")
+    busy, reached = 0.0, float("-inf")
+    for start, end in on_device:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    span = on_device[-1][1] - on_device[0][0] if on_device else 0.0
+    if trace is not None:
+        found.export_chrome_trace(str(trace))
+    return {
+        "kernels": len(on_device),
+        "idle share": round(1 - busy / span, 4) if span else None,
+        # One wait is this function's own.
+        "waits": max(0, sum(e.name in _WAITS for e in events) - 1),
+    }
+
+
+def _compare(session: Session, world_size: int, names: list[str], rounds: int) -> None:
+    sizes = LLAMA_8B if session.is_gpu else REHEARSAL
+    start_alone(session.device, world_size)
+    made = contenders(session, sizes)
+    for tokens in sizes.tokens:
+        x = torch.randn(1, tokens, sizes.dim, device=session.device, dtype=torch.bfloat16)
+        for turn in range(rounds):
+            for name in names:
+                session.free()
+                model, optimizer = made[name]()
+
+                def step(model: nn.Module = model, optimizer: Any = optimizer, x: Tensor = x) -> None:
+                    loss_of(model, x).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                for _ in range(3):
+                    step()
+                session.finish()
+                if session.is_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                times = measure(session, step, 5)
+                facts: dict[str, Any] = {
+                    "device ms": round(statistics.median(times.device), 3),
+                    "host ms": round(statistics.median(times.host), 3),
+                }
+                if session.is_gpu:
+                    stats = torch.cuda.memory_stats()
+                    facts |= {
+                        "allocated GiB": round(stats["allocated_bytes.all.peak"] / 2**30, 3),
+                        "reserved GiB": round(stats["reserved_bytes.all.peak"] / 2**30, 3),
+                        "retries": stats["num_alloc_retries"],
+                    }
+                if turn == 0:
+                    name_of_trace = f"trace-{world_size}-{tokens}-{name.replace(' ', '_').replace(',', '')}.json"
+                    facts |= profiled(session, step, session.out / name_of_trace if tokens == sizes.tokens[0] else None)
+                session.note(f"{name}, rank 0 of {world_size}, {tokens} tokens, round {turn}", **facts)
+                del model, optimizer, step
+
+
+def world_size_1(session: Session) -> None:
+    """Measure everybody on a single rank, interleaved."""
+    _compare(session, 1, list(contenders(session, REHEARSAL)), 3)
+
+
+def rank_0_of(world_size: int, session: Session) -> None:
+    """Measure one rank of several whose collectives send nothing: memory, host time and kernels are real."""
+    _compare(session, world_size, ["fsdp2", "ours 0", "ours 3"], 1)
+
+
+def predicted(session: Session) -> None:
+    """Plan the same layers, for comparison with what was measured."""
+    from megatron_fsdp import MixedPrecisionPolicy
+    from megatron_fsdp.plan import plan
+
+    sizes = LLAMA_8B if session.is_gpu else REHEARSAL
+    for ranks in (1, 8, 64):
+        for strategy in (0, 3):
+            found = plan(
+                layers(sizes, torch.device("meta"), torch.bfloat16),
+                "h100",
+                ranks=ranks,
+                strategy=strategy,
+                policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
+                inputs=torch.empty(1, sizes.tokens[0], sizes.dim, dtype=torch.bfloat16, device="meta"),
+                loss_fn=lambda output: output.float().square().mean(),
+                fsdp_unit_modules=[Layer],
+            )
+            session.note(f"plan, {ranks} ranks, strategy {strategy}, {sizes.tokens[0]} tokens", found=str(found))
+
+
+# ---- part 3: open questions ------------------------------------------------------------------------------------------
+
+
+def graphs(session: Session) -> None:
+    """Try to capture a whole step of strategy 0, and compare its replay with the step itself."""
+    from megatron_fsdp import fully_shard
+
+    start_alone(session.device)
+    if not session.is_gpu:
+        session.note("not run", reason="graphs need CUDA")
+        return
+    model = layers(REHEARSAL, session.device, torch.bfloat16)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer], zero_dp_strategy=0)
+    x = torch.randn(1, 64, REHEARSAL.dim, device=session.device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        loss_of(sharded, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    session.finish()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    session.note("captured", whole_step=True)
+    session.note("step", ms=statistics.median(measure(session, step, 5).device))
+    session.note("replay", ms=statistics.median(measure(session, graph.replay, 5).device))
+
+
+def products(session: Session) -> None:
+    """Time products of the 8B shapes: bf16, bf16 into fp32, and fp8."""
+    sizes = LLAMA_8B if session.is_gpu else REHEARSAL
+    rows, columns, depth = sizes.tokens[0], sizes.hidden, sizes.dim
+    made: dict[str, Any] = {"device": session.device, "dtype": torch.bfloat16}
+    a, b = torch.randn(rows, depth, **made), torch.randn(columns, depth, **made)
+    grad = torch.randn(rows, columns, **made)
+    main = torch.zeros(columns, depth, device=session.device)
+    scale = torch.ones((), device=session.device)
+    tries: dict[str, Callable[[], Any]] = {
+        "bf16": lambda: a @ b.t(),
+        "weight gradient, then added in fp32": lambda: main.add_(grad.t() @ a),
+        "weight gradient into fp32 (addmm out_dtype)": lambda: torch.addmm(main, grad.t(), a, out_dtype=torch.float32),
+        "fp8 (_scaled_mm)": lambda: torch._scaled_mm(
+            a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), scale, scale, out_dtype=torch.bfloat16
+        ),
+        "cast to fp8 and back": lambda: b.to(torch.float8_e4m3fn).to(torch.bfloat16),
+    }
+    for name, run in tries.items():
+        try:
+            run()
+            session.note(
+                name, ms=round(statistics.median(measure(session, lambda run=run: run() and None, 10).device), 4)
+            )
+        except Exception as error:  # noqa: BLE001 (whether it exists is the question)
+            session.note(name, error=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def registered_memory(session: Session) -> None:
+    """Try to register a pool of communication memory with NCCL, with and without symmetric windows."""
+    if not session.is_gpu:
+        session.note("not run", reason="registration needs NCCL")
+        return
+    dist.init_process_group(
+        "nccl", init_method="tcp://127.0.0.1:29512", rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    backend: Any = dist.group.WORLD._get_backend(session.device)
+    for arguments in ({}, {"symm": False}, {"symm": True}):
+        try:
+            pool = torch.cuda.MemPool(backend.mem_allocator)
+            with torch.cuda.use_mem_pool(pool):
+                memory = torch.ones(1 << 20, device=session.device)
+            backend.register_mem_pool(pool, **arguments)
+            dist.all_reduce(memory)
+            session.finish()
+            backend.deregister_mem_pool(pool)
+            session.note(f"register_mem_pool({arguments})", works=bool(memory.sum().item() == 1 << 20))
+        except Exception as error:  # noqa: BLE001 (whether it works is the question)
+            session.note(f"register_mem_pool({arguments})", error=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def compiled(session: Session) -> None:
+    """Time layers that torch compiles, sharded under strategy 3, beside the same without."""
+    from megatron_fsdp import fully_shard
+
+    sizes = LLAMA_8B if session.is_gpu else REHEARSAL
+    start_alone(session.device)
+    x = torch.randn(1, sizes.tokens[0], sizes.dim, device=session.device, dtype=torch.bfloat16)
+    for compiles in (False, True):
+        session.free()
+        model = layers(sizes, session.device, torch.bfloat16)
+        for layer in model.children() if compiles else ():
+            layer.compile()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
+        sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer])
+
+        def step(sharded: nn.Module = sharded, optimizer: Any = optimizer) -> None:
+            loss_of(sharded, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        session.note("compiled" if compiles else "eager", ms=statistics.median(measure(session, step, 5).device))
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """A function of a session, and the seconds that it may take."""
+
+    run: Callable[[Session], None]
+    limit_s: float
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name on the command line."""
+        return self.name or self.run.__name__
+
+
+PARTS: dict[int, tuple[Section, ...]] = {
+    1: (
+        Section(machine, 30),
+        Section(alone, 90),
+        Section(no_synchronisation, 60),
+        Section(out_of_memory, 60),
+        Section(shared_gpu, 120),
+        Section(gpu_tests, 180),
+    ),
+    2: (
+        Section(machine, 30),
+        Section(world_size_1, 270),
+        Section(partial(rank_0_of, 8), 100, "rank_0_of_8"),
+        Section(partial(rank_0_of, 64), 100, "rank_0_of_64"),
+        Section(predicted, 40),
+    ),
+    3: (
+        Section(machine, 30),
+        Section(graphs, 90),
+        Section(products, 60),
+        Section(registered_memory, 60),
+        Section(compiled, 180),
+    ),
+}
+
+
+def run_part(session: Session) -> int:
+    """Run every section in a process of its own; return how many failed."""
+    failed, end = 0, time.monotonic() + PART_S[session.part]
+    for section in PARTS[session.part]:
+        session.section = section.label
+        limit_s = min(section.limit_s, end - time.monotonic())
+        if limit_s <= 5:
+            session.note("not run", reason="the part's time is over")
+            failed += 1
+            continue
+        command = [sys.executable, __file__, "--section", section.label, *_arguments(session)]
+        begin = time.monotonic()
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            code: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {limit_s:.0f} s"
+        with _suppressed_lookup():
+            os.killpg(process.pid, signal.SIGKILL)  # whatever it has started and left
+        process.wait()
+        failed += code != 0
+        session.note("section", ended=code, seconds=round(time.monotonic() - begin, 1))
+    write_page(session)
+    return failed
+
+
+@contextmanager
+def _suppressed_lookup() -> Iterator[None]:
+    try:
+        yield
+    except ProcessLookupError:
+        return
+
+
+def _arguments(session: Session) -> list[str]:
+    return ["--part", str(session.part), "--out", str(session.out), "--device", session.device.type]
+
+
+def write_page(session: Session) -> None:
+    """Write the lines of a part as a table."""
+    lines = [json.loads(line) for line in (session.out / f"part{session.part}.jsonl").read_text().splitlines()]
+    rows = [f"# Part {session.part}, {session.device.type}, {time.strftime('%Y-%m-%d')}", ""]
+    rows += ["| section | what | found |", "|---|---|---|"]
+    for line in lines:
+        facts = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("section", "what"))
+        rows.append(f"| {line['section']} | {line['what']} | {facts.replace('|', '/').replace(chr(10), ' ')} |")
+    (session.out / f"part{session.part}.md").write_text("\n".join(rows) + "\n")
+
+
+def main() -> int:
+    """Run a part, or, in a process that a part has started, a section or a rank."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--part", type=int, choices=sorted(PARTS), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for results; made if need be")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    session = Session(torch.device(given.device), given.out.resolve(), given.part)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if given.rank_of is not None:
+        session.section = "shared_gpu"
+        rank_of_shared_gpu(session, given.rank, given.rank_of, given.store)
+        return 0
+    if given.section is None:
+        return 1 if run_part(session) else 0
+    session.section = given.section
+    section = next(each for each in PARTS[given.part] if each.label == given.section)
+    try:
+        section.run(session)
+    except BaseException as error:  # noqa: BLE001 (the part goes on)
+        session.note("failed", error=f"{type(error).__name__}: {error}", where=traceback.format_exc().splitlines()[-4:])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
