@@ -17,6 +17,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.launch.failures import NotSavedError
 from megatron_fsdp.train.launch.ranks import agree
 from megatron_fsdp.train.loop import Run
+from megatron_fsdp.train.models.megatron_checkpoint import view_for
 from megatron_fsdp.train.progress import Progress, TrainingState, facts_of
 from megatron_fsdp.train.recovery.resuming import Origin
 
@@ -219,15 +220,19 @@ class RunCheckpoints:
         finetunes = options.finetune and not is_own
         without_optimizer = finetunes or (options.no_save_optim if is_own else options.no_load_optim)
         without_rng = finetunes or (options.no_save_rng if is_own else options.no_load_rng)
+        extra = {} if finetunes else self._extra()
+        fresh = {name: state.state_dict() for name, state in extra.items()}
+        strict = options.strict_fsdp_dtensor_load
         with in_options(), _own_group_options(run.trained.optimizer):
             report: LoadReport = load_checkpoint(
                 run.trained.model,
                 None if without_optimizer else run.trained.optimizer,
                 folder,
-                extra=None if finetunes else self._extra(),
+                extra=extra,
                 with_rng=not without_rng,
-                strict=options.strict_fsdp_dtensor_load,
+                strict=strict,
                 verify=self._compares,
+                view=view_for(run.trained.model, run.job.batch.total, fresh, strict=strict),
             )
         progress = self._state.progress
         self._say(f"loaded {folder}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
