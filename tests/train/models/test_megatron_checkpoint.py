@@ -228,6 +228,15 @@ def test_a_model_of_another_shape_is_refused(
     assert re.search(told, refusal)
 
 
+def test_what_is_not_converted_yet_is_refused_with_the_command(run_ranks: RunRanks, tmp_path: Path) -> None:
+    source = write_torch_dist(tmp_path / f"iter_{STEP:07}", truth_of(GATED), WriteOptions())
+    (refusal,) = run_ranks(1, refusal_of, {**LLAMA_STYLE, **SHARDED, "load": str(source)})
+    assert refusal == (
+        f"{source} is a torch_dist checkpoint of Megatron's: convert it (mfsdp checkpoint convert {source} FOLDER) and "
+        "load that folder"
+    )
+
+
 def test_every_stored_row_of_a_parameter_is_taken_once(tmp_path: Path) -> None:
     truth = truth_of(GATED)
     folder = CheckpointFolder(Path(converted(tmp_path, truth)) / f"iter_{STEP:07}")

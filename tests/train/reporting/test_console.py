@@ -11,10 +11,11 @@ from rich.console import Console
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.console import (
     ConsoleWatcher,
-    Facts,
     averaged,
+    cells_of,
     duration,
     format_bytes,
+    line_of,
     make_console,
     percent,
     print_message,
@@ -247,20 +248,18 @@ def test_speeds_are_those_of_all_steps_together() -> None:
 
 
 def test_a_plain_line_has_every_figure() -> None:
-    facts = Facts(record(3, loss=1.23456, skipped=2), None, 0.125, 3700.0)
-    assert facts.line(300) == (
+    assert line_of(record(3, loss=1.23456, skipped=2), None, 3700.0, 300) == (
         "step     3/300  loss 1.235  grad norm 1.50  64 tokens/s  1.25 TFLOP/s  MFU 40.0%  exposed 12.5%  skipped 2  "
         "peak 1.0 MiB  1:01:40 left"
     )
-    evaluated = Facts(record(3), Evaluation(2, 1.75), 0.125, 3700.0)
-    assert "  loss 1.667  held-out 1.750  grad norm 1.50  " in evaluated.line(300)
-    unknown = Facts(record(3, tflops=math.nan, mfu=math.nan), None, math.nan, math.nan)
-    assert "64 tokens/s  - TFLOP/s  MFU -  exposed -  skipped 0  peak 1.0 MiB  - left" in unknown.line(300)
+    evaluated = line_of(record(3), Evaluation(2, 1.75), 3700.0, 300)
+    assert "  loss 1.667  held-out 1.750  grad norm 1.50  " in evaluated
+    unknown = line_of(record(3, tflops=math.nan, mfu=math.nan, exposed_share=math.nan), None, math.nan, 300)
+    assert "64 tokens/s  - TFLOP/s  MFU -  exposed -  skipped 0  peak 1.0 MiB  - left" in unknown
 
 
 def test_a_terminal_shows_every_figure() -> None:
-    facts = Facts(record(4, skipped=1), Evaluation(2, 1.75), 0.5, 1.0)
-    assert dict(facts.cells()) == {
+    assert dict(cells_of(record(4, skipped=1, exposed_share=0.5), Evaluation(2, 1.75))) == {
         "loss": "1.250",
         "held-out loss": "1.750",
         "grad norm": "1.50",

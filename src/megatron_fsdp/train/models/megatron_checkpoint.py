@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,7 +85,7 @@ def view_for(
 ) -> View:
     """Return the view through which a model loads checkpoints: Megatron's under our names, others unchanged.
 
-    It raises a CheckpointError where the vocabularies differ, and `strict` does not allow it.
+    It raises a CheckpointError where `strict` and the vocabularies differ, and for what is still to be converted.
 
     Args:
         model: Holds this package's decoder; any other sees all checkpoints unchanged.
@@ -96,6 +97,11 @@ def view_for(
     decoder = next((module for module in model.modules() if isinstance(module, Decoder)), None)
 
     def view(stored: CheckpointFolder) -> CheckpointFolder:
+        if "embedding.word_embeddings.weight" in stored.tensors:
+            raise CheckpointError(
+                f"{stored.path} is a torch_dist checkpoint of Megatron's: convert it (mfsdp checkpoint convert "
+                f"{stored.path} FOLDER) and load that folder"
+            )
         if decoder is None or not is_of_megatron(stored):
             return stored
         if strict:
@@ -189,7 +195,7 @@ class RearrangedFolder(CheckpointFolder):
         self._sources: dict[str, list[tuple[str, Box]]] = {}
         self.tensors = {key: self._entry(key, rows) for key, rows in tensors.items()}
         self.objects = {key: ObjectEntry(key, Span("", 0, 0)) for key in self._values}
-        described = {key: _metadata_of(entry) for key, entry in self.tensors.items()}
+        described: dict[str, Any] = {key: _metadata_of(entry) for key, entry in self.tensors.items()}
         self.metadata = Metadata(described, storage_data=stored.metadata.storage_data)
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:  # noqa: ARG002

@@ -23,7 +23,7 @@ from megatron_fsdp.train.options.options import DDP_FIELDS, OPTIONS, SECTIONS, O
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import Peak
 from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord, read_lines
-from megatron_fsdp.train.reporting.writers import EVALUATIONS_FILE, METRICS_FILE, Writer
+from megatron_fsdp.train.reporting.writers import EVALUATIONS_FILE, METRICS_FILE, Careful
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ _FIRST, _SECOND = "tab:blue", "tab:red"
 class Recorder:
     """A watcher that keeps measurements and passes them on; on the first rank also to writers."""
 
-    def __init__(self, display: Watcher, folder: Path | None, writers: Sequence[Writer] = ()) -> None:
+    def __init__(self, display: Watcher, folder: Path | None, writers: Sequence[Careful] = ()) -> None:
         """Make a watcher.
 
         Args:
@@ -53,7 +53,7 @@ class Recorder:
         self.records: list[StepRecord] = []
         self.evaluations: list[Evaluation] = []
         self._display, self._folder, self._writers = display, folder, writers
-        self._everyone: tuple[Writer | Watcher, ...] = (*writers, display)
+        self._everyone: tuple[Careful | Watcher, ...] = (*writers, display)
 
     def start(self, progress: Progress) -> None:
         """Begin, or resume: records of later steps are dropped, since these steps run again."""
@@ -143,7 +143,7 @@ def applied_rows(
         ("batch", _batch_words(job)),
         ("dtypes", _dtype_words(job)),
         ("text", str(job.options.data.data_path or "source of the Python standard library")),
-        ("tokens", f"{len(data.training):,} to train on, {len(data.held_out):,} held out"),
+        ("tokens", f"{data.training.count:,} to train on, {data.held_out.count:,} held out"),
         ("steps", f"{job.train_iters:,} of {job.tokens_per_step:,} tokens{flops}"),
         ("peak", f"{known}{peak.source}"),
         ("results", str(folder)),
