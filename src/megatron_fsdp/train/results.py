@@ -18,12 +18,13 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megatron_fsdp.checkpoint.publish import claim
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.evaluation import evaluate, evaluating, generate
 from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
 from megatron_fsdp.train.loop import Outcome, Run
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.reporting.console import format_bytes, print_message, printable, show_comparison
+from megatron_fsdp.train.reporting.console import print_message, printable, show_comparison
 from megatron_fsdp.train.reporting.measure import Row, compare, describe_peak, peak_bytes
 from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
 from megatron_fsdp.train.reporting.recorder import Recorder, applied, engine_words, plot_run
@@ -265,5 +266,5 @@ def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> 
         console.print(Panel(Text(printable(results.sample)), title="the model writes", expand=False))
     if results.rows:
         show_comparison(console, results.rows)
-    say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
+    say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(in_bytes, results.peaks_bytes))}")
     print_message(console, f"curves, metrics, log, sample and summary: {folder}")

@@ -14,7 +14,6 @@ from megatron_fsdp.train.reporting.console import (
     averaged,
     cells_of,
     duration,
-    format_bytes,
     line_of,
     make_console,
     percent,
@@ -224,16 +223,6 @@ def test_header_shows_facts_and_asides() -> None:
         show_header(console, [("ranks", "2 on cpu")], [("preset tiny", "--lr 1")])
     lines = captured.get().splitlines()
     assert lines[1:3] == ["│ ranks        2 on cpu    │", "│ preset tiny  --lr 1      │"]
-
-
-def test_bytes_are_shown_with_binary_units() -> None:
-    assert [format_bytes(count) for count in (0, 1023, 1536, 5 * 2**20, 3 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3.00 GiB",
-    ]
 
 
 def test_speeds_are_those_of_all_steps_together() -> None:

@@ -124,8 +124,7 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
             needed and not installed (MissingPackageError).
     """
     file = tokenizer_files(path)[0]
-    has_all = file.suffix == ".json" and file.name not in _OLDER
-    read = _read_alone if has_all else _read_by_transformers
+    read = _read_by_transformers if file.name in _OLDER else _read_alone
     try:
         tokenizer, ends = read(file)
     except MissingPackageError:
@@ -164,9 +163,11 @@ def _read_alone(file: Path) -> tuple[Tokenizer, list[str | None]]:
 
 
 def _read_by_transformers(file: Path) -> tuple[Tokenizer, list[str | None]]:
-    """Convert the vocabulary of a folder; `trust_remote_code` is left off, so that none of its code runs."""
+    """Convert the vocabulary of a folder; none of its code runs."""
     transformers: Any = require("transformers", f"a --tokenizer-model without a {_FILE}", instead="give one with it")
-    found: Any = transformers.AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True)
+    found: Any = transformers.AutoTokenizer.from_pretrained(
+        str(file.parent), local_files_only=True, trust_remote_code=False
+    )
     return found.backend_tokenizer, [found.eos_token]
 
 

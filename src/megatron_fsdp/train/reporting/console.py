@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.train.launch.failures import point_nowhere
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import Row
@@ -150,7 +151,7 @@ def show_comparison(console: Console, rows: Sequence[Row]) -> None:
     for name in ("measured", "formula", "ratio"):
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
-        values = (format_bytes(v) if row.unit == "bytes" else f"{v:,}" for v in (row.measured, row.formula))
+        values = (in_bytes(v) if row.unit == "bytes" else f"{v:,}" for v in (row.measured, row.formula))
         table.add_row(row.what, *values, f"{row.ratio:.3f}")
     console.print(table)
 
@@ -246,7 +247,7 @@ def cells_of(record: StepRecord, evaluation: Evaluation | None) -> list[tuple[st
         ("MFU", percent(record.mfu)),
         ("step", f"{record.step_s * 1000:,.0f} ms"),
         ("exposed comm", percent(record.exposed_share)),
-        ("memory peak", format_bytes(record.peak_bytes)),
+        ("memory peak", in_bytes(record.peak_bytes)),
         ("learning rate", f"{record.learning_rate:.2e}"),
         ("skipped steps", f"{record.skipped}"),
     ]
@@ -258,7 +259,7 @@ def line_of(record: StepRecord, evaluation: Evaluation | None, left_s: float, to
     return (
         f"step {record.step:>5}/{total_steps}  loss {record.loss:.3f}  {held_out}grad norm {record.grad_norm:.2f}  "
         f"{record.tokens_per_s:,.0f} tokens/s  {short_number(record.tflops)} TFLOP/s  MFU {percent(record.mfu)}  "
-        f"exposed {percent(record.exposed_share)}  skipped {record.skipped}  peak {format_bytes(record.peak_bytes)}  "
+        f"exposed {percent(record.exposed_share)}  skipped {record.skipped}  peak {in_bytes(record.peak_bytes)}  "
         f"{duration(left_s)} left"
     )
 
@@ -277,15 +278,6 @@ def averaged(records: Sequence[StepRecord]) -> StepRecord:
         tflops=mean("tflops"),
         mfu=mean("mfu"),
     )
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes with a binary unit, such as `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 def short_number(value: float) -> str:
