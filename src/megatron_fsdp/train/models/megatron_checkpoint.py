@@ -28,41 +28,30 @@ from megatron_fsdp.sharding.shards import Box
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape
 
 NAMES: Mapping[str, str] = {
-    "embedding.word_embeddings.weight": "embedding.weight",
-    "embedding.position_embeddings.weight": "positions.weight",
-    "decoder.layers.#.input_layernorm.weight": "blocks.#.attention_norm.weight",
-    "decoder.layers.#.input_layernorm.bias": "blocks.#.attention_norm.bias",
-    "decoder.layers.#.self_attention.linear_qkv.layer_norm_weight": "blocks.#.attention_norm.weight",
-    "decoder.layers.#.self_attention.linear_qkv.layer_norm_bias": "blocks.#.attention_norm.bias",
-    "decoder.layers.#.self_attention.linear_qkv.weight": "blocks.#.attention.query_key_value.weight",
-    "decoder.layers.#.self_attention.linear_qkv.bias": "blocks.#.attention.query_key_value.bias",
-    "decoder.layers.#.self_attention.q_layernorm.weight": "blocks.#.attention.query_norm.weight",
-    "decoder.layers.#.self_attention.q_layernorm.bias": "blocks.#.attention.query_norm.bias",
-    "decoder.layers.#.self_attention.k_layernorm.weight": "blocks.#.attention.key_norm.weight",
-    "decoder.layers.#.self_attention.k_layernorm.bias": "blocks.#.attention.key_norm.bias",
-    "decoder.layers.#.self_attention.linear_proj.weight": "blocks.#.attention.output.weight",
-    "decoder.layers.#.self_attention.linear_proj.bias": "blocks.#.attention.output.bias",
-    "decoder.layers.#.pre_mlp_layernorm.weight": "blocks.#.feed_forward_norm.weight",
-    "decoder.layers.#.pre_mlp_layernorm.bias": "blocks.#.feed_forward_norm.bias",
-    "decoder.layers.#.mlp.linear_fc1.layer_norm_weight": "blocks.#.feed_forward_norm.weight",
-    "decoder.layers.#.mlp.linear_fc1.layer_norm_bias": "blocks.#.feed_forward_norm.bias",
-    "decoder.layers.#.mlp.linear_fc1.weight": "blocks.#.feed_forward.input.weight",
-    "decoder.layers.#.mlp.linear_fc1.bias": "blocks.#.feed_forward.input.bias",
-    "decoder.layers.#.mlp.linear_fc1.weight_w": "blocks.#.feed_forward.gate_and_value.weight",
-    "decoder.layers.#.mlp.linear_fc1.weight_v": "blocks.#.feed_forward.gate_and_value.weight",
-    "decoder.layers.#.mlp.linear_fc1.bias_w": "blocks.#.feed_forward.gate_and_value.bias",
-    "decoder.layers.#.mlp.linear_fc1.bias_v": "blocks.#.feed_forward.gate_and_value.bias",
-    "decoder.layers.#.mlp.linear_fc2.weight": "blocks.#.feed_forward.output.weight",
-    "decoder.layers.#.mlp.linear_fc2.bias": "blocks.#.feed_forward.output.bias",
-    "decoder.final_layernorm.weight": "norm.weight",
-    "decoder.final_layernorm.bias": "norm.bias",
-    "output_layer.weight": "head.weight",
+    "embedding.word_embeddings.": "embedding.",
+    "embedding.position_embeddings.": "positions.",
+    "decoder.layers.#.input_layernorm.": "blocks.#.attention_norm.",
+    "decoder.layers.#.self_attention.linear_qkv.layer_norm_": "blocks.#.attention_norm.",
+    "decoder.layers.#.self_attention.linear_qkv.": "blocks.#.attention.query_key_value.",
+    "decoder.layers.#.self_attention.q_layernorm.": "blocks.#.attention.query_norm.",
+    "decoder.layers.#.self_attention.k_layernorm.": "blocks.#.attention.key_norm.",
+    "decoder.layers.#.self_attention.linear_proj.": "blocks.#.attention.output.",
+    "decoder.layers.#.pre_mlp_layernorm.": "blocks.#.feed_forward_norm.",
+    "decoder.layers.#.mlp.linear_fc1.layer_norm_": "blocks.#.feed_forward_norm.",
+    "decoder.layers.#.mlp.linear_fc1.": "blocks.#.feed_forward.input.",
+    "decoder.layers.#.mlp.linear_fc2.": "blocks.#.feed_forward.output.",
+    "decoder.final_layernorm.": "norm.",
+    "output_layer.": "head.",
 }
-"""Megatron's name of each parameter, and ours; # stands for the number of the layer."""
+"""What stands before `weight` or `bias` in Megatron's names, and in ours; # stands for the number of the layer.
+
+A gated `linear_fc1` is `gate_and_value` here.
+"""
 
 _PARAMETER = re.compile(r"(model\.)(?:module\.)*(.+)")
 _STATE = re.compile(r"(optimizer\.state\.)(?:module\.)*(.+)(\.[^.]+)")
 _LAYER = re.compile(r"(?<=layers\.)\d+")
+_NAME = re.compile(r"(.+[._])(weight|bias)((?<=linear_fc1\.weight)_[wv]|(?<=linear_fc1\.bias)_[wv])?")
 
 Rows = tuple[str, int, int]
 """Key of a stored tensor, its first row that is taken, and how many."""
@@ -71,10 +60,11 @@ View = Callable[[CheckpointFolder], CheckpointFolder]
 
 def own_name(name: str, *, is_gated: bool) -> str | None:
     """Return our name of a parameter of Megatron's decoder; None where there is no such parameter."""
-    found = NAMES.get(_LAYER.sub("#", name, count=1))
-    if found is None:
+    parsed = _NAME.fullmatch(_LAYER.sub("#", name, count=1))
+    if parsed is None or parsed[1] not in NAMES:
         return None
-    if is_gated:  # halves that were left together, as by `--swiglu none`
+    found = NAMES[parsed[1]] + parsed[2]
+    if is_gated or parsed[3]:  # halves may have been left together, as by `--swiglu none`
         found = found.replace(".feed_forward.input.", ".feed_forward.gate_and_value.")
     number = _LAYER.search(name)
     return found if number is None else found.replace("#", number[0])
