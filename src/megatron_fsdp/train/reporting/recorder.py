@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -183,7 +184,7 @@ def _spelled(options: Options, name: str) -> str:
     if value is False:
         return (OPTIONS[name].off_flags or (f"{flag} off",))[0] if name in OPTIONS else off_flag_of(DDP_FIELDS[name])
     words = [_word(part) for part in value] if isinstance(value, tuple) else [_word(value)]
-    return " ".join([flag, *(f"'{word}'" if not word or word != "".join(word.split()) else word for word in words)])
+    return shlex.join([flag, *words])
 
 
 def _value_of(options: Options, name: str) -> Any:
