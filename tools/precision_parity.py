@@ -24,7 +24,7 @@ from megatron_fsdp.config.precision import resolve_precision
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.data.tokenizer import ByteVocabulary
-from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train_step
 from megatron_fsdp.train.options.job import Job, World

@@ -19,18 +19,26 @@ class ArrayTokens:
 
     array: NDArray[Any]
 
+    @property
+    def count(self) -> int:
+        return len(self.array)
+
     def open(self) -> NDArray[Any]:
         return self.array
 
 
+def in_memory(array: NDArray[Any]) -> TokenFile:
+    """Ids that pass for those of a file."""
+    return cast("TokenFile", ArrayTokens(array))
+
+
 def token_data(training: NDArray[Any], held_out: NDArray[Any] | None = None, held_out_bytes: int = 0) -> TokenData:
     """Tokens as the trainer prepares them, but in memory."""
-    file = cast("TokenFile", ArrayTokens(training))
     held_out = np.zeros(0, training.dtype) if held_out is None else held_out
-    return TokenData(training, held_out, held_out_bytes, ByteVocabulary(), "no checksum", file)
+    return TokenData(in_memory(training), in_memory(held_out), held_out_bytes, ByteVocabulary(), "no checksum")
 
 
 def feed_of(data: TokenData, job: Job, data_index: int, unlearned: int | None = None) -> Feed:
     """The trainer's feed over them; targets of the id `unlearned` do not count."""
-    order = SampleOrder(len(data.training), job.seq_length, job.options.training.seed)
-    return Feed(Microbatches(data.training_file, order, job.batch, data_index, unlearned), num_workers=0, pins=False)
+    order = SampleOrder(data.training.count, job.seq_length, job.options.training.seed)
+    return Feed(Microbatches(data.training, order, job.batch, data_index, unlearned), num_workers=0, pins=False)

@@ -11,7 +11,7 @@ from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.options import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.reporting.metrics import read_records
+from megatron_fsdp.train.reporting.metrics import StepRecord, read_lines
 from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
 from tests.train.engines.runs import this_rank
@@ -61,7 +61,7 @@ def one_process(run_ranks: RunRanks, text_file: Path, tmp_path_factory: pytest.T
 
 
 def losses(out: Path) -> list[float]:
-    return [record.loss for record in read_records(out / "metrics.jsonl")]
+    return [record.loss for record in read_lines(out / "metrics.jsonl", StepRecord)]
 
 
 def summary(out: Path) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_traffic_over_the_outer_axis_is_what_the_formulas_say(
 
 
 def test_run_leaves_metrics_curve_sample_and_summary(one_process: Path) -> None:
-    records = read_records(one_process / "metrics.jsonl")
+    records = read_lines(one_process / "metrics.jsonl", StepRecord)
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert records[-1].loss < records[0].loss - 1.0
     assert all(record.grad_norm > 0 and record.tokens_per_s > 0 and record.peak_bytes > 0 for record in records)

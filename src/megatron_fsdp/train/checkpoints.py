@@ -17,6 +17,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.launch.failures import NotSavedError
 from megatron_fsdp.train.launch.ranks import agree
 from megatron_fsdp.train.loop import Run
+from megatron_fsdp.train.models.megatron_checkpoint import view_for
 from megatron_fsdp.train.progress import Progress, TrainingState, facts_of
 from megatron_fsdp.train.recovery.resuming import Origin
 
@@ -85,19 +86,19 @@ class RunCheckpoints:
         """
         options, run, load = self._options, self._run, self._origin.folder
         total = run.job.train_iters
-        newest = self._newest_saved()
+        saved = [] if self._checkpointer is None else self._checkpointer.store.iterations()
         if load is not None:
             self._load(load)
         steps = self._state.progress.steps
         is_measured_only = run.job.options.training.skip_train
-        if steps == total and self._is_restarted and not is_measured_only:
+        if steps == total and run.job.load_is_optional and not is_measured_only:  # started again by the same command
             self.is_finished = True
             self._say(f"{load} has all {total} steps: the training is done")
             return self._state.progress
         if steps >= total and not is_measured_only:
             raise ConfigurationError(f"--load {load} has {steps} steps already: give --train-iters above {steps}")
-        if newest is not None and newest > steps:
-            self._meet_later_ones(newest, steps)
+        if saved and saved[-1] > steps:
+            self._meet_later_ones(saved[-1], steps)
         if options.save is not None:
             folder = options.save
             self._replaceable = agree(run.rank, lambda: _numbers_in(folder, above=steps))
@@ -131,7 +132,7 @@ class RunCheckpoints:
             return
         self._saved, self._is_saving = progress.steps, self._options.async_save
         if not self._is_saving:
-            self._note_saved()
+            self._failed_saves, self._problem = 0, None
         self._say(f"step {progress.steps:>5}: saving {path}" if self._is_saving else f"saved {path}")
 
     def _start_saving(self, checkpointer: Checkpointer, progress: Progress) -> Path:
@@ -155,10 +156,7 @@ class RunCheckpoints:
         except CheckpointError as error:
             self._note_failed(error)
         else:
-            self._note_saved()
-
-    def _note_saved(self) -> None:
-        self._failed_saves, self._problem = 0, None
+            self._failed_saves, self._problem = 0, None
 
     def _note_failed(self, error: CheckpointError) -> None:
         """Count a save that failed.
@@ -196,15 +194,10 @@ class RunCheckpoints:
                 f"{self._options.save}, or give another folder, and go on with --load {self._options.save}"
             ) from self._problem
 
-    @property
-    def _is_restarted(self) -> bool:
-        """Whether this job is started again and again with the same command."""
-        return self._run.job.load_is_optional
-
     def _meet_later_ones(self, newest: int, steps: int) -> None:
         """Decide about checkpoints of later steps than this run begins at."""
         save = self._options.save
-        if not self._is_restarted:
+        if not self._run.job.load_is_optional:
             raise ConfigurationError(
                 f"--save {save} holds a checkpoint of step {newest}, and this run begins after step {steps}: "
                 f"give --load {save} to go on from there, or another folder"
@@ -219,15 +212,19 @@ class RunCheckpoints:
         finetunes = options.finetune and not is_own
         without_optimizer = finetunes or (options.no_save_optim if is_own else options.no_load_optim)
         without_rng = finetunes or (options.no_save_rng if is_own else options.no_load_rng)
+        extra = {} if finetunes else self._extra()
+        fresh = {name: state.state_dict() for name, state in extra.items()}
+        strict = options.strict_fsdp_dtensor_load
         with in_options(), _own_group_options(run.trained.optimizer):
             report: LoadReport = load_checkpoint(
                 run.trained.model,
                 None if without_optimizer else run.trained.optimizer,
                 folder,
-                extra=None if finetunes else self._extra(),
+                extra=extra,
                 with_rng=not without_rng,
-                strict=options.strict_fsdp_dtensor_load,
+                strict=strict,
                 verify=self._compares,
+                view=view_for(run.trained.model, run.job.batch.total, fresh, strict=strict),
             )
         progress = self._state.progress
         self._say(f"loaded {folder}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
@@ -246,12 +243,6 @@ class RunCheckpoints:
         """Return what is saved beside weights and optimizer: the loop's state and, in float16, the loss scale."""
         scale = self._run.trained.scale
         return {"trainer": self._state} if scale is None else {"trainer": self._state, "loss_scale": scale}
-
-    def _newest_saved(self) -> int | None:
-        if self._checkpointer is None:
-            return None
-        found = self._checkpointer.store.iterations()
-        return found[-1] if found else None
 
     def _interrupt(self, number: int, _: object) -> None:
         if self.is_interrupted and number == signal.SIGINT:

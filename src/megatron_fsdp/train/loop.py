@@ -120,18 +120,6 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-@dataclass
-class _Clock:
-    """Seconds in training steps, earlier runs included; evaluations and saves do not count."""
-
-    before_s: float
-    started_s: float = field(default_factory=time.perf_counter)
-
-    @property
-    def elapsed_s(self) -> float:
-        return self.before_s + time.perf_counter() - self.started_s
-
-
 def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], bool] = lambda _: False) -> Outcome:
     """Train for as many steps as the job allows, from the keeper's progress; report to the watcher.
 
@@ -149,7 +137,7 @@ def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], boo
         done = keeper.start()
     watcher.start(done)
     _make_up(run, watcher, done, lacks)
-    clock, records = _Clock(done.elapsed_s), list[StepRecord]()
+    began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
     counters, is_interrupted = None, False
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
@@ -159,12 +147,12 @@ def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], boo
         before = None if run.trained.inside is None else run.trained.inside.traffic()
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
         with exposed.step(is_measured=is_shown):
-            result = train_step(run, done, guard, (keeper.is_interrupted, clock.elapsed_s >= limit_s))
+            result = train_step(run, done, guard, (keeper.is_interrupted, time.perf_counter() - began_s >= limit_s))
         if before is not None and run.trained.inside is not None:
             counters = run.trained.inside.traffic().since(before)
-        last_s = done.elapsed_s
-        done = Progress(step, done.samples + job.batch.total, done.skipped + (not result.is_finite), clock.elapsed_s)
-        records.append(_record_of(run, done, result, done.elapsed_s - last_s, scale))
+        last_s, now_s = done.elapsed_s, time.perf_counter() - began_s
+        done = Progress(step, done.samples + job.batch.total, done.skipped + (not result.is_finite), now_s)
+        records.append(_record_of(run, done, result, now_s - last_s, scale))
         is_interrupted = result.is_interrupted
         is_last = is_interrupted or result.is_late or step == job.train_iters or _is_due(step, training.exit_interval)
         is_save, is_check = keeper.is_due(step), _is_due(step, training.eval_interval)
@@ -175,7 +163,7 @@ def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], boo
                     keeper.save(done)
                 if (is_check or is_last) and not is_interrupted:
                     watcher.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
-            clock, records = _Clock(done.elapsed_s), []
+            began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break
     return Outcome(done, counters, is_interrupted)

@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
-from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.launch.ranks import Rank, agree, goes_on_without_others
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.models.build import model_flops

@@ -34,6 +34,7 @@ from megatron_fsdp.train.data.tokenizer import ByteVocabulary
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import BatchPlan, Job, World
 from megatron_fsdp.train.options.resolve import resolve
+from tests.support.array_tokens import in_memory
 from tests.support.settling import settled
 
 
@@ -108,7 +109,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
 
 
 def data_of(file: TokenFile) -> TokenData:
-    return TokenData(file.open(), TOKENS[:101], 101, ByteVocabulary(), "checksum", file)
+    return TokenData(file, in_memory(TOKENS[:101]), 101, ByteVocabulary(), "checksum")
 
 
 def job_of(*options: str, ranks: int = 1) -> Job:
@@ -272,7 +273,7 @@ def test_batches_for_an_accelerator_are_pinned(token_file: TokenFile, num_worker
 
 def test_held_out_samples_are_spread_and_do_not_overlap(token_file: TokenFile) -> None:
     def starts(tokens: int, max_samples: int) -> list[int]:
-        data = replace(data_of(token_file), held_out=TOKENS[:tokens])
+        data = replace(data_of(token_file), held_out=in_memory(TOKENS[:tokens]))
         (batch,) = held_out_batches(data, 10, max_samples, BatchPlan(100, 12, 1), 0)
         return [int(first) for first, count in zip(batch.inputs[:, 0], batch.counts, strict=True) if count > 0]
 

@@ -21,7 +21,6 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
     SIDE_FILE,
-    Encoded,
     TokenData,
     encode_documents,
     folder_name,
@@ -57,7 +56,7 @@ def prepare(job: Job, folder: Path) -> TokenData:
 
 def text_of(data: TokenData) -> list[str]:
     """Documents of both sides."""
-    ids = [*data.training.tolist(), *data.held_out.tolist()]
+    ids = [*data.training.open().tolist(), *data.held_out.open().tolist()]
     texts, start = [], 0
     for place, token in enumerate(ids):
         if token == data.vocabulary.end_id:
@@ -91,10 +90,9 @@ def test_a_folder_of_text_comes_back_from_its_tokens(folder: Path, tmp_path: Pat
     data = prepare(job_of(folder, "--tokenizer-type", *kind), tmp_path / "out")
     assert sorted(text_of(data)) == sorted(TEXTS)
     assert data.vocabulary.vocab_size == {"byte": 256, "bpe": 300}[kind[0]]
-    held_out = [text for text in TEXTS if text in data.vocabulary.decode(data.held_out.tolist())]
+    held_out = [text for text in TEXTS if text in data.vocabulary.decode(data.held_out.open().tolist())]
     assert data.held_out_bytes == sum(len(text) + 1 for text in held_out)
-    assert isinstance(data.training, np.memmap)
-    assert data.training_file.open().tolist() == data.training.tolist()
+    assert isinstance(data.training.open(), np.memmap)
     assert data.notes == ()
 
 
@@ -152,9 +150,9 @@ def test_another_end_of_a_text_beside_the_tokenizer_makes_other_tokens(folder: P
 def test_megatrons_files_are_used_where_they_are_and_split_by_documents(pair: Path, tmp_path: Path) -> None:
     job = job_of(pair, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "7,2,1")
     data = prepare(job, tmp_path / "out")
-    assert data.training.tolist() == list(range(140))
-    assert data.held_out.tolist() == list(range(140, 180))
-    assert data.training_file.path == tmp_path / "ids.bin"
+    assert data.training.open().tolist() == list(range(140))
+    assert data.held_out.open().tolist() == list(range(140, 180))
+    assert data.training.path == tmp_path / "ids.bin"
     assert (data.held_out_bytes, data.vocabulary.vocab_size, data.vocabulary.end_id) == (0, 200, None)
     made, _ = tokens_folder(job.options, tmp_path / "out")
     assert [path.name for path in made.iterdir()] == [SIDE_FILE]
@@ -180,8 +178,8 @@ def test_a_single_document_and_an_npy_are_cut_at_the_end(tmp_path: Path) -> None
     for path in (tmp_path / "ids.npy", tmp_path / "ids"):
         job = job_of(path, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "80,10,10")
         found.append(prepare(job, tmp_path / path.suffix))
-        assert found[-1].training.tolist() == list(range(160))
-        assert found[-1].held_out.tolist() == list(range(160, 180))
+        assert found[-1].training.open().tolist() == list(range(160))
+        assert found[-1].held_out.open().tolist() == list(range(160, 180))
     assert found[0].checksum == found[1].checksum  # the same ids, in another type and another file
 
 
@@ -210,7 +208,7 @@ def test_tokens_are_made_once_and_used_again(folder: Path, tmp_path: Path, monke
     first = prepare(job_of(folder, *cache), tmp_path / "one")
     monkeypatch.setattr(preparation, "_prepare", None)  # may not be called again
     again = prepare(job_of(folder, *cache, "--seed", "5"), tmp_path / "two")
-    assert again.training_file == first.training_file
+    assert again.training == first.training
     assert again.checksum == first.checksum
     assert not (tmp_path / "one").exists()
 
@@ -257,7 +255,7 @@ def test_a_run_may_write_into_what_it_reads(folder: Path) -> None:
     job = job_of(folder)
     first = prepare(job, folder / "run")
     (folder / "run" / "metrics.jsonl").write_text("no JSON")
-    assert prepare(job, folder / "run").training_file == first.training_file
+    assert prepare(job, folder / "run").training == first.training
 
 
 def test_a_preparation_that_ends_early_leaves_nothing(
@@ -364,14 +362,14 @@ def test_a_too_small_text_is_refused_with_the_numbers(tmp_path: Path, length: in
 
 def test_the_smallest_text_that_is_enough_passes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0123456789" * 200)  # 2,001 tokens, of which 100 are held out
-    assert len(prepare(job_of(tmp_path / "a.txt", "--seq-length", "99"), tmp_path / "out").held_out) == 100
+    assert prepare(job_of(tmp_path / "a.txt", "--seq-length", "99"), tmp_path / "out").held_out.count == 100
 
 
 def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder)
     data = prepare(job, tmp_path)
-    made = data.training_file.path.parent
-    data.training_file.path.write_bytes(b"short")
+    made = data.training.path.parent
+    data.training.path.write_bytes(b"short")
     with pytest.raises(ConfigurationError, match=r"training\.bin has 5 bytes where .* are needed: it was damaged"):
         read_data(job, tmp_path)
     (made / SIDE_FILE).write_text("{}")
@@ -390,7 +388,7 @@ def prepare_on_ranks(paths: list[Path], outs: list[Path], local: str) -> tuple[s
         return str(error)
     finally:
         del os.environ["LOCAL_RANK"]
-    return data.checksum, len(data.training)
+    return data.checksum, data.training.count
 
 
 def test_ranks_of_a_machine_share_what_its_first_one_made(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
@@ -434,6 +432,7 @@ def test_a_rank_that_cannot_see_the_tokens_is_named(run_ranks: RunRanks, folder:
 
 DOCUMENTS = [f"text number {i}" for i in range(400)]
 SPLIT = Split(0.95, 0.05)
+CUT = "documents are too few or too unequal to split, so the end of the text is held out"
 LINES = [f"line {i:04}" for i in range(800)]  # of one length, so that shares of texts are shares of tokens
 
 
@@ -441,7 +440,7 @@ def documents(texts: list[str]) -> Iterator[Document]:
     return (iter([text]) if text else iter(()) for text in texts)
 
 
-def encode(texts: list[str], split: Split, folder: Path) -> Encoded:
+def encode(texts: list[str], split: Split, folder: Path) -> TokenData:
     return encode_documents(documents(texts), ByteVocabulary(), split, folder)
 
 
@@ -456,7 +455,7 @@ def test_training_and_held_out_texts_are_disjoint_and_complete(tmp_path: Path) -
     assert [text for text in DOCUMENTS if text in set(training)] == training  # in their order
     assert 5 <= len(held_out) <= 40  # 5 % of 400 is 20
     assert found.held_out_bytes == found.held_out.count == sum(len(text) + 1 for text in held_out)
-    assert not found.is_cut
+    assert found.notes == ()
 
 
 def test_the_split_depends_on_content_and_not_on_order(tmp_path: Path) -> None:
@@ -489,7 +488,7 @@ def test_of_a_few_documents_none_is_left_aside() -> None:
 
 def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
     found = encode(["0123456789" * 10], SPLIT, tmp_path)
-    assert found.is_cut
+    assert found.notes == (CUT,)
     assert bytes(found.training.open().tolist()).decode() == "0123456789" * 9 + "012345"
     assert bytes(found.held_out.open().tolist()) == b"6789\0"
     assert found.held_out_bytes == 5
@@ -508,7 +507,7 @@ def test_a_huge_document_is_not_held_out_whole(tmp_path: Path) -> None:
 def test_shares_may_be_off_by_a_factor_of_four(tmp_path: Path, held_out: int, is_cut: bool) -> None:
     sides = {side: [text for text in LINES if side_of(text, SPLIT) == side] for side in ("training", "held_out")}
     chosen = [*sides["training"][: 100 - held_out], *sides["held_out"][:held_out]]
-    assert encode(chosen, SPLIT, tmp_path).is_cut is is_cut
+    assert encode(chosen, SPLIT, tmp_path).notes == ((CUT,) if is_cut else ())
 
 
 def test_no_text_at_all_is_no_tokens(tmp_path: Path) -> None:
@@ -525,7 +524,7 @@ def test_pieces_and_batches_do_not_change_bytes(
         patch.setattr(preparation, "_BATCH", batch)
         found = encode_documents(map(iter, texts), ByteVocabulary(), SPLIT, tmp_path_factory.mktemp("tokens"))
     both = [*found.training.open().tolist(), *found.held_out.open().tolist()]
-    if found.is_cut:  # all on one side before the cut, or in the order of sides
+    if found.notes:  # all on one side before the cut, or in the order of sides
         assert sorted(bytes(both).split(b"\0")) == sorted([*("".join(parts).encode() for parts in texts), b""])
     else:
         assert len(both) == sum(len("".join(parts).encode()) + 1 for parts in texts)
@@ -552,7 +551,7 @@ def test_bytes_of_tokens_are_counted_or_projected(tmp_path: Path, monkeypatch: p
     assert found.held_out_bytes == sum(len(text) + 1 for text in DOCUMENTS if side_of(text, SPLIT) == "held_out")
     cut = encode_documents(documents(["".join(DOCUMENTS)]), bpe, SPLIT, tmp_path)
     expected = len(bpe.decode(cut.held_out.open().tolist())) + 1
-    assert (cut.is_cut, cut.held_out_bytes) == (True, expected)
+    assert (cut.notes, cut.held_out_bytes) == ((CUT,), expected)
     monkeypatch.setattr(preparation, "_COUNTED", cut.held_out.count // 2)
     projected = encode_documents(documents(["".join(DOCUMENTS)]), bpe, SPLIT, tmp_path).held_out_bytes
     assert projected == pytest.approx(expected, rel=0.05)

@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -126,3 +127,28 @@ def test_ids_are_numbers_as_text() -> None:
     assert [ids.tolist() for ids in vocabulary.encode(["7 299 300 -1 x", "def "])] == [[7, 299], []]
     assert vocabulary.decode([7, 299]) == "7 299"
     assert vocabulary.end_id is None
+
+
+def test_a_folder_with_only_a_vocabulary_is_read_by_transformers(tmp_path: Path) -> None:
+    old = words(tmp_path, ["<unk>", "a", "b", "</s>"])
+    (old / "tokenizer.json").unlink()
+    symbols = [*pre_tokenizers.ByteLevel.alphabet(), "ab", "<|endoftext|>"]
+    (old / "vocab.json").write_text(json.dumps({symbol: i for i, symbol in enumerate(symbols)}))
+    (old / "merges.txt").write_text("#version: 0.2\na b\n")
+    (old / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    found = load_tokenizer(old)
+    assert (found.end, found.vocab_size) == ("<|endoftext|>", len(symbols))
+    (ids,) = found.encode(["abc"])
+    assert [symbols[i] for i in ids] == ["ab", "c"]
+    assert found.decode(ids.tolist()) == "abc"
+    found.save(tmp_path / "tokenizer.json")  # with the tokens, where no transformers is needed
+    assert TokenizerVocabulary.read(tmp_path / "tokenizer.json", found.end).encode(["abc"])[0].tolist() == ids.tolist()
+
+
+def test_without_transformers_a_vocabulary_alone_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigurationError, match=r"without a tokenizer\.json needs the package transformers"):
+        load_tokenizer(tmp_path)

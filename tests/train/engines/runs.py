@@ -19,7 +19,7 @@ from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Feed
 from megatron_fsdp.train.data.preparation import TokenData
-from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.engines.trained import build_optimizer
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train
@@ -253,7 +253,7 @@ def train_plainly(
 @torch.no_grad()
 def plain_held_out(job: Job, model: nn.Module) -> float:
     """Mean loss over the first held-out samples, which are spaced evenly."""
-    tokens = torch.from_numpy(some_data().held_out.astype(np.int64))
+    tokens = torch.from_numpy(some_data().held_out.open().astype(np.int64))
     available = (len(tokens) - 1) // LENGTH
     count = min(available, job.options.training.eval_iters * job.batch.total)
     samples = torch.stack([tokens[i * available // count * LENGTH :][: LENGTH + 1] for i in range(count)])

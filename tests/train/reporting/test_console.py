@@ -11,10 +11,10 @@ from rich.console import Console
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.console import (
     ConsoleWatcher,
-    Facts,
     averaged,
+    cells_of,
     duration,
-    format_bytes,
+    line_of,
     make_console,
     percent,
     print_message,
@@ -225,16 +225,6 @@ def test_header_shows_facts_and_asides() -> None:
     assert lines[1:3] == ["│ ranks        2 on cpu    │", "│ preset tiny  --lr 1      │"]
 
 
-def test_bytes_are_shown_with_binary_units() -> None:
-    assert [format_bytes(count) for count in (0, 1023, 1536, 5 * 2**20, 3 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3.00 GiB",
-    ]
-
-
 def test_speeds_are_those_of_all_steps_together() -> None:
     slow, fast = (
         record(1, tokens_per_s=10.0, tflops=1.0, step_s=3.0),
@@ -247,20 +237,18 @@ def test_speeds_are_those_of_all_steps_together() -> None:
 
 
 def test_a_plain_line_has_every_figure() -> None:
-    facts = Facts(record(3, loss=1.23456, skipped=2), None, 0.125, 3700.0)
-    assert facts.line(300) == (
+    assert line_of(record(3, loss=1.23456, skipped=2), None, 3700.0, 300) == (
         "step     3/300  loss 1.235  grad norm 1.50  64 tokens/s  1.25 TFLOP/s  MFU 40.0%  exposed 12.5%  skipped 2  "
         "peak 1.0 MiB  1:01:40 left"
     )
-    evaluated = Facts(record(3), Evaluation(2, 1.75), 0.125, 3700.0)
-    assert "  loss 1.667  held-out 1.750  grad norm 1.50  " in evaluated.line(300)
-    unknown = Facts(record(3, tflops=math.nan, mfu=math.nan), None, math.nan, math.nan)
-    assert "64 tokens/s  - TFLOP/s  MFU -  exposed -  skipped 0  peak 1.0 MiB  - left" in unknown.line(300)
+    evaluated = line_of(record(3), Evaluation(2, 1.75), 3700.0, 300)
+    assert "  loss 1.667  held-out 1.750  grad norm 1.50  " in evaluated
+    unknown = line_of(record(3, tflops=math.nan, mfu=math.nan, exposed_share=math.nan), None, math.nan, 300)
+    assert "64 tokens/s  - TFLOP/s  MFU -  exposed -  skipped 0  peak 1.0 MiB  - left" in unknown
 
 
 def test_a_terminal_shows_every_figure() -> None:
-    facts = Facts(record(4, skipped=1), Evaluation(2, 1.75), 0.5, 1.0)
-    assert dict(facts.cells()) == {
+    assert dict(cells_of(record(4, skipped=1, exposed_share=0.5), Evaluation(2, 1.75))) == {
         "loss": "1.250",
         "held-out loss": "1.750",
         "grad norm": "1.50",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.model import MemoryUse
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.trace.recorder import Recorder
-from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.options.command_line import parse_options
@@ -25,9 +26,7 @@ from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import (
     ExposedCommunication,
-    Measurement,
     Peak,
-    Plan,
     Row,
     compare,
     find_peak,
@@ -67,9 +66,14 @@ def formulas(
     groups = tuple(
         group(unit, numel, outer_ranks=outer_ranks, outer_shares=outer_shares) for unit, numel in enumerate(sizes)
     )
-    measured = Measurement(MemoryUse(1, 0, 0, 2, 0), 3, Traffic(4, 5, 6, 7))
-    rows = compare(measured, Plan(groups, strategy, microbatches, exchanges_pairwise))
-    assert [row.measured for row in rows] == [1, 3, 2, 4, 6, 5, 7]
+    model: Any = SimpleNamespace(
+        memory=lambda: MemoryUse(1, 0, 0, 2, 0),
+        footprints=lambda: groups,
+        resolved=SimpleNamespace(strategy=strategy),
+        parameter_groups=lambda: [SimpleNamespace(exchanges_inside=exchanges_pairwise)],
+    )
+    rows = compare(model, torch.optim.AdamW([torch.zeros(1)]), Traffic(4, 5, 6, 7), microbatches)
+    assert [row.measured for row in rows] == [1, 0, 2, 4, 6, 5, 7]
     return [row.formula for row in rows]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, from_line, read_records, to_json, to_line
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, from_line, read_lines, to_json, to_line
 from tests.train.reporting.records import record
 
 
@@ -33,8 +33,8 @@ def test_reading_leaves_out_what_is_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = to_line(record(1)) + "not a record\n" + to_line(record(2))
     path.write_bytes(whole.encode() + b"\xff\x00\n" + to_line(record(3)).encode()[:-1])
-    assert read_records(path) == [record(1), record(2)]
-    assert read_records(tmp_path / "nothing") == []
+    assert read_lines(path, StepRecord) == [record(1), record(2)]
+    assert read_lines(tmp_path / "nothing", StepRecord) == []
 
 
 def test_fields_of_other_versions_are_left_out_and_filled_in() -> None:

@@ -17,7 +17,7 @@ from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import Peak
-from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord, read_lines, read_records, to_json
+from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord, read_lines, to_json
 from megatron_fsdp.train.reporting.recorder import (
     Recorder,
     applied,
@@ -177,7 +177,9 @@ class Display:
 
 def started(folder: Path, steps: int) -> tuple[Recorder, Display]:
     display = Display()
-    recorder = Recorder(display, folder, [Careful(lambda: JsonLines(folder), "metrics.jsonl", display.say)])
+    recorder = Recorder(
+        display, folder, [Careful(lambda progress: JsonLines(folder, progress), "metrics.jsonl", display.say)]
+    )
     recorder.start(Progress(steps=steps))
     return recorder, display
 
@@ -200,7 +202,7 @@ def test_every_step_stands_once_after_restarts_and_a_kill(tmp_path: Path) -> Non
     second.close()
     expected = [record(1), record(2), record(3), record(4, loss=9.0), record(5)]
     assert second.records == expected
-    assert read_records(path) == expected
+    assert read_lines(path, StepRecord) == expected
     assert len(path.read_text().splitlines()) == 5
     assert read_lines(tmp_path / "evaluations.jsonl", Evaluation) == [Evaluation(2, 1.5)]
 
@@ -210,7 +212,7 @@ def test_a_run_from_the_start_begins_anew(tmp_path: Path) -> None:
     first.on_steps([record(1)])
     second, _ = started(tmp_path, 0)
     assert second.records == []
-    assert read_records(tmp_path / "metrics.jsonl") == []
+    assert read_lines(tmp_path / "metrics.jsonl", StepRecord) == []
 
 
 def test_other_ranks_keep_and_write_nothing(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_other_ranks_keep_and_write_nothing(tmp_path: Path) -> None:
     other.on_steps([record(2)])
     other.close()
     assert other.records == [record(2)]
-    assert read_records(tmp_path / "metrics.jsonl") == [record(1)]
+    assert read_lines(tmp_path / "metrics.jsonl", StepRecord) == [record(1)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
@@ -237,13 +239,13 @@ def test_a_full_disk_is_said_once_and_does_not_end_the_run(tmp_path: Path) -> No
     said = [text for text in display.seen if isinstance(text, str)]
     assert len(said) == 1
     assert said[0].startswith("metrics.jsonl cannot be written ([Errno 28] No space left on device)")
-    assert read_records(path) == [record(1), record(2), record(3)]
+    assert read_lines(path, StepRecord) == [record(1), record(2), record(3)]
 
 
 def test_a_writer_that_cannot_even_begin_is_left_out() -> None:
     display = Display()
 
-    def fail() -> JsonLines:
+    def fail(_: Progress) -> JsonLines:
         raise RuntimeError("no connection")
 
     recorder = Recorder(display, None, [Careful(fail, "W&B", display.say)])
@@ -260,7 +262,7 @@ def test_a_writer_that_cannot_even_begin_is_left_out() -> None:
 
 
 def test_passwords_in_what_a_tracker_says_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> JsonLines:
+    def fail(_: Progress) -> JsonLines:
         raise ConnectionError("no answer from 'https://me:zq7@secret@host:5000/api', nor from http://host/a@b")
 
     Careful(fail, "MLflow", print).start(Progress())

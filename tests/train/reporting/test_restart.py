@@ -14,7 +14,7 @@ from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.reporting.metrics import Evaluation, read_lines, read_records, to_line
+from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord, read_lines, to_line
 from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
 from tests.train.reporting.records import record
@@ -56,8 +56,8 @@ def test_files_of_a_restarted_run_are_those_of_a_run_in_one(run_ranks: RunRanks,
         file.write(to_line(Evaluation(6, 1.0)))
     run_ranks(2, train, saved)
 
-    expected = [(r.step, r.loss, r.grad_norm, r.data_checksum) for r in read_records(whole / "metrics.jsonl")]
-    found = [(r.step, r.loss, r.grad_norm, r.data_checksum) for r in read_records(parts / "metrics.jsonl")]
+    expected = [(r.step, r.loss, r.grad_norm, r.data_checksum) for r in read_lines(whole / "metrics.jsonl", StepRecord)]
+    found = [(r.step, r.loss, r.grad_norm, r.data_checksum) for r in read_lines(parts / "metrics.jsonl", StepRecord)]
     assert found == expected
     assert [step for step, *_ in found] == list(range(1, 9))
     files = [read_lines(folder / "evaluations.jsonl", Evaluation) for folder in (whole, parts)]

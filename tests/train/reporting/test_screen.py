@@ -26,7 +26,7 @@ from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.reporting.metrics import read_records
+from megatron_fsdp.train.reporting.metrics import StepRecord, read_lines
 from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
 from tests.support.source_tree import SOURCE
@@ -183,7 +183,7 @@ def test_a_pipe_gets_a_short_text_and_the_folder_everything(
     assert "global 5 = 2 ranks x 1 microbatch x 4 - 3 that only fill up" in text
     assert len(lines) < 100
 
-    records = read_records(tmp_path / "metrics.jsonl")
+    records = read_lines(tmp_path / "metrics.jsonl", StepRecord)
     assert [record.step for record in records] == list(range(1, 61))
     assert all(0 < record.exposed_share < 1 and record.mfu > 0 for record in records)
     log = (tmp_path / "train.log").read_text()

@@ -23,9 +23,9 @@ from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.metrics import Evaluation
 from megatron_fsdp.train.reporting.recorder import applied, tracker_config
 from megatron_fsdp.train.reporting.writers import (
+    Careful,
     LineFile,
     MegatronLog,
-    Writer,
     build_writers,
     require_writers,
     step_scalars,
@@ -124,8 +124,8 @@ KEYS = (
 )
 
 
-def log_in(folder: Path) -> MegatronLog:
-    return MegatronLog(folder, train_iters=300, batch=8, clock=lambda: NOW)
+def log_in(folder: Path, steps: int = 0) -> MegatronLog:
+    return MegatronLog(folder, Progress(steps=steps), train_iters=300, batch=8, clock=lambda: NOW)
 
 
 def test_a_step_is_written_letter_by_letter_in_the_style_of_megatron(tmp_path: Path) -> None:
@@ -141,7 +141,6 @@ def test_a_step_is_written_letter_by_letter_in_the_style_of_megatron(tmp_path: P
 
 def test_every_step_is_found_again_by_the_keys_of_megatron(tmp_path: Path) -> None:
     log = log_in(tmp_path)
-    log.start(Progress())
     log.on_steps([record(1), record(2)])
     log.on_evaluation(Evaluation(2, 2.5))
     log.on_steps([record(3)])
@@ -167,16 +166,13 @@ def test_what_is_not_known_is_left_out_and_what_was_skipped_is_counted(tmp_path:
 
 def test_a_restart_drops_what_happens_again_and_says_so(tmp_path: Path) -> None:
     first = log_in(tmp_path)
-    first.start(Progress())
     first.on_steps([record(step) for step in (1, 2, 3, 4)])
     first.on_evaluation(Evaluation(4, 1.0))
     with (tmp_path / "train.log").open("a") as file:
         file.write(" [2026-11-22 07:34:16] iteration        5/     3")  # killed here
-    second = log_in(tmp_path)
-    second.start(Progress(steps=2))
+    second = log_in(tmp_path, 2)
     second.on_steps([record(3)])
-    third = log_in(tmp_path)
-    third.start(Progress(steps=3))
+    log_in(tmp_path, 3)
     shown = [re.sub(r" \| .*", "", line) for line in (tmp_path / "train.log").read_text().splitlines()]
     assert shown == [
         " [2026-11-22 07:34:16] iteration        1/     300",
@@ -199,7 +195,7 @@ def job_of(*flags: str) -> Job:
     return resolve(parse_options(["--preset", "tiny", *flags]), World(2, "cpu"))
 
 
-def writers_of(job: Job, folder: Path) -> list[Writer]:
+def writers_of(job: Job, folder: Path) -> list[Careful]:
     return build_writers(job, folder, tracker_config(applied(job)), pytest.fail)
 
 

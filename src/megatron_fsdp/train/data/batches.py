@@ -16,7 +16,6 @@ import signal
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -182,19 +181,13 @@ class Microbatches(Dataset[Batch]):
         """
         self.plan = plan
         self._file, self._order, self._index, self._unlearned = tokens, order, data_index, unlearned
-        self._tokens: TokenArray | None = None
 
     def __getitem__(self, place: Place) -> Batch:
-        if self._tokens is None:  # mapped by each process that reads
-            self._tokens = self._file.open()
         first, microbatch = place
         numbers = self.plan.positions(self._index, microbatch)
         starts = [None if number is None else self._order.start(first + number) for number in numbers]
-        batch = cut_samples(self._tokens, starts, self._order.length, self._unlearned)
+        batch = cut_samples(self._file.open(), starts, self._order.length, self._unlearned)
         return replace(batch, dropout_seed=self._order.dropout_seed(first + self.plan.place(self._index, microbatch)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None}
 
 
 class Feed:
@@ -250,9 +243,9 @@ def make_feed(data: TokenData, job: Job, data_index: int, *, pins: bool = False)
         pins: Whether batches lie in pinned memory, for an accelerator.
     """
     options = job.options
-    order = SampleOrder(len(data.training), job.seq_length, options.training.seed)
+    order = SampleOrder(data.training.count, job.seq_length, options.training.seed)
     unlearned = data.vocabulary.end_id if options.data.eod_mask_loss else None
-    microbatches = Microbatches(data.training_file, order, job.batch, data_index, unlearned)
+    microbatches = Microbatches(data.training, order, job.batch, data_index, unlearned)
     return Feed(microbatches, num_workers=options.data.num_workers, pins=pins)
 
 
@@ -264,13 +257,14 @@ def held_out_batches(
     Every rank gets the same number of batches, since evaluating a sharded model takes all ranks; a remainder is
     filled up with samples that do not count, so that the mean does not depend on the number of ranks.
     """
-    available = (len(data.held_out) - 1) // length
+    tokens = data.held_out.open()
+    available = (len(tokens) - 1) // length
     count = min(available, max_samples)
     starts = [i * available // count * length for i in range(count)]
     whole = BatchPlan(plan.micro, count, plan.ranks)
     for i in range(whole.microbatches):
         places = whole.positions(data_index, i)
-        yield cut_samples(data.held_out, [None if place is None else starts[place] for place in places], length)
+        yield cut_samples(tokens, [None if place is None else starts[place] for place in places], length)
 
 
 def _places(first: int, plan: BatchPlan) -> Iterator[Place]:

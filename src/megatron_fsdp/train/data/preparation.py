@@ -23,7 +23,6 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.sources import Document, Documents, Source, find_source
 from megatron_fsdp.train.data.token_file import (
     IndexedWriter,
-    TokenArray,
     TokenFile,
     bin_of,
     digest,
@@ -39,8 +38,7 @@ from megatron_fsdp.train.data.tokenizer import (
     TokenizerVocabulary,
     Vocabulary,
     load_tokenizer,
-    said_ends,
-    tokenizer_file,
+    tokenizer_files,
     train_bpe,
 )
 from megatron_fsdp.train.launch.ranks import Rank, require_same, work_on_machines
@@ -58,28 +56,28 @@ _FEW = 100  # documents; fewer cannot be cut into three shares by their hashes
 _COUNTED = 2**20  # tokens whose bytes are counted where that takes decoding
 
 Side = Literal["training", "held_out", "aside"]
+Piece = tuple[str, Side, bool]
+"""A part of a document, where the document goes, and whether it ends with this part."""
 
 
 @dataclass(frozen=True)
 class TokenData:
-    """The text as token ids.
+    """The text as token ids, in files that ranks of a machine map into the same memory.
 
     Attributes:
         training: Ids to train on.
         held_out: Ids to evaluate on.
-        held_out_bytes: UTF-8 bytes that the held-out ids stand for (for bits per byte); 0: not known.
+        held_out_bytes: UTF-8 bytes that the held-out ids stand for, ends of texts counted as one; 0: not known.
         vocabulary: From text to ids and back.
         checksum: Of all ids, in hex; the same for the same tokens.
-        training_file: Where the ids to train on lie.
         notes: What a person should know of the preparation, in words.
     """
 
-    training: TokenArray
-    held_out: TokenArray
+    training: TokenFile
+    held_out: TokenFile
     held_out_bytes: int
     vocabulary: Vocabulary
     checksum: str
-    training_file: TokenFile
     notes: tuple[str, ...] = ()
 
 
@@ -104,20 +102,19 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
             write_data(job.options, folder)
 
     work_on_machines(rank, write)
-    found: TokenData | ConfigurationError
+    found, problem = None, None
     try:
         found = read_data(job, folder)
     except ConfigurationError as error:
-        found = error
+        problem = str(error)
     require_same(
         rank,
-        found.checksum if isinstance(found, TokenData) else None,
-        str(found) if isinstance(found, ConfigurationError) else None,
+        None if found is None else found.checksum,
+        problem,
         "the tokens of --data-path differ, with checksums {}: give the same text on every machine, or one folder that "
         "all of them see",
     )
-    if isinstance(found, ConfigurationError):
-        raise found
+    assert found is not None  # or all ranks have raised
     return found
 
 
@@ -140,8 +137,7 @@ def folder_name(options: Options, source: Source) -> str:
     data = options.data
     model = None
     if data.tokenizer_model is not None:
-        file = tokenizer_file(data.tokenizer_model)
-        model = [hashlib.sha256(file.read_bytes()).hexdigest(), *said_ends(file)]
+        model = [hashlib.sha256(file.read_bytes()).hexdigest() for file in tokenizer_files(data.tokenizer_model)]
     facts = [VERSION, source.listing(), data.json_key, data.tokenizer_type, data.vocab_size, model, data.split]
     return f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
@@ -164,14 +160,14 @@ def write_data(options: Options, folder: Path) -> None:
             if not _is_alive(int(left.suffix[1:])) and claim(left, held):
                 shutil.rmtree(left, ignore_errors=True)
         if (made / SIDE_FILE).exists():
-            _require_unchanged(made)
+            _require_unchanged(made, options)
             return
         temporary = place / f"{mine}{uuid.uuid4().hex[:8]}.{os.getpid()}"
         held.callback(shutil.rmtree, temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
             claim(temporary, held)
-            _write_side_file(_prepare(options, source, temporary), temporary)
+            _save(_prepare(options, source, temporary), temporary)
             if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
                 raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
             temporary.rename(made)
@@ -204,74 +200,50 @@ def read_data(job: Job, folder: Path) -> TokenData:
         ConfigurationError: It is damaged, or too little for one sample.
     """
     made, source = tokens_folder(job.options, folder)
-    prepared = _read_side_file(made)
-    for name, file in (("training", prepared.training), ("held-out", prepared.held_out)):
+    found = _load(made, job.options)
+    for name, file in (("training", found.training), ("held-out", found.held_out)):
         if file.count <= job.seq_length:
             raise ConfigurationError(
                 f"the {name} text has {file.count:,} tokens and one sample needs {job.seq_length + 1:,}: give "
                 f"--data-path more text, --split other shares than {job.options.data.split}, or a lower --seq-length"
             )
-    notes = list(prepared.notes)
-    if source.left_out:  # not kept with the tokens, which are the same with more such folders
-        count = len(source.left_out)
-        words = "1 folder of an earlier run is" if count == 1 else f"{count} folders of earlier runs are"
-        notes.append(f"{words} left out, first {source.left_out[0]}")
-    vocabulary: Vocabulary = IdVocabulary(prepared.vocab_size)
-    if prepared.end:
-        vocabulary = TokenizerVocabulary.read(made / TOKENIZER_FILE, prepared.end)
-    elif job.options.data.tokenizer_type == "byte":
-        vocabulary = ByteVocabulary()
-    return TokenData(
-        prepared.training.open(),
-        prepared.held_out.open(),
-        prepared.held_out_bytes,
-        vocabulary,
-        prepared.checksum,
-        prepared.training,
-        tuple(notes),
-    )
+        file.open()  # raises where the file is gone or too short
+    if not source.left_out:
+        return found
+    count = len(source.left_out)  # not kept with the tokens, which are the same with more such folders
+    words = "1 folder of an earlier run is" if count == 1 else f"{count} folders of earlier runs are"
+    return replace(found, notes=(*found.notes, f"{words} left out, first {source.left_out[0]}"))
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """The result of a preparation, as stored in the side file of the tokens.
-
-    Attributes:
-        training: Tokens to train on.
-        held_out: Tokens to evaluate on.
-        held_out_bytes: UTF-8 bytes that these stand for, ends of texts counted as one; 0: not known.
-        vocab_size: Ids are below it.
-        end: The token that ends a text, where there is a tokenizer file; else empty.
-        checksum: Of all ids.
-        notes: What else a person should know.
-    """
-
-    training: TokenFile
-    held_out: TokenFile
-    held_out_bytes: int
-    vocab_size: int
-    end: str
-    checksum: str
-    notes: tuple[str, ...] = ()
-
-
-def _write_side_file(prepared: _Prepared, folder: Path) -> None:
-    """Write the side file into a folder; it names token files in the folder by relative paths."""
-    values = asdict(prepared)
-    for name, file in (("training", prepared.training), ("held_out", prepared.held_out)):
+def _save(data: TokenData, folder: Path) -> None:
+    """Write tokenizer and side file into a folder; the side file names token files in it by relative paths."""
+    vocabulary, end = data.vocabulary, ""
+    if isinstance(vocabulary, TokenizerVocabulary):
+        vocabulary.save(folder / TOKENIZER_FILE)
+        end = vocabulary.end
+    values: dict[str, Any] = {}
+    for name, file in (("training", data.training), ("held_out", data.held_out)):
         is_inside = file.path.is_relative_to(folder)
-        values[name]["path"] = str(file.path.relative_to(folder) if is_inside else file.path.absolute())
+        path = file.path.relative_to(folder) if is_inside else file.path.absolute()
+        values[name] = {**asdict(file), "path": str(path)}
+    values |= {"held_out_bytes": data.held_out_bytes, "vocab_size": vocabulary.vocab_size, "end": end}
+    values |= {"checksum": data.checksum, "notes": list(data.notes)}
     (folder / SIDE_FILE).write_text(json.dumps(values, indent=2), encoding="utf-8")
 
 
-def _read_side_file(folder: Path) -> _Prepared:
+def _load(folder: Path, options: Options) -> TokenData:
     path = folder / SIDE_FILE
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        values.pop("crc32", None)  # of earlier versions
-        for name in ("training", "held_out"):
-            values[name] = TokenFile(**{**values[name], "path": folder / values[name]["path"]})
-        return _Prepared(**{**values, "notes": tuple(values["notes"])})
+        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        training, held_out = (
+            TokenFile(**{**said[name], "path": folder / said[name]["path"]}) for name in ("training", "held_out")
+        )
+        vocabulary: Vocabulary = IdVocabulary(said["vocab_size"])
+        if said["end"]:
+            vocabulary = TokenizerVocabulary.read(folder / TOKENIZER_FILE, said["end"])
+        elif options.data.tokenizer_type == "byte":
+            vocabulary = ByteVocabulary()
+        return TokenData(training, held_out, said["held_out_bytes"], vocabulary, said["checksum"], tuple(said["notes"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({error}): tokens are made by the first rank of each machine, so --out and "
@@ -279,42 +251,38 @@ def _read_side_file(folder: Path) -> _Prepared:
         ) from None
 
 
-def _require_unchanged(folder: Path) -> None:
+def _require_unchanged(folder: Path, options: Options) -> None:
     """Verify the checksum of the ids in a folder.
 
     Ids of the user that lie elsewhere are not read again: the folder is named after their size and time.
     """
-    prepared = _read_side_file(folder)
-    if not prepared.training.path.is_relative_to(folder):
+    found = _load(folder, options)
+    if not found.training.path.is_relative_to(folder):
         return
-    if digest((prepared.training, prepared.held_out), 2**31) != prepared.checksum:
+    if digest((found.training, found.held_out), 2**31) != found.checksum:
         raise ConfigurationError(
             f"the tokens in {folder} were damaged: they do not have the checksum in {SIDE_FILE}; remove the folder, "
             "and they are made again"
         )
 
 
-def _prepare(options: Options, source: Source, folder: Path) -> _Prepared:
+def _prepare(options: Options, source: Source, folder: Path) -> TokenData:
     split, data = parse_split(options.data.split), options.data
-    notes: list[str] = []
     vocabulary: Vocabulary
     if source.has_ids:
         vocabulary = _vocabulary_of_ids(options, source)
-        sides = split_ids(source, split)
-        held_out_bytes = _count_bytes(sides[1], vocabulary) if isinstance(vocabulary, TokenizerVocabulary) else 0
-    else:
-        documents = Documents(source, data.json_key)
-        vocabulary = _vocabulary_of_texts(options, documents, split)
-        encoded = encode_documents(documents, vocabulary, split, folder)
-        sides, held_out_bytes = (encoded.training, encoded.held_out), encoded.held_out_bytes
-        _require_texts(options, documents, sum(side.count for side in sides))
-        notes = _notes(documents, is_cut=encoded.is_cut)
-    end = ""
-    if isinstance(vocabulary, TokenizerVocabulary):
-        vocabulary.save(folder / TOKENIZER_FILE)
-        end = vocabulary.end
-    checksum = digest(sides, vocabulary.vocab_size)
-    return _Prepared(*sides, held_out_bytes, vocabulary.vocab_size, end, checksum, tuple(notes))
+        training, held_out = split_ids(source, split)
+        size = _count_bytes(held_out, vocabulary) if isinstance(vocabulary, TokenizerVocabulary) else 0
+        return TokenData(training, held_out, size, vocabulary, digest((training, held_out), vocabulary.vocab_size))
+    documents = Documents(source, data.json_key)
+    vocabulary = _vocabulary_of_texts(options, documents, split)
+    found = encode_documents(documents, vocabulary, split, folder)
+    _require_texts(options, documents, found.training.count + found.held_out.count)
+    if not documents.skipped:
+        return found
+    count, first = len(documents.skipped), documents.skipped[0]
+    note = f"{count} {'file is' if count == 1 else 'files are'} no UTF-8 text and left out, first {first}"
+    return replace(found, notes=(note, *found.notes))
 
 
 def _require_texts(options: Options, documents: Documents, tokens: int) -> None:
@@ -332,16 +300,6 @@ def _require_texts(options: Options, documents: Documents, tokens: int) -> None:
             f"--json-key {data.json_key} does nothing, since --data-path {root} holds no JSON lines and no data set: "
             "leave it out"
         )
-
-
-def _notes(documents: Documents, *, is_cut: bool) -> list[str]:
-    notes = []
-    if documents.skipped:
-        count, first = len(documents.skipped), documents.skipped[0]
-        notes.append(f"{count} {'file is' if count == 1 else 'files are'} no UTF-8 text and left out, first {first}")
-    if is_cut:
-        notes.append("documents are too few or too unequal to split, so the end of the text is held out")
-    return notes
 
 
 def _vocabulary_of_texts(options: Options, documents: Documents, split: Split) -> Vocabulary:
@@ -387,38 +345,6 @@ def split_ids(source: Source, split: Split) -> tuple[TokenFile, TokenFile]:
     return _cut_end(whole.part(0, round(whole.count * (1 - split.aside))), split)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a document.
-
-    Attributes:
-        text: Of the part.
-        side: Where the document goes.
-        is_last: Whether the document ends with it.
-    """
-
-    text: str
-    side: Side
-    is_last: bool
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token files that were written.
-
-    Attributes:
-        training: To train on.
-        held_out: To evaluate on.
-        held_out_bytes: UTF-8 bytes that the held-out tokens stand for, ends of texts counted as one.
-        is_cut: Whether the end of the whole was held out, since whole documents would have missed the shares.
-    """
-
-    training: TokenFile
-    held_out: TokenFile
-    held_out_bytes: int
-    is_cut: bool
-
-
 def side_of(beginning: str, split: Split) -> Side:
     """Choose a document's side by the hash of its first piece: copies lie on one side, and order does not matter."""
     digest = hashlib.sha256(beginning.encode()).digest()
@@ -436,12 +362,10 @@ def pieces(documents: Iterable[Document], split: Split) -> Iterator[Piece]:
         split = replace(split, aside=0.0)
     for document in itertools.chain(first, found):
         text = next(document, None)
-        if text is None:
-            continue
-        side = side_of(text, split)
+        side: Side = "aside" if text is None else side_of(text, split)
         while text is not None and side != "aside":
             following = next(document, None)
-            yield Piece(text, side, following is None)
+            yield text, side, following is None
             text = following
 
 
@@ -452,17 +376,17 @@ def sample_texts(documents: Iterable[Document], split: Split, size: int, limit: 
     """
     every = max(1, math.ceil(size / limit))
     chosen = [piece for number, piece in enumerate(pieces(documents, split)) if number % every == 0]
-    return [piece.text for piece in chosen if piece.side == "training"] or [piece.text for piece in chosen]
+    return [text for text, side, _ in chosen if side == "training"] or [text for text, *_ in chosen]
 
 
-def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, split: Split, folder: Path) -> Encoded:
+def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, split: Split, folder: Path) -> TokenData:
     """Write all documents as tokens, each followed by the end-of-text token.
 
     Args:
         documents: Gone through once.
         vocabulary: Has an end of a text.
         split: Which share goes where, by documents; where that misses the shares by far (few documents, or very
-            unequal ones), the end of the whole is held out instead.
+            unequal ones), the end of the whole is held out instead, and a note says so.
         folder: Empty.
     """
     dtype, held_out_bytes = dtype_for(vocabulary.vocab_size), 0
@@ -471,25 +395,32 @@ def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, spli
     with IndexedWriter(first, dtype) as training:
         with IndexedWriter(second, dtype) as held_out:
             for batch in _batches(pieces(documents, split)):
-                for piece, ids in zip(batch, vocabulary.encode([piece.text for piece in batch]), strict=True):
-                    writer = held_out if piece.side == "held_out" else training
+                encoded = vocabulary.encode([text for text, *_ in batch])
+                for (text, side, is_last), ids in zip(batch, encoded, strict=True):
+                    writer = held_out if side == "held_out" else training
                     writer.add(ids)
-                    if piece.is_last:
+                    if is_last:
                         writer.add(end)
                         writer.end_document()
-                    if piece.side == "held_out":
-                        held_out_bytes += len(piece.text.encode()) + piece.is_last
+                    if writer is held_out:
+                        held_out_bytes += len(text.encode()) + is_last
         is_cut = not _is_fair(training.tokens, held_out.tokens, split)
         if is_cut:
             if held_out.tokens:
                 training.add_all(open_indexed(second))
             bin_of(second).unlink()
             idx_of(second).unlink()
-    whole = TokenFile(bin_of(first), dtype.str, 0, training.tokens)
-    if not is_cut:
-        return Encoded(whole, TokenFile(bin_of(second), dtype.str, 0, held_out.tokens), held_out_bytes, is_cut)
-    sides = _cut_end(whole, split)
-    return Encoded(*sides, _count_bytes(sides[1], vocabulary), is_cut)
+    sides = (
+        TokenFile(bin_of(first), dtype.str, 0, training.tokens),
+        TokenFile(bin_of(second), dtype.str, 0, held_out.tokens),
+    )
+    notes: tuple[str, ...] = ()
+    if is_cut:
+        sides = _cut_end(sides[0], split)
+        held_out_bytes = _count_bytes(sides[1], vocabulary)
+        notes = ("documents are too few or too unequal to split, so the end of the text is held out",)
+    checksum = digest(sides, vocabulary.vocab_size)
+    return TokenData(sides[0], sides[1], held_out_bytes, vocabulary, checksum, notes)
 
 
 def _is_fair(training: int, held_out: int, split: Split) -> bool:
@@ -521,7 +452,7 @@ def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
     size = 0
     for piece in found:
         batch.append(piece)
-        size += len(piece.text)
+        size += len(piece[0])
         if size >= _BATCH:
             yield batch
             batch, size = [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from megatron_fsdp.checkpoint.run_folder import MARK_OF_WHOLE, POINTER
 from megatron_fsdp.errors import ConfigurationError
@@ -213,28 +214,18 @@ def _is_text(file: Path) -> bool:
 
 def _file_pieces(file: Path) -> Document:
     with file.open(encoding="utf-8-sig", newline="") as opened:  # a byte order mark is no text
-        while piece := opened.read(PIECE):
-            yield piece + opened.readline(PIECE)
+        yield from _pieces(opened)
 
 
 def _pieces_of(text: str) -> Document:
-    """Yield the pieces of a text in memory, whole characters only."""
-    text, start = _whole_characters(text), 0
-    while start < len(text):
-        line_end = text.find("\n", start + PIECE, start + 2 * PIECE) + 1
-        stop = line_end or start + 2 * PIECE
-        yield text[start:stop]
-        start = stop
-
-
-def _whole_characters(text: str) -> str:
-    """Replace characters of JSON that text cannot have: NUL, which would end a text, and unpaired surrogates."""
+    """Yield the pieces of a text of JSON without what text cannot have: NUL, which would end it, half a surrogate."""
     text = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
+    return _pieces(io.StringIO(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")))
+
+
+def _pieces(opened: TextIO) -> Document:
+    while piece := opened.read(PIECE):
+        yield piece + opened.readline(PIECE)
 
 
 def _is_json_lines(file: Path) -> bool:

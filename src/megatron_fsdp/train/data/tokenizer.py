@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, MissingPackageError
+from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.data.token_file import TokenArray, dtype_for
 
 BPE_VOCAB_SIZE = 8192
@@ -19,6 +20,7 @@ ENDS = (END_OF_TEXT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_
 """End-of-text tokens to look for, in this order, in tokenizers that do not name theirs."""
 
 _FILE = "tokenizer.json"
+_OLDER = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "merges.txt")
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -114,17 +116,22 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     """Read a tokenizer from disk; nothing is downloaded or executed.
 
     Args:
-        path: A tokenizer.json, or a folder with one; settings beside it may say which token ends a text.
+        path: A tokenizer.json, or a folder of Hugging Face; settings in it may say which token ends a text. A folder
+            without a tokenizer.json, which has only its vocabulary, is read by transformers.
 
     Raises:
-        ConfigurationError: There is none, it cannot be read, or it has no token that ends a text.
+        ConfigurationError: There is none, it cannot be read, or it has no token that ends a text; or transformers is
+            needed and not installed (MissingPackageError).
     """
-    file = tokenizer_file(path)
+    file = tokenizer_files(path)[0]
+    read = _read_by_transformers if file.name in _OLDER else _read_alone
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001  # the library raises nothing more special
+        tokenizer, ends = read(file)
+    except MissingPackageError:
+        raise
+    except Exception as error:  # noqa: BLE001  # the libraries raise nothing more special
         raise ConfigurationError(f"--tokenizer-model {file} cannot be read ({error}): give a tokenizer.json") from None
-    for end in (*said_ends(file), *ENDS):
+    for end in (*ends, *ENDS):
         if end is not None and tokenizer.token_to_id(end) is not None:
             return TokenizerVocabulary(tokenizer, end)
     raise ConfigurationError(
@@ -133,24 +140,35 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     )
 
 
-def tokenizer_file(path: Path) -> Path:
-    """Return the file of `--tokenizer-model`.
+def tokenizer_files(path: Path) -> list[Path]:
+    """Return the files that decide a tokenizer: tokenizer.json or else a vocabulary first, and settings beside it.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is neither.
     """
-    file = path / _FILE if path.is_dir() else path
-    if not file.is_file():
+    names = [_FILE, *_OLDER] if path.is_dir() else [path.name]
+    folder = path if path.is_dir() else path.parent
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if not found:
         raise ConfigurationError(
             f"--tokenizer-model {path} has no {_FILE}: give such a file or a folder with one, or --tokenizer-type "
             "byte, to train on bytes"
         )
-    return file
+    used = found[:1] if found[0].name not in _OLDER else found
+    return used + [folder / name for name in _SETTINGS if (folder / name).is_file()]
 
 
-def said_ends(file: Path) -> list[str | None]:
-    """Return the end-of-text token of each settings file beside a tokenizer.json; None where it names none."""
-    return [_said_end(file.with_name(name)) for name in _SETTINGS]
+def _read_alone(file: Path) -> tuple[Tokenizer, list[str | None]]:
+    return Tokenizer.from_file(str(file)), [_said_end(file.with_name(name)) for name in _SETTINGS]
+
+
+def _read_by_transformers(file: Path) -> tuple[Tokenizer, list[str | None]]:
+    """Convert the vocabulary of a folder; none of its code runs."""
+    transformers: Any = require("transformers", f"a --tokenizer-model without a {_FILE}", instead="give one with it")
+    found: Any = transformers.AutoTokenizer.from_pretrained(
+        str(file.parent), local_files_only=True, trust_remote_code=False
+    )
+    return found.backend_tokenizer, [found.eos_token]
 
 
 def _said_end(path: Path) -> str | None:

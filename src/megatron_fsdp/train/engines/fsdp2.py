@@ -22,8 +22,8 @@ from megatron_fsdp.automodel.gradients import gather_gradients
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.managers import shard_by_layers
 from megatron_fsdp.train.engines.pipeline import LossInOrder, PipelineModel, pipeline_config
-from megatron_fsdp.train.engines.trained import ContextCut, MicrobatchModel, Place, build_optimizer, call_transformers
-from megatron_fsdp.train.engines.transformers_sharded import backend_of, recompute_layers
+from megatron_fsdp.train.engines.trained import MicrobatchModel, Place, build_optimizer
+from megatron_fsdp.train.engines.transformers_sharded import backend_of, place_in, recompute_layers
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.models.build import build_decoder, check_fits, transformers_config
 from megatron_fsdp.train.options.job import Job
@@ -93,9 +93,7 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2M
     for part in model.parts if job.sizes.pipeline > 1 else [model]:
         recompute_layers(part, job.options.training)
         _reshard_as_told(part, job)
-    context = model.mesh_context
-    cut = ContextCut(context.axis("cp")) if job.sizes.context > 1 else ContextCut()
-    place = Place(context.device, context.data_rank, context.sizes.dp, call_transformers, cut)
+    place = place_in(model.mesh_context)
     return PipelineModel(job, place, model, loss) if job.sizes.pipeline > 1 else Fsdp2Model(job, place, model)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_fsdp.automodel import Pipeline, PipelineConfig, clip_grad_norm_, connect_optimizer
 from megatron_fsdp.automodel.gradients import gather_gradients
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.trained import Place, Trained, build_optimizer, seed_dropout, to_device, token_losses
@@ -70,8 +69,6 @@ class PipelineModel(Trained):
         super().__init__(job, place, part if stage is None else stage, connected)
         self._pipeline, self._loss, self._stage = pipeline, loss, stage
         self._fewest = pipeline.pp_mesh.size() if pipeline.config.pp_schedule == "1f1b" else 1
-        self._sums = stage is not None and job.options.training.calculate_per_token_loss
-        self._defers = stage is not None and stage.resolved.strategy <= ShardingStrategy.optim
         if stage is not None and self._defers:
             pipeline.finish_gradients = stage.finish_grad_sync
 
@@ -81,10 +78,7 @@ class PipelineModel(Trained):
         self._loss.factors = [self._place.cut.take(to_device(factor, self.device)) * weight for factor in factors]
         stage = self._pipeline.pp_mesh.get_local_rank()
         seed_dropout(batches[0], stage * self._place.cut.size + self._place.cut.index)
-        once: AbstractContextManager[None] = nullcontext()
-        if self._stage is not None and self._defers:
-            once = self._stage.no_sync()
-        with once:
+        with self._stage.no_sync() if self._stage is not None and self._defers else nullcontext():
             loss = self._run(self._pipeline.step, batches)
         self._loss.seen.clear()
         return self._place.cut.add_up(loss / weight)
@@ -112,9 +106,6 @@ class PipelineModel(Trained):
         positions = cut.positions(inputs.shape[0], batches[0].inputs.shape[1], device)
         others: dict[str, Any] = {} if positions is None else {"position_ids": positions}
         return step(inputs, shift_labels=targets, num_label_tokens=1, **others)
-
-    def _gradient_divisor(self) -> float:
-        return 1.0 if self._sums else super()._gradient_divisor()
 
     def _scale_gradients(self, factor: float) -> None:
         gather_gradients(self._pipeline).scale(factor)

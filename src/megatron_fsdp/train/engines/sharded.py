@@ -1,4 +1,4 @@
-"""This package's engines: fully sharded by modules, or replicated with buckets; one wrapper, one configuration."""
+"""Chooses the engine of a job; this package's own: fully sharded by modules, or replicated with buckets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,41 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
-from megatron_fsdp.train.engines.trained import MicrobatchModel, Place, build_optimizer
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.train.engines.trained import MicrobatchModel, Place, Trained, build_optimizer
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.models.build import build_decoder
 from megatron_fsdp.train.models.decoder import Block
+from megatron_fsdp.train.options.checks import needs_transformers, uses_transformers
 from megatron_fsdp.train.options.job import Job
 
 MESH_DIM = "dp"
+
+
+def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
+    """Build the model of a run, sharded, with its optimizer.
+
+    Args:
+        job: The run.
+        vocab_size: Token ids of the data.
+        rank: This process.
+
+    Raises:
+        CheckpointError: Weights of `--hf-model` do not fit.
+        ConfigurationError: The model cannot be built or sharded so, or transformers is missing (MissingPackageError).
+    """
+    is_ours = not uses_transformers(job.options.model)
+    if is_ours and job.engine != "torch_fsdp2":
+        return shard_decoder(job, rank, vocab_size)
+    require("transformers", needs_transformers(job.options) or "this model")
+    from megatron_fsdp.train.engines import fsdp2, transformers_sharded
+
+    if job.engine != "torch_fsdp2":
+        return transformers_sharded.shard_transformers(job, rank, vocab_size)
+    if is_ours:
+        return fsdp2.shard_decoder_by_fsdp2(job, rank, vocab_size)
+    return fsdp2.shard_transformers_by_fsdp2(job, rank, vocab_size)
 
 
 class ShardedModel(MicrobatchModel):
@@ -32,16 +58,9 @@ class ShardedModel(MicrobatchModel):
         optimizer = DistributedOptimizer(build_optimizer(model, job.options.optimizer), model)
         super().__init__(job, place, model, optimizer)
         self.inside = model
-        self._sums = job.options.training.calculate_per_token_loss
-        self._defers = model.resolved.strategy <= ShardingStrategy.optim
 
     def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Defer reduction to the last microbatch for strategies that do not shard gradients."""
         return self.model.no_sync() if self._defers and not is_last else contextlib.nullcontext()
-
-    def _gradient_divisor(self) -> float:
-        """Return 1 where the engine sums gradients over ranks; otherwise it averages."""
-        return 1.0 if self._sums else super()._gradient_divisor()
 
     def _scale_gradients(self, factor: float) -> None:
         self.model.scale_gradients(factor)

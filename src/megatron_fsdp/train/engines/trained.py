@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.models.decoder import split_for_decay
@@ -173,6 +174,10 @@ class Trained(ABC):
         """Take a sharded model with its weights, and its optimizer."""
         training = job.options.training
         self.model, self.optimizer = model, optimizer
+        strategy = model.resolved.strategy if isinstance(model, DistributedDataParallel) else None
+        self._sums = strategy is not None and training.calculate_per_token_loss
+        # Strategies that do not shard gradients reduce them once a step.
+        self._defers = strategy is not None and strategy <= ShardingStrategy.optim
         self.device, self.data_index, self.data_size = place.device, place.data_index, place.data_size
         self.scale = LossScale(max(1.0, training.initial_loss_scale)) if training.fp16 else None
         self._place = place
@@ -223,8 +228,8 @@ class Trained(ABC):
         return self._gradient_divisor() * (1.0 if self.scale is None else self.scale.value)
 
     def _gradient_divisor(self) -> float:
-        """Return what the engine divides the sum of gradients over ranks by: most engines average."""
-        return float(self.data_size * self._place.cut.size)
+        """Return what the engine divides the sum of gradients over ranks by: it averages, or is told to sum."""
+        return 1.0 if self._sums else float(self.data_size * self._place.cut.size)
 
     @abstractmethod
     def _scale_gradients(self, factor: float) -> None:

@@ -62,8 +62,7 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
     if options.model.hf_model is not None:
         adopt_generation_config(twin, options.model.hf_model)
     torch.manual_seed(options.training.seed)
-    cut = ContextCut(context.axis("cp")) if sizes.context > 1 else ContextCut()
-    place = Place(context.device, context.data_rank, context.sizes.dp, call_transformers, cut)
+    place = place_in(context)
     if sizes.pipeline > 1:
         return _pipeline(job, place, twin, context)
     model = _parallelize(job, context, copy.deepcopy(twin))
@@ -164,6 +163,12 @@ def _fill(
             )
         filled.update(report.loaded)
     draw_missing(twin, model, [model], filled, device)
+
+
+def place_in(context: MeshContext) -> Place:
+    """Return the position of this rank, for a model of transformers."""
+    cut = ContextCut(context.axis("cp")) if context.sizes.cp > 1 else ContextCut()
+    return Place(context.device, context.data_rank, context.sizes.dp, call_transformers, cut)
 
 
 def backend_of(rank: Rank) -> str:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.plan.experts_stand_in import balanced_experts
+from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.models import build_from_config, read_config
-from megatron_fsdp.train.models.decoder import Decoder, ModelShape, recompute
+from megatron_fsdp.train.models.decoder import Decoder, ModelShape, next_token_loss, recompute
 from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import ModelOptions
@@ -116,45 +112,33 @@ def check_fits(config: Any, vocab_size: int, seq_length: int) -> None:
 
 
 def model_flops(job: Job, vocab_size: int) -> float:
-    """Count the FLOPs of a sample's forward and backward; NaN for a model that cannot run without values.
+    """Count the FLOPs of a sample's forward, loss and backward; NaN for a model that cannot run without values.
 
-    Experts count as if every one got as many tokens as any other, and no token more experts than its router chooses.
+    A multiply-add is two; causal attention counts as if every position saw every other, and nothing that is recomputed
+    counts, as in "model FLOPs utilization" (Chowdhery et al. 2022, PaLM, appendix B). Attention is counted as its plain
+    products, whichever kernel the run uses; experts as if every one got as many tokens as any other.
 
     Args:
         job: The run.
         vocab_size: Token ids of the data.
     """
-    if not uses_transformers(job.options.model):
+    model: nn.Module
+    if uses_transformers(job.options.model):
+        config = transformers_config(job.options.model, vocab_size)
+        model = build_from_config(config, torch.bfloat16).to(torch.bfloat16)  # what grouped products take on meta
+    else:
         with torch.device("meta"):
-            return float(_sample_flops(Decoder(model_shape(job.options.model, vocab_size)), job.seq_length))
-    config = transformers_config(job.options.model, vocab_size)
-    model = build_from_config(config, torch.bfloat16).to(torch.bfloat16)  # what grouped products take on meta
+            model = Decoder(model_shape(job.options.model, vocab_size))
+    tokens = torch.zeros((1, job.seq_length), dtype=torch.int64, device="meta")
+
+    def loss(result: Any) -> Tensor:
+        return next_token_loss(getattr(result, "logits", result), tokens)
+
     try:
-        with balanced_experts(model):
-            return float(_sample_flops(model, job.seq_length))
+        found = profile_compute(model, tokens, unit_names=("",), loss_fn=loss, kernels="math")
     except (RuntimeError, NotImplementedError, ConfigurationError):  # its forward asks for values
         return math.nan
-
-
-def _sample_flops(model: nn.Module, length: int) -> int:
-    """Count the operations of matrix products and attention in forward, loss and backward of one sample.
-
-    A multiply-add is two; causal attention counts as if every position saw every other, and nothing that is
-    recomputed counts, as in "model FLOPs utilization" (Chowdhery et al. 2022, PaLM, appendix B). Attention is counted
-    as its plain products, whichever kernel the run uses. The model is on the meta device.
-    """
-    tokens = torch.zeros((1, length), dtype=torch.int64, device="meta")
-    grouped = {torch.ops.aten._grouped_mm: _grouped_flops}  # torch's counter has no formula for products of experts
-    with FlopCounterMode(display=False, custom_mapping=grouped) as counter, sdpa_kernel(SDPBackend.MATH):
-        result: Any = model(tokens)
-        logits: Tensor = getattr(result, "logits", result)
-        functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-    return int(counter.get_total_flops())
-
-
-def _grouped_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
-    """Count FLOPs of grouped products of rows and experts' matrices, or of their gradients, by shapes."""
-    return 2 * left[-2] * left[-1] * right[-1]
+    return float(found.forward_flops + found.backward_flops)
 
 
 def _padded(vocab_size: int, options: ModelOptions) -> int:

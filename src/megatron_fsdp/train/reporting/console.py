@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import IO, Any, cast
 
 from rich.columns import Columns
@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.train.launch.failures import point_nowhere
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import Row
@@ -150,7 +151,7 @@ def show_comparison(console: Console, rows: Sequence[Row]) -> None:
     for name in ("measured", "formula", "ratio"):
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
-        values = (format_bytes(v) if row.unit == "bytes" else f"{v:,}" for v in (row.measured, row.formula))
+        values = (in_bytes(v) if row.unit == "bytes" else f"{v:,}" for v in (row.measured, row.formula))
         table.add_row(row.what, *values, f"{row.ratio:.3f}")
     console.print(table)
 
@@ -169,7 +170,9 @@ class ConsoleWatcher:
         self._console = console
         self._total_steps, self._limit_s = total_steps, limit_s
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
-        self._facts: Facts | None = None
+        self._last: StepRecord | None = None  # with the speeds of all steps since the last update
+        self._evaluation: Evaluation | None = None
+        self._left_s = math.nan
         self._steps = 0
         self._is_live = console.is_terminal and not console.is_dumb_terminal
         self._next_line = 1
@@ -191,21 +194,20 @@ class ConsoleWatcher:
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Show the last of these steps."""
-        last, before = averaged(records), self._facts
+        shares = [r.exposed_share for r in (self._last, *records) if r is not None and not math.isnan(r.exposed_share)]
+        last = replace(averaged(records), exposed_share=shares[-1] if shares else math.nan)  # as it was measured last
         self._pace.extend(record.step_s for record in records)
-        shares = [record.exposed_share for record in records if not math.isnan(record.exposed_share)]
-        share = shares[-1] if shares else math.nan if before is None else before.exposed_share
-        self._facts = Facts(last, None if before is None else before.evaluation, share, self._left_s(last))
-        self._steps = last.step
+        by_steps = math.fsum(self._pace) / len(self._pace) * (self._total_steps - last.step)
+        self._left_s = max(0.0, min(by_steps, self._limit_s - last.elapsed_s))
+        self._last, self._steps = last, last.step
         if not self._is_live and (last.step >= self._next_line or last.step == self._total_steps):
             every = -(-self._total_steps // PLAIN_LINES)
             self._next_line = (last.step // every + 1) * every
-            self._console.print(self._facts.line(self._total_steps), soft_wrap=True)
+            self._console.print(line_of(last, self._evaluation, self._left_s, self._total_steps), soft_wrap=True)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out loss; without a terminal, on the next line, and the last one on its own line."""
-        if self._facts is not None:
-            self._facts = replace(self._facts, evaluation=evaluation)
+        self._evaluation = evaluation
         if not self._is_live and evaluation.step == self._total_steps:
             self._console.print(f"step {evaluation.step:>5}/{self._total_steps}  held-out loss {evaluation.loss:.3f}")
 
@@ -220,68 +222,46 @@ class ConsoleWatcher:
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
-        left = "first step ..." if self._facts is None else f"{duration(self._facts.left_s)} left"
+        left = "first step ..." if self._last is None else f"{duration(self._left_s)} left"
         bar.add_row(f"step {done:,}/{total:,}", ProgressBar(total, done), f"{100 * done // total}%  {left}")
-        if self._facts is None:
+        if self._last is None:
             return Group(bar)
-        cells = self._facts.cells()
+        cells = cells_of(self._last, self._evaluation)
         if self._console.width < _NAME_WIDTH + _VALUE_WIDTH:
             return Group(bar, *(Text(f"{name} {value}", overflow="fold") for name, value in cells))
         return Group(bar, Columns([_cell(*cell) for cell in cells], padding=(0, 2)))
-
-    def _left_s(self, last: StepRecord) -> float:
-        """Estimate the remaining seconds by the pace of the last steps and the time limit."""
-        by_steps = math.fsum(self._pace) / len(self._pace) * (self._total_steps - last.step)
-        return max(0.0, min(by_steps, self._limit_s - last.elapsed_s))
 
 
 def _cell(name: str, value: str) -> Text:
     return Text.assemble((f"{name:<{_NAME_WIDTH}}", "dim"), (f"{value:>{_VALUE_WIDTH}}", "bold"), no_wrap=True)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The values of the display.
+def cells_of(record: StepRecord, evaluation: Evaluation | None) -> list[tuple[str, str]]:
+    """Return names and values for a terminal, of the last step and held-out loss."""
+    return [
+        ("loss", f"{record.loss:.3f}"),
+        ("held-out loss", UNKNOWN if evaluation is None else f"{evaluation.loss:.3f}"),
+        ("grad norm", f"{record.grad_norm:.2f}"),
+        ("tokens/s", f"{record.tokens_per_s:,.0f}"),
+        ("TFLOP/s/rank", short_number(record.tflops)),
+        ("MFU", percent(record.mfu)),
+        ("step", f"{record.step_s * 1000:,.0f} ms"),
+        ("exposed comm", percent(record.exposed_share)),
+        ("memory peak", in_bytes(record.peak_bytes)),
+        ("learning rate", f"{record.learning_rate:.2e}"),
+        ("skipped steps", f"{record.skipped}"),
+    ]
 
-    Attributes:
-        record: The last step, with the speeds of all steps since the last update.
-        evaluation: The last held-out loss, if there is one.
-        exposed_share: Exposed communication as it was measured last; NaN: never.
-        left_s: Seconds that the rest of the training will take.
-    """
 
-    record: StepRecord
-    evaluation: Evaluation | None
-    exposed_share: float
-    left_s: float
-
-    def cells(self) -> list[tuple[str, str]]:
-        """Return names and values for a terminal."""
-        record, evaluation = self.record, self.evaluation
-        return [
-            ("loss", f"{record.loss:.3f}"),
-            ("held-out loss", UNKNOWN if evaluation is None else f"{evaluation.loss:.3f}"),
-            ("grad norm", f"{record.grad_norm:.2f}"),
-            ("tokens/s", f"{record.tokens_per_s:,.0f}"),
-            ("TFLOP/s/rank", short_number(record.tflops)),
-            ("MFU", percent(record.mfu)),
-            ("step", f"{record.step_s * 1000:,.0f} ms"),
-            ("exposed comm", percent(self.exposed_share)),
-            ("memory peak", format_bytes(record.peak_bytes)),
-            ("learning rate", f"{record.learning_rate:.2e}"),
-            ("skipped steps", f"{record.skipped}"),
-        ]
-
-    def line(self, total_steps: int) -> str:
-        """Return one line of all figures."""
-        record, evaluation = self.record, self.evaluation
-        held_out = "" if evaluation is None else f"held-out {evaluation.loss:.3f}  "
-        return (
-            f"step {record.step:>5}/{total_steps}  loss {record.loss:.3f}  {held_out}grad norm {record.grad_norm:.2f}  "
-            f"{record.tokens_per_s:,.0f} tokens/s  {short_number(record.tflops)} TFLOP/s  MFU {percent(record.mfu)}  "
-            f"exposed {percent(self.exposed_share)}  skipped {record.skipped}  peak {format_bytes(record.peak_bytes)}  "
-            f"{duration(self.left_s)} left"
-        )
+def line_of(record: StepRecord, evaluation: Evaluation | None, left_s: float, total_steps: int) -> str:
+    """Return one line of all figures, for where there is no terminal."""
+    held_out = "" if evaluation is None else f"held-out {evaluation.loss:.3f}  "
+    return (
+        f"step {record.step:>5}/{total_steps}  loss {record.loss:.3f}  {held_out}grad norm {record.grad_norm:.2f}  "
+        f"{record.tokens_per_s:,.0f} tokens/s  {short_number(record.tflops)} TFLOP/s  MFU {percent(record.mfu)}  "
+        f"exposed {percent(record.exposed_share)}  skipped {record.skipped}  peak {in_bytes(record.peak_bytes)}  "
+        f"{duration(left_s)} left"
+    )
 
 
 def averaged(records: Sequence[StepRecord]) -> StepRecord:
@@ -298,15 +278,6 @@ def averaged(records: Sequence[StepRecord]) -> StepRecord:
         tflops=mean("tflops"),
         mfu=mean("mfu"),
     )
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes with a binary unit, such as `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 def short_number(value: float) -> str:

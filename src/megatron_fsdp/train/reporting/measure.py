@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.describe.model import MemoryUse
+from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.plan.machine import MACHINES
 from megatron_fsdp.sharding.accounting import (
-    GroupFootprint,
     exchange_scratch_bytes,
     outer_step_traffic,
     persistent_bytes,
@@ -189,58 +187,31 @@ class Row:
         return self.measured / self.formula
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What one rank measured.
+def compare(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: Traffic, microbatches: int
+) -> tuple[Row, ...]:
+    """Compare what this rank used with the formulas of `sharding/accounting.py`.
 
-    Attributes:
-        memory: The engine's buffers.
-        optimizer_bytes: The optimizer's state.
+    Args:
+        model: Wrapped by this package.
+        optimizer: Of the model.
         step: Collectives of one optimizer step.
-    """
-
-    memory: MemoryUse
-    optimizer_bytes: int
-    step: Traffic
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The inputs of the formulas.
-
-    Attributes:
-        groups: All parameter groups.
-        strategy: What is sharded.
         microbatches: Per optimizer step.
-        exchanges_pairwise: Whether reductions receive into a bucket of their own.
     """
-
-    groups: tuple[GroupFootprint, ...]
-    strategy: ShardingStrategy
-    microbatches: int
-    exchanges_pairwise: bool
-
-
-def exchanges_pairwise(model: MegatronFSDP) -> bool:
-    """Return whether reductions need a second bucket to receive into (no native reduce-scatter)."""
-    return any(group.exchanges_inside for group in model.parameter_groups())
-
-
-def compare(measured: Measurement, plan: Plan) -> tuple[Row, ...]:
-    """Compare a rank's measurement with the formulas of `accounting`."""
-    memory, step, strategy = measured.memory, measured.step, plan.strategy
-    held = persistent_bytes(plan.groups, strategy)
-    scratch = exchange_scratch_bytes(plan.groups, strategy) if plan.exchanges_pairwise else 0
-    borrowed = transient_bytes(plan.groups, strategy, scratch_bytes=scratch)
+    memory, groups, strategy = model.memory(), model.footprints(), model.resolved.strategy
+    held = persistent_bytes(groups, strategy)
+    exchanges = any(group.exchanges_inside for group in model.parameter_groups())  # no native reduce-scatter
+    scratch = exchange_scratch_bytes(groups, strategy) if exchanges else 0
+    borrowed = transient_bytes(groups, strategy, scratch_bytes=scratch)
     # The trainer puts off the reductions of strategies without sharded gradients; others sync after each microbatch.
-    syncs = 1 if strategy <= ShardingStrategy.optim else plan.microbatches
-    inside, across = step_traffic(plan.groups, strategy, syncs), outer_step_traffic(plan.groups, strategy)
+    syncs = 1 if strategy <= ShardingStrategy.optim else microbatches
+    inside, across = step_traffic(groups, strategy, syncs), outer_step_traffic(groups, strategy)
     gathers, gather_bytes = inside.gathers + across.gathers, inside.gather_bytes + across.gather_bytes
     reductions = inside.reductions + syncs * across.reductions
     reduce_bytes = inside.reduce_bytes + syncs * across.reduce_bytes
     return (
         Row("weights and gradients", "bytes", memory.persistent_bytes, held.total - held.optimizer),
-        Row("optimizer state", "bytes", measured.optimizer_bytes, held.optimizer),
+        Row("optimizer state", "bytes", optimizer_bytes(optimizer), held.optimizer),
         Row("gathered weights and buckets, peak", "bytes", memory.transient_peak_bytes, borrowed.total),
         Row("gathers per step", "count", step.gathers, gathers),
         Row("sent in gathers per step", "bytes", step.gather_bytes, gather_bytes),

@@ -133,11 +133,6 @@ def read_lines(path: Path, cls: type[Measured]) -> list[Measured]:
     return [measured for measured in found if measured is not None]
 
 
-def read_records(path: Path) -> list[StepRecord]:
-    """Read the steps of a run from its whole lines."""
-    return read_lines(path, StepRecord)
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

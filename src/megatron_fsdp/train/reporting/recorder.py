@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,11 +20,11 @@ from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Watcher
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.options import DDP_FIELDS, OPTIONS, SECTIONS, Options, flag_for
+from megatron_fsdp.train.options.options import DDP_FIELDS, OPTIONS, Options, flag_for
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import Peak
 from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord, read_lines
-from megatron_fsdp.train.reporting.writers import EVALUATIONS_FILE, METRICS_FILE, Writer
+from megatron_fsdp.train.reporting.writers import EVALUATIONS_FILE, METRICS_FILE, Careful
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +43,7 @@ _FIRST, _SECOND = "tab:blue", "tab:red"
 class Recorder:
     """A watcher that keeps measurements and passes them on; on the first rank also to writers."""
 
-    def __init__(self, display: Watcher, folder: Path | None, writers: Sequence[Writer] = ()) -> None:
+    def __init__(self, display: Watcher, folder: Path | None, writers: Sequence[Careful] = ()) -> None:
         """Make a watcher.
 
         Args:
@@ -53,7 +54,7 @@ class Recorder:
         self.records: list[StepRecord] = []
         self.evaluations: list[Evaluation] = []
         self._display, self._folder, self._writers = display, folder, writers
-        self._everyone: tuple[Writer | Watcher, ...] = (*writers, display)
+        self._everyone: tuple[Careful | Watcher, ...] = (*writers, display)
 
     def start(self, progress: Progress) -> None:
         """Begin, or resume: records of later steps are dropped, since these steps run again."""
@@ -143,7 +144,7 @@ def applied_rows(
         ("batch", _batch_words(job)),
         ("dtypes", _dtype_words(job)),
         ("text", str(job.options.data.data_path or "source of the Python standard library")),
-        ("tokens", f"{len(data.training):,} to train on, {len(data.held_out):,} held out"),
+        ("tokens", f"{data.training.count:,} to train on, {data.held_out.count:,} held out"),
         ("steps", f"{job.train_iters:,} of {job.tokens_per_step:,} tokens{flops}"),
         ("peak", f"{known}{peak.source}"),
         ("results", str(folder)),
@@ -183,15 +184,12 @@ def _spelled(options: Options, name: str) -> str:
     if value is False:
         return (OPTIONS[name].off_flags or (f"{flag} off",))[0] if name in OPTIONS else off_flag_of(DDP_FIELDS[name])
     words = [_word(part) for part in value] if isinstance(value, tuple) else [_word(value)]
-    return " ".join([flag, *(f"'{word}'" if not word or word != "".join(word.split()) else word for word in words)])
+    return shlex.join([flag, *words])
 
 
 def _value_of(options: Options, name: str) -> Any:
     """Return the value of an option; user and password of an address are removed."""
-    if name in DDP_FIELDS:
-        return getattr(options.ddp, DDP_FIELDS[name])
-    section = next(section for section in SECTIONS if hasattr(getattr(options, section), name))
-    value = getattr(getattr(options, section), name)
+    value = options.value(name)
     if name != "mlflow_tracking_uri" or value is None or "@" not in urlsplit(value).netloc:
         return value
     parts = urlsplit(value)

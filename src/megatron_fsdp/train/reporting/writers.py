@@ -38,10 +38,11 @@ _LOGGED = re.compile(r"^ (?:\[[^]]*\] iteration|validation loss at iteration|> g
 
 
 class Writer(Protocol):
-    """The interface of a writer."""
+    """The interface of a writer.
 
-    def start(self, progress: Progress) -> None:
-        """Begin, or resume after the steps of `progress`: later ones are removed, since they run again."""
+    It is built where a run begins, or resumes after the steps of a `progress`: later steps are removed, since they run
+    again.
+    """
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Write the steps since the last call."""
@@ -64,7 +65,7 @@ def require_writers(options: ReportingOptions) -> None:
             require_installed(package, f"--{name.replace('_', '-')}", instead="leave it out")
 
 
-def build_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> list[Writer]:
+def build_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> list[Careful]:
     """Build the writers of a run, for the first rank.
 
     Args:
@@ -74,32 +75,36 @@ def build_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Callab
         say: Tells the user of trouble.
     """
     asked, batch = job.options.reporting, job.batch.total
-    makers: list[tuple[str, Callable[[], Writer]]] = [
-        (METRICS_FILE, lambda: JsonLines(folder)),
-        (LOG_FILE, lambda: MegatronLog(folder, train_iters=job.train_iters, batch=batch)),
+    makers: list[tuple[str, Callable[[Progress], Writer]]] = [
+        (METRICS_FILE, lambda progress: JsonLines(folder, progress)),
+        (LOG_FILE, lambda progress: MegatronLog(folder, progress, train_iters=job.train_iters, batch=batch)),
     ]
     events, project, uri = asked.tensorboard_dir, asked.wandb_project, asked.mlflow_tracking_uri
     if events is not None:
-        makers.append(("TensorBoard", lambda: _TensorBoard(events)))
+        makers.append(("TensorBoard", lambda progress: _TensorBoard(events, progress)))
     if project is not None:
-        makers.append(("W&B", lambda: _Wandb(folder, project, asked.wandb_exp_name, config)))
+        makers.append(("W&B", lambda _: _Wandb(folder, project, asked.wandb_exp_name, config)))
     if uri is not None:
-        makers.append(("MLflow", lambda: _Mlflow(folder, uri, config)))
+        makers.append(("MLflow", lambda _: _Mlflow(folder, uri, config)))
     return [Careful(make, name, say) for name, make in makers]
 
 
 class Careful:
     """A writer that never raises: training is worth more than its log."""
 
-    def __init__(self, make: Callable[[], Writer], target: str, say: Callable[[str], None]) -> None:
+    def __init__(self, make: Callable[[Progress], Writer], target: str, say: Callable[[str], None]) -> None:
         """Pass everything on to the writer that `make` builds at the start; say once if `target` fails."""
         self._make, self._target, self._say = make, target, say
         self._writer: Writer | None = None
         self._has_warned = False
 
     def start(self, progress: Progress) -> None:
-        """Build the writer and start it."""
-        self._try(lambda: self._begin(progress))
+        """Build the writer."""
+
+        def build() -> None:
+            self._writer = self._make(progress)
+
+        self._try(build)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Write steps, if the writer works."""
@@ -115,11 +120,6 @@ class Careful:
         """Close the writer."""
         if self._writer is not None:
             self._try(self._writer.close)
-
-    def _begin(self, progress: Progress) -> None:
-        writer = self._make()
-        writer.start(progress)
-        self._writer = writer
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
@@ -200,13 +200,10 @@ class LineFile:
 class JsonLines:
     """Writes steps and evaluations as lines of JSON; every step is there once, however often a run restarts."""
 
-    def __init__(self, folder: Path) -> None:
-        """Write two files into an existing folder."""
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        """Write two files into an existing folder; drop later steps, and a line that was torn by a kill."""
         self._steps = LineFile(folder / METRICS_FILE)
         self._evaluations = LineFile(folder / EVALUATIONS_FILE)
-
-    def start(self, progress: Progress) -> None:
-        """Drop lines of later steps, and a line that was torn when the run was killed."""
 
         def is_earlier(found: StepRecord | Evaluation | None) -> bool:
             return found is not None and found.step <= progress.steps
@@ -232,29 +229,32 @@ class MegatronLog:
     """Writes a line per step in the style of Megatron-LM's log, so that its parsers find their keys."""
 
     def __init__(
-        self, folder: Path, *, train_iters: int, batch: int, clock: Callable[[], datetime] | None = None
+        self,
+        folder: Path,
+        progress: Progress,
+        *,
+        train_iters: int,
+        batch: int,
+        clock: Callable[[], datetime] = lambda: datetime.now().astimezone(),
     ) -> None:
-        """Write `train.log`.
+        """Write `train.log`; drop lines of later steps, and add a line if the run is resumed.
 
         Args:
             folder: That is there.
+            progress: Steps before.
             train_iters: Steps of the whole run.
             batch: Samples of a step.
             clock: Tells the local time.
         """
         self._file = LineFile(folder / LOG_FILE)
-        self._train_iters, self._batch = train_iters, batch
-        self._clock = clock or (lambda: datetime.now().astimezone())
-
-    def start(self, progress: Progress) -> None:
-        """Drop lines of later steps, and add a line if the run is resumed."""
+        self._train_iters, self._batch, self._clock = train_iters, batch, clock
 
         def is_kept(line: str) -> bool:
             found = _LOGGED.match(line)
             return found is not None and int(found[1]) <= progress.steps
 
         if self._file.keep(is_kept) or progress.steps:
-            self._file.append([f" > going on after iteration {progress.steps} at {self._clock():%Y-%m-%d %H:%M:%S}\n"])
+            self._file.append([f" > going on after iteration {progress.steps} at {clock():%Y-%m-%d %H:%M:%S}\n"])
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Append a line per step."""
@@ -322,15 +322,12 @@ class _Tracker(Writer):
 class _TensorBoard(_Tracker):
     """Writes event files through `torch.utils.tensorboard`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Progress) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._open: Any = SummaryWriter
-        self._folder = folder
-
-    def start(self, progress: Progress) -> None:
+        make: Any = SummaryWriter
         # TensorBoard itself hides what an earlier run wrote of later steps.
-        self._writer = self._open(log_dir=str(self._folder), purge_step=progress.steps + 1)
+        self._writer = make(log_dir=str(folder), purge_step=progress.steps + 1)
 
     def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         for step, scalars in values:
@@ -352,18 +349,15 @@ class _Wandb(_Tracker):
     def __init__(self, folder: Path, project: str, name: str | None, config: Mapping[str, Any]) -> None:
         import wandb
 
-        self._library: Any = wandb
-        self._folder, self._project, self._name, self._config = folder, project, name, config
-
-    def start(self, progress: Progress) -> None:  # noqa: ARG002  # the id says which run goes on
-        path = self._folder / WANDB_ID_FILE
+        path = folder / WANDB_ID_FILE
         if not path.exists():
             path.write_text(uuid.uuid4().hex, encoding="utf-8")
-        self._run = self._library.init(
-            project=self._project,
-            name=self._name,
-            config=dict(self._config),
-            dir=str(self._folder),
+        library: Any = wandb
+        self._run = library.init(
+            project=project,
+            name=name,
+            config=dict(config),
+            dir=str(folder),
             id=path.read_text(encoding="utf-8").strip(),
             resume="allow",
             save_code=False,
@@ -387,19 +381,16 @@ class _Mlflow(_Tracker):
 
         self._metric: Any = mlflow.entities.Metric
         self._client: Any = mlflow.MlflowClient(tracking_uri=tracking_uri)
-        self._folder, self._config = folder, config
-
-    def start(self, progress: Progress) -> None:  # noqa: ARG002  # MLflow keeps every value of a step
-        path = self._folder / MLFLOW_ID_FILE
+        path = folder / MLFLOW_ID_FILE
         if path.exists():
             self._run_id = path.read_text(encoding="utf-8").strip()
             self._client.update_run(self._run_id, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(_MLFLOW_EXPERIMENT)
         experiment = self._client.create_experiment(_MLFLOW_EXPERIMENT) if found is None else found.experiment_id
-        self._run_id = str(self._client.create_run(experiment, run_name=self._folder.name).info.run_id)
+        self._run_id = str(self._client.create_run(experiment, run_name=folder.name).info.run_id)
         path.write_text(self._run_id, encoding="utf-8")
-        for name, value in self._config.items():
+        for name, value in config.items():
             self._client.log_param(self._run_id, name, str(value)[:_MLFLOW_VALUE])
 
     def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:

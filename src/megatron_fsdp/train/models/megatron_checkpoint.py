@@ -1,0 +1,227 @@
+"""Shows a checkpoint with Megatron's names as one of this package's decoder.
+
+Megatron's GPT (and Llama-style) decoder has the same layers under other names, and cuts two matrices another way: the
+rows of `linear_qkv` are the queries, the key and the value of one group after another, and a gated `linear_fc1` is
+stored as its halves `_w` (gate) and `_v`. Both are rows in another order, so no element is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, ChunkEntry, ObjectEntry, Span, TensorEntry
+from megatron_fsdp.checkpoint.live_state import ITERATION
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
+from megatron_fsdp.train.models.decoder import Decoder, ModelShape
+
+NAMES: Mapping[str, str] = {
+    "embedding.word_embeddings.": "embedding.",
+    "embedding.position_embeddings.": "positions.",
+    "decoder.layers.#.input_layernorm.": "blocks.#.attention_norm.",
+    "decoder.layers.#.self_attention.linear_qkv.layer_norm_": "blocks.#.attention_norm.",
+    "decoder.layers.#.self_attention.linear_qkv.": "blocks.#.attention.query_key_value.",
+    "decoder.layers.#.self_attention.q_layernorm.": "blocks.#.attention.query_norm.",
+    "decoder.layers.#.self_attention.k_layernorm.": "blocks.#.attention.key_norm.",
+    "decoder.layers.#.self_attention.linear_proj.": "blocks.#.attention.output.",
+    "decoder.layers.#.pre_mlp_layernorm.": "blocks.#.feed_forward_norm.",
+    "decoder.layers.#.mlp.linear_fc1.layer_norm_": "blocks.#.feed_forward_norm.",
+    "decoder.layers.#.mlp.linear_fc1.": "blocks.#.feed_forward.input.",
+    "decoder.layers.#.mlp.linear_fc2.": "blocks.#.feed_forward.output.",
+    "decoder.final_layernorm.": "norm.",
+    "output_layer.": "head.",
+}
+"""What stands before `weight` or `bias` in Megatron's names, and in ours; # stands for the number of the layer.
+
+A gated `linear_fc1` is `gate_and_value` here.
+"""
+
+_PARAMETER = re.compile(r"(model\.)(?:module\.)*(.+)")
+_STATE = re.compile(r"(optimizer\.state\.)(?:module\.)*(.+)(\.[^.]+)")
+_LAYER = re.compile(r"(?<=layers\.)\d+")
+_NAME = re.compile(r"(.+[._])(weight|bias)((?<=linear_fc1\.weight)_[wv]|(?<=linear_fc1\.bias)_[wv])?")
+
+Rows = tuple[str, int, int]
+"""Key of a stored tensor, its first row that is taken, and how many."""
+View = Callable[[CheckpointFolder], CheckpointFolder]
+
+
+def own_name(name: str, *, is_gated: bool) -> str | None:
+    """Return our name of a parameter of Megatron's decoder; None where there is no such parameter."""
+    parsed = _NAME.fullmatch(_LAYER.sub("#", name, count=1))
+    if parsed is None or parsed[1] not in NAMES:
+        return None
+    found = NAMES[parsed[1]] + parsed[2]
+    if is_gated or parsed[3]:  # halves may have been left together, as by `--swiglu none`
+        found = found.replace(".feed_forward.input.", ".feed_forward.gate_and_value.")
+    number = _LAYER.search(name)
+    return found if number is None else found.replace("#", number[0])
+
+
+def view_for(
+    model: nn.Module, samples_per_step: int, extra: Mapping[str, Mapping[str, object]], *, strict: bool
+) -> View:
+    """Return the view through which a model loads checkpoints: Megatron's under our names, others unchanged.
+
+    It raises a CheckpointError where `strict` and the vocabularies differ, and for what is still to be converted.
+
+    Args:
+        model: Holds this package's decoder; any other sees all checkpoints unchanged.
+        samples_per_step: Of the run, for the samples consumed where the checkpoint does not say how many.
+        extra: State, by name, that a fresh run of the trainer saves beside the model; Megatron's iteration replaces
+            that of the loop.
+        strict: Refuse a checkpoint with a vocabulary of another size.
+    """
+    decoder = next((module for module in model.modules() if isinstance(module, Decoder)), None)
+
+    def view(stored: CheckpointFolder) -> CheckpointFolder:
+        if "embedding.word_embeddings.weight" in stored.tensors:
+            raise CheckpointError(
+                f"{stored.path} is a torch_dist checkpoint of Megatron's: convert it (mfsdp checkpoint convert "
+                f"{stored.path} FOLDER) and load that folder"
+            )
+        if decoder is None or not is_of_megatron(stored):
+            return stored
+        if strict:
+            _require_vocabulary(stored, decoder.shape.vocab_size)
+        objects = {f"{name}.{key}": value for name, state in extra.items() for key, value in state.items()}
+        steps = stored.read_object(ITERATION) if ITERATION in stored.objects else 0
+        if "trainer" in extra and isinstance(steps, int):
+            args = stored.read_object("args") if "args" in stored.objects else None
+            said = args if isinstance(args, Mapping) else getattr(args, "__dict__", {})
+            samples = said.get("consumed_train_samples")
+            objects["trainer.steps"] = steps
+            objects["trainer.samples"] = samples if isinstance(samples, int) else steps * samples_per_step
+        return RearrangedFolder(stored, rearranged(stored, decoder.shape), {ITERATION: steps, **objects})
+
+    return view
+
+
+def is_of_megatron(folder: CheckpointFolder) -> bool:
+    """Return whether parameters have Megatron's names."""
+    found = (_PARAMETER.fullmatch(key) for key in folder.tensors)
+    return any(parsed is not None and own_name(parsed[2], is_gated=False) is not None for parsed in found)
+
+
+def _require_vocabulary(stored: CheckpointFolder, size: int) -> None:
+    for key, entry in stored.tensors.items():
+        if key.startswith("model.") and key.endswith(".word_embeddings.weight") and entry.shape[:1] != (size,):
+            raise CheckpointError(
+                f"{stored.path} has a vocabulary of {entry.shape[0]} ids and this model one of {size}: give the "
+                "tokenizer of the run that saved it, and --make-vocab-size-divisible-by as there (times its "
+                "tensor-parallel ranks)"
+            )
+
+
+def rearranged(folder: CheckpointFolder, shape: ModelShape) -> dict[str, list[Rows]]:
+    """Return the rows that make up each of our parameters and its optimizer state, by key.
+
+    Parameters that the decoder does not have keep their names, so that a load reports them.
+    """
+    sources: dict[str, list[str]] = {}
+    for key in folder.tensors:
+        parsed = _STATE.fullmatch(key) or _PARAMETER.fullmatch(key)
+        if parsed is None:
+            continue
+        section, name, *slot = parsed.groups()
+        ours = own_name(name, is_gated=shape.is_gated) or name
+        sources.setdefault(f"{section}module.{ours}{''.join(slot)}", []).append(key)
+    found: dict[str, list[Rows]] = {}
+    for ours, keys in sources.items():
+        alike = len({(folder.tensors[key].shape[1:], folder.tensors[key].dtype) for key in keys}) == 1
+        for name, joined in [(ours, keys)] if alike else [(key, [key]) for key in keys]:
+            found[name] = _rows(folder, name, joined, shape)
+    return found
+
+
+def _rows(folder: CheckpointFolder, ours: str, keys: Sequence[str], shape: ModelShape) -> list[Rows]:
+    lengths = folder.tensors[keys[0]].shape
+    if not lengths:  # the step counter, the same for both halves
+        return [(keys[0], 0, 1)]
+    if ".query_key_value." in ours and lengths[0] == (shape.num_heads + 2 * shape.groups) * shape.head_dim:
+        return list(_by_kind(keys[0], shape))
+    halves = sorted(keys, key=lambda key: re.search(r"_v(\.|$)", key) is not None)
+    return [(key, 0, folder.tensors[key].shape[0]) for key in halves]
+
+
+def _by_kind(key: str, shape: ModelShape) -> Iterator[Rows]:
+    """Yield the queries of all groups, then their keys, then their values."""
+    queries = shape.num_heads // shape.groups
+    for first, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
+        for group in range(shape.groups):
+            yield key, (group * (queries + 2) + first) * shape.head_dim, heads * shape.head_dim
+
+
+class RearrangedFolder(CheckpointFolder):
+    """A checkpoint under other names: its tensors are rows of stored ones, its objects are given.
+
+    Attributes:
+        stored: The checkpoint on disk.
+    """
+
+    def __init__(
+        self, stored: CheckpointFolder, tensors: Mapping[str, Sequence[Rows]], objects: Mapping[str, object]
+    ) -> None:
+        """Show tensors and objects; nothing is read (so the base class, which opens a folder, is not initialised).
+
+        Args:
+            stored: Opened.
+            tensors: The stored rows that make up each tensor, in order.
+            objects: By key.
+        """
+        self.stored, self.path, self._values = stored, stored.path, dict(objects)
+        self._sources: dict[str, list[tuple[str, Box]]] = {}
+        self.tensors = {key: self._entry(key, rows) for key, rows in tensors.items()}
+        self.objects = {key: ObjectEntry(key, Span("", 0, 0)) for key in self._values}
+        described: dict[str, Any] = {key: _metadata_of(entry) for key, entry in self.tensors.items()}
+        self.metadata = Metadata(described, storage_data=stored.metadata.storage_data)
+
+    def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:  # noqa: ARG002
+        """Read the values of one chunk, which lies in one chunk of the stored checkpoint."""
+        source, box = self._sources[key][index]
+        return self.stored.read_box(source, box.offsets, box.lengths)
+
+    def read_object(self, key: str) -> object:
+        """Return an object that was given."""
+        return self._values[key]
+
+    @contextlib.contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Keep the files of the stored checkpoint open."""
+        with self.stored.kept_open():
+            yield
+
+    def _entry(self, key: str, rows: Sequence[Rows]) -> TensorEntry:
+        """Cut the rows along the stored chunks, so that a rank reads no chunk that it holds nothing of."""
+        first = self.stored.tensors[rows[0][0]]
+        at, chunks = 0, []
+        self._sources[key] = []
+        for source, start, count in rows:
+            entry = self.stored.tensors[source]
+            wanted = Box((start, *(0 for _ in entry.shape[1:])), (count, *entry.shape[1:])) if entry.shape else None
+            for chunk in entry.chunks:
+                shared = chunk.box if wanted is None else chunk.box.meet(wanted)
+                if shared is None:
+                    continue
+                offsets = (shared.offsets[0] - start + at, *shared.offsets[1:]) if entry.shape else ()
+                chunks.append(ChunkEntry(Box(offsets, shared.lengths), chunk.span))
+                self._sources[key].append((source, shared))
+            at += count
+        return TensorEntry(key, (at, *first.shape[1:]) if first.shape else (), first.dtype, tuple(chunks))
+
+
+def _metadata_of(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.lengths)) for c in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
