@@ -18,6 +18,8 @@ import torch
 
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.checkpoint.folder import METADATA
+from megatron_fsdp.checkpoint.hf import export_hf
+from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder, iteration_of
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
@@ -70,7 +72,16 @@ def add_parser(commands: Any) -> None:
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands for checkpoints to a parser."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for add in (_add_inspect, _add_diff, _add_verify, _add_edit, _add_torch, _add_map, checkpoint_convert.add_parser):
+    for add in (
+        _add_inspect,
+        _add_diff,
+        _add_verify,
+        _add_edit,
+        _add_torch,
+        _add_hf,
+        _add_map,
+        checkpoint_convert.add_parser,
+    ):
         add(commands)
 
 
@@ -463,6 +474,44 @@ def _write_repacked(target: Path, found: RepackReport) -> int:
     write_line(f"{target}: {found.tensors} tensors, {in_bytes(found.nbytes)}, {found.objects} other values")
     for note in found.notes:
         write_line(f"note: {note}")
+    return EXIT_SAME
+
+
+# ---- to-hf -----------------------------------------------------------------------------------------------------------
+
+
+def _add_hf(commands: Any) -> None:
+    parser = _add(
+        commands,
+        "to-hf",
+        _to_hf,
+        "Write the weights of a checkpoint of a transformers model as a folder that from_pretrained loads: safetensors "
+        "files with an index, and beside them the config, generation config and tokenizer of another folder.",
+        "a checkpoint as a Hugging Face folder",
+    )
+    _add_folder(parser)
+    parser.add_argument("output_dir", metavar="OUT", type=Path, help="the folder to make; must not exist, or be empty")
+    parser.add_argument(
+        "--config", metavar="FOLDER", type=Path, required=True, help="with config.json and tokenizer of the model"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point weights; default: as stored"
+    )
+    parser.add_argument(
+        "--max-shard-bytes", type=int, metavar="N", default=DEFAULT_SHARD_BYTES, help="of one file (default 5 GiB)"
+    )
+
+
+def _to_hf(args: argparse.Namespace) -> int:
+    files = export_hf(
+        open_checkpoint(args.checkpoint_dir),
+        args.output_dir,
+        args.config,
+        max_shard_bytes=args.max_shard_bytes,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+    )
+    nbytes = sum((args.output_dir / name).stat().st_size for name in files)
+    write_line(f"{args.output_dir}: {len(files)} weight files, {in_bytes(nbytes)}")
     return EXIT_SAME
 
 
