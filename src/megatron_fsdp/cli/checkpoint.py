@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
-from megatron_fsdp.checkpoint.folder import METADATA
+from megatron_fsdp.checkpoint.folder import METADATA, TensorEntry
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
@@ -27,8 +27,7 @@ from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import (
     Inspection,
     ListedEntry,
-    ShownObject,
-    ShownTensor,
+    Shown,
     inspect_folder,
     show,
 )
@@ -211,8 +210,7 @@ def _write_inspection(found: Inspection, args: argparse.Namespace) -> None:
 
 
 def _facts(found: Inspection) -> list[tuple[str, str]]:
-    tensors = found.tensors
-    objects = [entry for entry in found.entries if entry.shape is None]
+    tensors, objects = ([entry for entry in found.entries if entry.type == kind] for kind in ("tensor", "object"))
     chained = ", keys with chained_<n>." if found.kind.is_chained else ""
     facts = [
         ("path", str(found.path)),
@@ -236,7 +234,7 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
-    shape = "" if entry.shape is None else str(entry.shape)
+    shape = "" if entry.shape is None else str(tuple(entry.shape))
     row = [entry.key, entry.dtype or "object", shape, in_bytes(entry.nbytes), str(entry.chunks)]
     found = entry.statistics
     if not with_statistics:
@@ -249,37 +247,37 @@ def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
 
 def _show(args: argparse.Namespace) -> int:
     found = show(open_checkpoint(args.checkpoint_dir), args.key, args.slice, with_hash=args.hash)
-    if isinstance(found, ShownTensor):
-        _write_tensor(found, as_data=args.json)
-    elif args.json:
-        told = {"key": found.key, "type": "object", "bytes": found.nbytes, "sha256": found.sha256}
-        write_json({**told, "value": as_json(found.value)})
+    if found.entry is None:
+        _write_object(found, as_data=args.json)
     else:
-        _write_object(found, with_hash=args.hash)
+        _write_tensor(found, found.entry, as_data=args.json)
     return EXIT_SAME
 
 
-def _write_object(found: ShownObject, *, with_hash: bool) -> None:
-    facts = [("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}")]
-    write_facts([*facts, ("sha256", found.sha256)] if with_hash else facts)
+def _write_object(found: Shown, *, as_data: bool) -> None:
+    hashed = {"sha256": found.checksum} if found.checksum else {}
+    if as_data:
+        told = {"key": found.key, "type": "object", "bytes": found.nbytes, **hashed}
+        write_json({**told, "value": as_json(found.value)})
+        return
+    write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}"), *hashed.items()])
     write_line(pprint.pformat(found.value, width=120, compact=True))
 
 
-def _write_tensor(found: ShownTensor, *, as_data: bool) -> None:
-    entry, dtype = found.entry, dtype_name(found.entry.dtype)
+def _write_tensor(found: Shown, entry: TensorEntry, *, as_data: bool) -> None:
+    assert found.box is not None, "tensors are shown in part"
+    dtype, hashed = dtype_name(entry.dtype), {"checksum": found.checksum} if found.checksum else {}
     part = f"[{', '.join(f'{index.start}:{index.stop}' for index in found.box.indices)}]"
     if as_data:
         told = {"key": entry.key, "type": "tensor", "shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes,
-                "chunks": len(entry.chunks), "part": part}  # fmt: skip
-        told |= {"checksum": found.checksum} if found.checksum else {}
-        write_json({**told, "values": as_json(_numbers(found.values))})
+                "chunks": len(entry.chunks), "part": part, **hashed}  # fmt: skip
+        write_json({**told, "values": as_json(_numbers(found.value))})
         return
     facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {in_bytes(entry.nbytes)}")]
     facts.append(("chunks", str(len(entry.chunks))))
     facts += [] if found.box.lengths == entry.shape else [("part", part)]
-    facts += [("checksum", found.checksum)] if found.checksum else []
-    write_facts(facts)
-    write_line(str(found.values))
+    write_facts([*facts, *hashed.items()])
+    write_line(str(found.value))
 
 
 def _numbers(values: torch.Tensor) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
+from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import Match, load_matched, match_tensors
@@ -132,13 +132,16 @@ def _adapter_tensors(
     """Return the file tensors that peft stores for an adapter, by key in the file."""
     from peft.utils import get_peft_model_state_dict
 
-    plain: Any = {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
-    found = get_peft_model_state_dict(
-        module, state_dict=plain, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
-    )
-    if not found or not all(isinstance(value, FileTensor) for value in found.values()):
+    with Followed(shapes) as followed:
+        found = get_peft_model_state_dict(
+            module,
+            state_dict=dict(followed.tensors),
+            adapter_name=adapter_name,
+            save_embedding_layers=save_embedding_layers,
+        )
+    if not found:
         raise CheckpointError(f"adapter {adapter_name!r} stores nothing that could be taken from the model's weights")
-    return dict(found)
+    return {key: followed.file_tensor(tensor) for key, tensor in found.items()}
 
 
 def _shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:

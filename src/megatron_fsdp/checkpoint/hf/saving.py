@@ -207,7 +207,7 @@ def _model_of(folder: Path) -> nn.Module:
     transformers: Any = require("transformers", "a Hugging Face folder")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        kind: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
         is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
         with torch.device("meta"):
             build = kind if is_model else transformers.AutoModelForCausalLM.from_config
