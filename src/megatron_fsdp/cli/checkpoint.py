@@ -10,7 +10,6 @@ import os
 import pprint
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +185,7 @@ def _inspect(args: argparse.Namespace) -> int:
         write_line()
     found = inspect_folder(open_checkpoint(args.checkpoint_dir), args.filter, with_statistics=args.stats)
     if args.json:
-        write_json({**found.to_json(), "run": [asdict(item) for item in run]})
+        write_json({**found.to_json(), "run": [item._asdict() for item in run]})
     else:
         _write_inspection(found, args)
     return EXIT_DIFFERENT if found.problems else EXIT_SAME

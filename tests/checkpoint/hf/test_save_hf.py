@@ -328,7 +328,7 @@ def test_weights_that_are_stored_in_another_arrangement_are_refused(tmp_path: Pa
     save_hf(model, tmp_path / "plain")
     model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[Transpose(0, 1)])]
     with pytest.raises(
-        CheckpointError, match=r"transformers stores of .*up.weight what is no slice of it, such as its transpose"
+        CheckpointError, match=r"transformers stores of .*up_proj.weight what is no slice of it, such as its transpose"
     ):
         save_hf(model, tmp_path / "out")
     report = load_hf(model, tmp_path / "plain")

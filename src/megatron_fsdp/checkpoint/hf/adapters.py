@@ -16,7 +16,7 @@ from torch import nn
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
-from megatron_fsdp.checkpoint.hf.loading import Match, load_matched, match_tensors
+from megatron_fsdp.checkpoint.hf.loading import Match, load_matched
 from megatron_fsdp.checkpoint.hf.saving import publish_files
 from megatron_fsdp.checkpoint.hf.writing import Cut, plan_job
 from megatron_fsdp.checkpoint.report import LoadReport
@@ -121,7 +121,7 @@ def load_adapter(
         names = {key: tensor.parts[0].name for key, tensor in described.items()}
         stored = {names.get(key, key): tensor for key, tensor in files.tensors.items()}
         wanted = set(names.values())
-        return match_tensors(nn.Module(), [tensor for tensor in live if tensor.name in wanted], stored)
+        return Match(nn.Module(), [tensor for tensor in live if tensor.name in wanted], stored)
 
     return load_matched(model, together(f"matching {folder} with the model", match, group), files, strict, group)
 
