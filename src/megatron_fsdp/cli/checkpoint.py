@@ -1,4 +1,4 @@
-"""`mfsdp checkpoint ...`; the same commands under the names of Megatron-LM's inspector are hidden aliases."""
+"""`mfsdp checkpoint ...`; the names of Megatron-LM's inspector are aliases of the commands."""
 
 from __future__ import annotations
 
@@ -91,18 +91,22 @@ def inspector(argv: Sequence[str] | None = None) -> int:
     return run_guarded(parser, sys.argv[1:] if argv is None else argv)
 
 
-def _add(commands: Any, name: str, run: Run, description: str, title: str | None = None) -> argparse.ArgumentParser:
+def _add(
+    commands: Any, name: str, run: Run, description: str, title: str | None = None, aliases: Sequence[str] = ()
+) -> argparse.ArgumentParser:
     """Add a command that runs on torchrun's first rank only; without a title it is not listed."""
     shown = {} if title is None else {"help": title}
-    parser: argparse.ArgumentParser = commands.add_parser(name, description=description, **shown)
+    parser: argparse.ArgumentParser = commands.add_parser(name, description=description, aliases=aliases, **shown)
     parser.set_defaults(run=functools.partial(_on_first_rank, run))
+    # An option of Megatron-LM's inspector that is not supported: accepted, so that it is refused with a message.
+    parser.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def _on_first_rank(run: Run, args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":
         return EXIT_SAME
-    if getattr(args, "enable_msc", False):
+    if args.enable_msc:
         raise ConfigurationError(
             "--enable-msc is not supported: only folders of the file system can be read; mount or copy the checkpoint, "
             "and leave the option out"
@@ -116,11 +120,6 @@ def _add_folder(parser: argparse.ArgumentParser, name: str = "checkpoint_dir", m
 
 def _add_filter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
-
-
-def _add_msc(parser: argparse.ArgumentParser) -> None:
-    """Accept an option of Megatron-LM's inspector that is not supported, so that it is refused with a message."""
-    parser.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
 
 
 # ---- inspect ---------------------------------------------------------------------------------------------------------
@@ -150,12 +149,12 @@ def _add_inspect(commands: Any) -> None:
         help=f"also list the keys under {GROUP_META}*, which are left out of tables otherwise",
     )
     _add_show_options(parser)
-    _add_msc(parser)
-    for name in ("show", "print-tensor"):
-        alias = _add(commands, name, _show, "Print one tensor or object, as inspect DIR KEY does.")
-        _add_folder(alias)
-        alias.add_argument("key", metavar="KEY", help="as `inspect` lists it")
-        _add_show_options(alias)
+    alias = _add(
+        commands, "show", _show, "Print one tensor or object, as inspect DIR KEY does.", aliases=["print-tensor"]
+    )
+    _add_folder(alias)
+    alias.add_argument("key", metavar="KEY", help="as `inspect` lists it")
+    _add_show_options(alias)
 
 
 def _add_show_options(parser: argparse.ArgumentParser) -> None:
@@ -309,7 +308,6 @@ def _add_diff(commands: Any) -> None:
         parser.add_argument("--all", action="store_true", help=f"list all differences, not only the first {_SHOWN}")
         _add_filter(parser)
         add_json(parser)
-        _add_msc(parser)
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -356,8 +354,7 @@ def _verify(args: argparse.Namespace) -> int:
     folders, pointer_problem = _to_verify(args.checkpoint_dir, every=args.all)
     reports = [verify(folder, deep=not args.quick) for folder in folders]
     if args.json:
-        told = {"checkpoints": [report.to_dict() for report in reports], "pointer": pointer_problem}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        write_json({"checkpoints": [report.to_dict() for report in reports], "pointer": pointer_problem})
     else:
         for line in [*map(str, reports), *filter(None, [pointer_problem])]:
             write_line(line)
@@ -397,19 +394,17 @@ def _add_edit(commands: Any) -> None:
         "applied in the order they are given, to all keys that contain a match of their regular expression; one that "
         "matches nothing is an error, and so are two keys that become the same. One chunk is in memory at a time."
     )
-    for name, title in (("edit", "a copy with other keys or dtypes"), ("modify-state-dict", None)):
-        parser = _add(commands, name, _edit, text, title)
-        _add_folder(parser, "input_dir", "SRC")
-        parser.add_argument("output_dir", metavar="DST", type=Path, help="the copy; must not exist, or be empty")
-        parser.add_argument(
-            "--op",
-            metavar="OP",
-            action="append",
-            default=[],
-            help='"remove REGEX", "rename REGEX REPLACEMENT" or "cast REGEX DTYPE"; may be given several times; quote '
-            "a part that is empty or holds spaces",
-        )
-        _add_msc(parser)
+    parser = _add(commands, "edit", _edit, text, "a copy with other keys or dtypes", ["modify-state-dict"])
+    _add_folder(parser, "input_dir", "SRC")
+    parser.add_argument("output_dir", metavar="DST", type=Path, help="the copy; must not exist, or be empty")
+    parser.add_argument(
+        "--op",
+        metavar="OP",
+        action="append",
+        default=[],
+        help='"remove REGEX", "rename REGEX REPLACEMENT" or "cast REGEX DTYPE"; may be given several times; quote '
+        "a part that is empty or holds spaces",
+    )
 
 
 def _edit(args: argparse.Namespace) -> int:
@@ -520,18 +515,17 @@ def _add_map(commands: Any) -> None:
         "Write the parameter group of each parameter as JSON, as `convert --param-to-param-group-map-json` reads it, "
         "from the folder that --dump-param-to-param-group-map made in training."
     )
-    for name, title in (("map", "parameter groups of a run as JSON"), ("print-torch-dcp-in-json", None)):
-        parser = _add(commands, name, _map, text, title)
-        parser.add_argument("torch_dcp_dir", metavar="DIR", type=Path, help="the folder that training made")
-        parser.add_argument(
-            "--out", metavar="MAP.json", type=Path, help="default: param_to_param_group_map.json in the folder"
-        )
-        parser.add_argument(
-            "--model-prefix",
-            metavar="P",
-            default="model.module",
-            help="stands before names, instead of the module. of each wrapper (default %(default)s)",
-        )
+    parser = _add(commands, "map", _map, text, "parameter groups of a run as JSON", ["print-torch-dcp-in-json"])
+    parser.add_argument("torch_dcp_dir", metavar="DIR", type=Path, help="the folder that training made")
+    parser.add_argument(
+        "--out", metavar="MAP.json", type=Path, help="default: param_to_param_group_map.json in the folder"
+    )
+    parser.add_argument(
+        "--model-prefix",
+        metavar="P",
+        default="model.module",
+        help="stands before names, instead of the module. of each wrapper (default %(default)s)",
+    )
 
 
 def _map(args: argparse.Namespace) -> int:

@@ -18,7 +18,6 @@ from megatron_fsdp.checkpoint.hf.file_tensors import (
     map_keys,
 )
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.hf.hf_models import build
 
 transformers = pytest.importorskip("transformers")
@@ -124,12 +123,6 @@ def test_models_are_taken_apart_as_transformers_does(kind: str) -> None:
     )
     for key, tensor in found.items():
         assert torch.equal(put_together(tensor, numbers), wanted[key])
-
-
-def test_intersections() -> None:
-    assert Box((0, 2), (4, 3)).meet(Box((3, 0), (5, 3))) == Box((3, 2), (1, 1))
-    assert Box((0,), (4,)).meet(Box((4,), (1,))) is None
-    assert Box((), ()).meet(Box((), ())) == Box((), ())
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

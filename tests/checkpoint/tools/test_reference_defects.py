@@ -102,7 +102,7 @@ def test_defect_14_objects_are_read_without_running_code(tmp_path: Path, capsys:
 
 
 def test_defect_15_help_says_what_options_do(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = ["inspect", "diff", "verify", "edit", "to-torch", "from-torch", "map"]
+    commands = ["inspect", "diff", "verify", "edit", "to-torch", "from-torch", "to-hf", "map"]
     with pytest.raises(SystemExit):
         inspector(["--help"])
     listed = capsys.readouterr().out

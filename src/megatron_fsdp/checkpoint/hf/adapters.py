@@ -17,8 +17,7 @@ from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import Match, load_matched
-from megatron_fsdp.checkpoint.hf.saving import publish_files
-from megatron_fsdp.checkpoint.hf.writing import Cut, plan_job
+from megatron_fsdp.checkpoint.hf.writing import Cut, save_files
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.comm.agreement import decided_by_first, together
@@ -76,10 +75,9 @@ def save_adapter(
         wanted = {name for tensor in naming(_shapes(live)).values() for name in tensor.names}
         return [tensor for tensor in live if tensor.name in wanted]
 
-    doing = f"preparing to save {folder}"
-    live = together(doing, stored_tensors, group)
-    job = plan_job(live, naming, Cut(_ONE_FILE, ADAPTER_FILE), doing, group)
-    publish_files(job, folder, lambda temporary: _write_config(module, adapter_name, temporary), group)
+    live = together(f"preparing to save {folder}", stored_tensors, group)
+    cut = Cut(_ONE_FILE, ADAPTER_FILE)
+    save_files(live, naming, cut, folder, lambda temporary, _: _write_config(module, adapter_name, temporary), group)
 
 
 def load_adapter(

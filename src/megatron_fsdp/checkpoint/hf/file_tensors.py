@@ -171,7 +171,7 @@ def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int,
         return Part(name, (0,) * len(shape), tuple(range(len(shape))), at, shape)
     dim_of_step = {step: dim for dim, step in enumerate(whole.stride()) if whole.shape[dim] > 1}
     dims = tuple(dim_of_step.get(step) if n != 1 else None for n, step in zip(shape, view.stride(), strict=True))
-    offsets, rest = [], view.storage_offset()
+    offsets, rest = [], int(view.storage_offset())
     for n, step in zip(whole.shape, whole.stride(), strict=True):
         first, rest = divmod(rest, step) if n > 1 else (0, rest)
         offsets.append(first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from megatron_fsdp.checkpoint.hf.file_tensors import (
 )
 from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, WeightFiles, open_folder, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, base_tensors, install_weights, unwrap
-from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, together
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
@@ -82,7 +82,9 @@ def load_matched(
     Raises:
         CheckpointError: As of `load_hf`.
     """
-    report = merge_reports(gather_objects(match.report(), group))
+    report = report_of_all(match.report(), group)
+    unknown_to_all = set.intersection(*gather_objects(set(match.unexpected), group))  # stages and experts differ
+    report = replace(report, unexpected=tuple(key for key in report.unexpected if key in unknown_to_all))
     if strict:
         report.require_complete(str(files.folder))
     held = together(f"preparing to load {files.folder}", lambda: _checked_pieces(match, files), group)
@@ -109,22 +111,6 @@ class Wanted:
     live: LiveTensor
     sources: tuple[Source, ...]
     doubles: Mapping[str, tuple[Source, ...]]
-
-
-def merge_reports(reports: Sequence[LoadReport]) -> LoadReport:
-    """Merge the reports of ranks, whose models may differ (pipeline stages, experts)."""
-    expected = [set(report.unexpected) for report in reports[1:]]
-    return LoadReport(
-        loaded=_union(report.loaded for report in reports),
-        missing=_union(report.missing for report in reports),
-        unexpected=tuple(key for key in reports[0].unexpected if all(key in keys for keys in expected)),
-        reshaped={key: shapes for report in reports for key, shapes in report.reshaped.items()},
-        notes=_union(report.notes for report in reports),
-    )
-
-
-def _union(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for names in lists for name in names))
 
 
 class Match:

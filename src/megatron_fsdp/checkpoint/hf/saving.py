@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,12 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
 from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FileLayout, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
-from megatron_fsdp.checkpoint.hf.writing import (
-    Cut,
-    FileWriter,
-    Job,
-    lay_out_files,
-    plan_job,
-    portions_of,
-    write_files,
-)
+from megatron_fsdp.checkpoint.hf.writing import Cut, FileWriter, lay_out_files, portions_of, save_files
 from megatron_fsdp.checkpoint.live_state import MODEL
 from megatron_fsdp.checkpoint.matching import keys_below
-from megatron_fsdp.checkpoint.new_folder import new_folder, new_shared_folder, require_apart
+from megatron_fsdp.checkpoint.new_folder import new_folder, require_apart
 from megatron_fsdp.checkpoint.safe_read import read_json
-from megatron_fsdp.comm.agreement import decided_by_first, in_short
+from megatron_fsdp.comm.agreement import in_short
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.sharding.shards import Box
@@ -87,18 +79,17 @@ def save_hf(
         )
     folder = Path(folder)
     live = _saved(module, live_tensors(module))
-    cut = Cut(max_shard_bytes, MODEL_FILE, dtype)
-    job = plan_job(live, lambda shapes: file_tensors(module, shapes), cut, f"preparing to save {folder}", group)
 
-    def write_the_rest(temporary: Path) -> None:
+    def write_the_rest(temporary: Path, files: Sequence[FileLayout]) -> None:
         if carry_from is not None:
             _carry_files(Path(carry_from), temporary, dtype)
-        _write_config(module, config, temporary, _only_dtype(job.files))
+        _write_config(module, config, temporary, _only_dtype(files))
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        _write_index(job.files, temporary)
+        _write_index(files, temporary)
 
-    publish_files(job, folder, write_the_rest, group)
+    cut = Cut(max_shard_bytes, MODEL_FILE, dtype)
+    save_files(live, lambda shapes: file_tensors(module, shapes), cut, folder, write_the_rest, group)
 
 
 def _saved(module: nn.Module, live: Sequence[LiveTensor]) -> list[LiveTensor]:
@@ -108,17 +99,12 @@ def _saved(module: nn.Module, live: Sequence[LiveTensor]) -> list[LiveTensor]:
 
 
 def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: Mapping[str, Any]) -> None:
-    if type(max_shard_bytes) is not int:
+    if type(max_shard_bytes) is not int or max_shard_bytes <= 0:
+        raise ConfigurationError(f"max_shard_bytes={max_shard_bytes!r}: give a whole number of bytes from 1")
+    is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not is_dtype:
         raise ConfigurationError(
-            f"max_shard_bytes={max_shard_bytes!r} is a {type(max_shard_bytes).__name__}; give a whole number of bytes"
-        )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"dtype={dtype!r} is a {type(dtype).__name__}; give a torch.dtype, or None")
-    if max_shard_bytes <= 0:
-        raise ConfigurationError(f"max_shard_bytes={max_shard_bytes} holds nothing; give a positive number of bytes")
-    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
-        raise ConfigurationError(
-            f"dtype={dtype} cannot hold weights as they are; give a floating-point dtype of 16 bits or more, or None"
+            f"dtype={dtype!r} cannot hold weights as they are; give a floating-point torch.dtype of 16 bits or more"
         )
     for name, value in carried.items():
         if value is not None and not hasattr(value, "save_pretrained"):
@@ -126,25 +112,6 @@ def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: M
                 f"{name} is a {type(value).__name__} without save_pretrained; give an object of transformers, or the "
                 "folder that has its files as carry_from"
             )
-
-
-def publish_files(
-    job: Job, folder: Path, write_the_rest: Callable[[Path], None], group: dist.ProcessGroup | None
-) -> None:
-    """Write the files of a job, and what else belongs to them, into a new folder; collective.
-
-    Args:
-        job: What to write.
-        folder: As of `save_hf`.
-        write_the_rest: Called on the first rank with the temporary folder.
-        group: The ranks.
-
-    Raises:
-        CheckpointError: As of `save_hf`.
-    """
-    with new_shared_folder(folder, {file.name: file.nbytes for file in job.files}, group) as temporary:
-        decided_by_first(lambda: write_the_rest(temporary), f"saving to {folder}", group)
-        write_files(job, temporary, group)
 
 
 def _only_dtype(files: Sequence[FileLayout]) -> torch.dtype | None:

@@ -16,8 +16,16 @@ import torch.distributed as dist
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
 from megatron_fsdp.checkpoint.hf.files import PORTION_BYTES, FileLayout, StoredTensor, lay_out_file, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece
+from megatron_fsdp.checkpoint.new_folder import new_shared_folder
 from megatron_fsdp.checkpoint.publish import FileOps
-from megatron_fsdp.comm.agreement import gather_objects, raise_together, rank_of, together, world_size_of
+from megatron_fsdp.comm.agreement import (
+    decided_by_first,
+    gather_objects,
+    raise_together,
+    rank_of,
+    together,
+    world_size_of,
+)
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
@@ -212,19 +220,28 @@ class Job:
     device: torch.device
 
 
-def plan_job(live: Sequence[LiveTensor], naming: Naming, cut: Cut, doing: str, group: dist.ProcessGroup | None) -> Job:
-    """Gather who holds which tensors, and lay the files out; collective.
+def save_files(
+    live: Sequence[LiveTensor],
+    naming: Naming,
+    cut: Cut,
+    folder: Path,
+    write_the_rest: Callable[[Path, Sequence[FileLayout]], None],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write tensors of a model, and what else belongs to them, into a new folder; collective.
 
     Args:
         live: What to save of this rank's model.
         naming: From shapes by name to file tensors by key.
         cut: How to cut it into files.
-        doing: What is being done, for messages.
+        folder: Not there yet, or empty; seen by all ranks.
+        write_the_rest: Called on the first rank with the temporary folder and the weight files that will be in it.
         group: The ranks.
 
     Raises:
-        CheckpointError: Something cannot be saved; on every rank.
+        CheckpointError: Something cannot be saved or written; on every rank, and nothing is left of it.
     """
+    doing = f"preparing to save {folder}"
     pieces = together(doing, lambda: {tensor.name: tensor.pieces() for tensor in live}, group)
     catalog = gather_catalog(live, pieces, group)
 
@@ -236,7 +253,10 @@ def plan_job(live: Sequence[LiveTensor], naming: Naming, cut: Cut, doing: str, g
 
     tensors, files = together(doing, lay_out, group)
     device = next((tensor.tensor.device for tensor in live), torch.device("cpu"))
-    return Job(files, tensors, catalog, pieces, device)
+    job = Job(files, tensors, catalog, pieces, device)
+    with new_shared_folder(folder, {file.name: file.nbytes for file in files}, group) as temporary:
+        decided_by_first(lambda: write_the_rest(temporary, files), f"saving to {folder}", group)
+        write_files(job, temporary, group)
 
 
 # ---- bringing elements to the rank that writes them ------------------------------------------------------------------
