@@ -245,21 +245,16 @@ def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
 
 def _show(args: argparse.Namespace) -> int:
     found = show(open_checkpoint(args.checkpoint_dir), args.key, args.slice, with_hash=args.hash)
-    if found.entry is None:
-        _write_object(found, as_data=args.json)
-    else:
+    if found.entry is not None:
         _write_tensor(found, found.entry, as_data=args.json)
-    return EXIT_SAME
-
-
-def _write_object(found: Shown, *, as_data: bool) -> None:
-    hashed = {"sha256": found.checksum} if found.checksum else {}
-    if as_data:
-        told = {"key": found.key, "type": "object", "bytes": found.nbytes, **hashed}
+    elif args.json:
+        told = {"key": found.key, "type": "object", "bytes": found.nbytes, "sha256": found.checksum}
         write_json({**told, "value": as_json(found.value)})
-        return
-    write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}"), *hashed.items()])
-    write_line(pprint.pformat(found.value, width=120, compact=True))
+    else:
+        hashed = [("sha256", str(found.checksum))] if args.hash else []
+        write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}"), *hashed])
+        write_line(pprint.pformat(found.value, width=120, compact=True))
+    return EXIT_SAME
 
 
 def _write_tensor(found: Shown, entry: TensorEntry, *, as_data: bool) -> None:

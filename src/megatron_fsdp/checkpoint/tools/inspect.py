@@ -249,7 +249,7 @@ class Shown:
         entry: What the metadata say of a tensor; None for an object.
         box: The part that `value` is; None for an object.
         checksum: Of a tensor: of the part, taken as a tensor of its own (of the whole tensor: as in manifests), as 16
-            hexadecimal digits. Of an object: SHA-256 of the stored bytes. None unless asked for.
+            hexadecimal digits; None unless asked for. Of an object: SHA-256 of the stored bytes.
     """
 
     key: str
@@ -267,7 +267,7 @@ def show(folder: CheckpointFolder, key: str, part: str | None = None, *, with_ha
         folder: Opened.
         key: Of a tensor or an object.
         part: Such as `0:2,:8` or `3,-1`; None: all of a small tensor, the first corner of a large one.
-        with_hash: Also compute the checksum, of the part if one is given, else of the whole entry.
+        with_hash: Also compute the checksum of a tensor, of the part if one is given, else of the whole.
 
     Raises:
         CheckpointError: There is no such key (the nearest ones are named), or its bytes are damaged.
@@ -277,8 +277,7 @@ def show(folder: CheckpointFolder, key: str, part: str | None = None, *, with_ha
         if part is not None:
             raise ConfigurationError(f"{key} is an object; --slice is for tensors, leave it out")
         raw = folder.read_bytes(key)
-        checksum = hashlib.sha256(raw).hexdigest() if with_hash else None
-        return Shown(key, len(raw), folder.read_object(key), checksum=checksum)
+        return Shown(key, len(raw), folder.read_object(key), checksum=hashlib.sha256(raw).hexdigest())
     if key not in folder.tensors:
         raise CheckpointError(f"{folder.path} has no {key}{_nearest(folder, key)}")
     entry = folder.tensors[key]
