@@ -67,17 +67,18 @@ def save_adapter(
     """
     module, folder = _peft_model(model, adapter_name), Path(folder)
 
-    def naming(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
-        return _adapter_tensors(module, shapes, adapter_name, save_embedding_layers)
-
-    def stored_tensors() -> list[LiveTensor]:
+    def choose() -> tuple[list[LiveTensor], dict[str, FileTensor]]:
         live = _all_live(module)
-        wanted = {name for tensor in naming(_shapes(live)).values() for name in tensor.names}
-        return [tensor for tensor in live if tensor.name in wanted]
+        described = _adapter_tensors(module, _shapes(live), adapter_name, save_embedding_layers)
+        wanted = {name for tensor in described.values() for name in tensor.names}
+        return [tensor for tensor in live if tensor.name in wanted], described
 
-    live = together(f"preparing to save {folder}", stored_tensors, group)
-    cut = Cut(_ONE_FILE, ADAPTER_FILE)
-    save_files(live, naming, cut, folder, lambda temporary, _: _write_config(module, adapter_name, temporary), group)
+    live, described = together(f"preparing to save {folder}", choose, group)
+
+    def write_config(temporary: Path, _: object) -> None:
+        _write_config(module, adapter_name, temporary)
+
+    save_files(live, lambda _: described, Cut(_ONE_FILE, ADAPTER_FILE), folder, write_config, group)
 
 
 def load_adapter(

@@ -349,23 +349,10 @@ def _bring(job: Job, wanted: Sequence[Portion | None], group: dist.ProcessGroup 
         _given(job, [move for move in of_writer if move.source == rank], portion, device)
         for portion, of_writer in zip(wanted, moves, strict=True)
     ]
-    mine = wanted[rank]
     arriving = sorted(moves[rank], key=lambda move: move.source)  # as all_to_all orders them
-    sizes = [0] * len(wanted)
-    for move in arriving:
-        sizes[move.source] += 0 if mine is None else move.box.numel * mine[0].dtype.itemsize
-    received = given[0]
-    if len(wanted) > 1:
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(received, torch.cat(given), sizes, [piece.numel() for piece in given], group=group)
-    if mine is None:
-        return None
-    stored, box = mine
-    made = torch.empty(box.lengths, dtype=stored.dtype)
-    pieces = received.cpu().view(stored.dtype).split([move.box.numel for move in arriving])
-    for move, values in zip(arriving, pieces, strict=True):
-        made[move.place.indices] = values.view(move.place.lengths)
-    return made
+    received = _all_to_all(given, arriving, wanted[rank], group)
+    mine = wanted[rank]
+    return None if mine is None else _put_together(mine, arriving, received)
 
 
 def _given(job: Job, moves: Sequence[Move], portion: Portion | None, device: torch.device) -> torch.Tensor:
@@ -377,6 +364,30 @@ def _given(job: Job, moves: Sequence[Move], portion: Portion | None, device: tor
         values = held[move.box.inside(move.held).indices].to(portion[0].dtype)
         flat.append(values.reshape(-1).view(torch.uint8).to(device))
     return torch.cat(flat)
+
+
+def _all_to_all(
+    given: Sequence[torch.Tensor], arriving: Sequence[Move], portion: Portion | None, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Send its bytes to each rank; return those that arrive for this rank's portion, on the CPU."""
+    if len(given) == 1:
+        return given[0].cpu()
+    sizes = [0] * len(given)
+    for move in arriving:
+        assert portion is not None, "nothing moves for no portion"
+        sizes[move.source] += move.box.numel * portion[0].dtype.itemsize
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device=given[0].device)
+    dist.all_to_all_single(received, torch.cat(list(given)), sizes, [part.numel() for part in given], group=group)
+    return received.cpu()
+
+
+def _put_together(portion: Portion, arriving: Sequence[Move], received: torch.Tensor) -> torch.Tensor:
+    stored, box = portion
+    made = torch.empty(box.lengths, dtype=stored.dtype)
+    pieces = received.view(stored.dtype).split([move.box.numel for move in arriving])
+    for move, values in zip(arriving, pieces, strict=True):
+        made[move.place.indices] = values.view(move.place.lengths)
+    return made
 
 
 def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
