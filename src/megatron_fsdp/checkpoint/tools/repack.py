@@ -37,14 +37,14 @@ class TensorSource:
         shape: Global.
         dtype: To be written.
         boxes: Chunks; together the whole tensor, each element once.
-        read: Gives the values of the chunk of a number, in that dtype.
+        read: Gives the values of one of the boxes, in that dtype.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: Sequence[Box]
-    read: Callable[[int], torch.Tensor]
+    read: Callable[[Box], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _SourcePlanner(SealingPlanner):
         if isinstance(source, ObjectSource):
             return io.BytesIO(source.read())
         assert index.index is not None, "given in the plan"
-        return source.read(index.index)
+        return source.read(source.boxes[index.index])
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 (torch's names)
         return object

@@ -212,14 +212,13 @@ def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> I
     for key, value in leaves.items():
         if isinstance(value, torch.Tensor):
             boxes = list(portions(whole(tuple(value.shape)), value.dtype.itemsize, chunk_bytes))
-            yield TensorSource(key, tuple(value.shape), value.dtype, boxes, partial(_rows, value, boxes))
+            yield TensorSource(key, tuple(value.shape), value.dtype, boxes, partial(_part, value))
         else:
             yield ObjectSource(key, partial(_stored, value, key, notes))
 
 
-def _rows(values: torch.Tensor, boxes: Sequence[Box], number: int) -> torch.Tensor:
-    part = values.detach()[boxes[number].indices]
-    return part.resolve_conj().resolve_neg().contiguous()
+def _part(values: torch.Tensor, box: Box) -> torch.Tensor:
+    return values.detach()[box.indices].resolve_conj().resolve_neg().contiguous()
 
 
 def _stored(value: Any, key: str, notes: list[str]) -> bytes:
