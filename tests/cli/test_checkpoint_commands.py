@@ -75,9 +75,8 @@ def test_inspect_json_and_problems(mfsdp: Mfsdp, tmp_path: Path) -> None:
     (folder.path / "metadata.json").unlink()
     status, out, _ = mfsdp("inspect", tmp_path / "a", "--json")
     assert status == 1
-    assert json.loads(out)["problems"] == [
-        "metadata.json is missing: Megatron writes it last, so the save did not finish"
-    ]
+    (problem,) = json.loads(out)["problems"]
+    assert problem.startswith("metadata.json is missing: a torch_dist checkpoint has it, and it is written last")
 
 
 def test_show(mfsdp: Mfsdp, tmp_path: Path) -> None:
@@ -89,7 +88,8 @@ def test_show(mfsdp: Mfsdp, tmp_path: Path) -> None:
     assert "float32 (3, 4), 48 B" in out
     assert "checksum" in out
     _, out, _ = mfsdp("inspect", tmp_path / "a", "o.x", "--json")
-    assert json.loads(out)["value"] == 1
+    told = json.loads(out)
+    assert (told["value"], len(told["sha256"])) == (1, 64)
     status, _, err = mfsdp("inspect", tmp_path / "a", "v")
     assert status == 2
     assert "has no v" in err

@@ -44,3 +44,9 @@ def test_whole_rows_are_one_box_and_nothing_is_none() -> None:
     assert boxes_of_range((5, 3), 6, 6) == ()
     assert boxes_of_range((), 0, 1) == (Box((), ()),)
     assert boxes_of_range((0, 3), 0, 0) == ()
+
+
+def test_intersections() -> None:
+    assert Box((0, 2), (4, 3)).meet(Box((3, 0), (5, 3))) == Box((3, 2), (1, 1))
+    assert Box((0,), (4,)).meet(Box((4,), (1,))) is None
+    assert Box((), ()).meet(Box((), ())) == Box((), ())

@@ -1,4 +1,4 @@
-"""`mfsdp checkpoint ...`; the same commands under the names of Megatron-LM's inspector are hidden aliases."""
+"""`mfsdp checkpoint ...`; the names of Megatron-LM's inspector are aliases of the commands."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import os
 import pprint
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
-from megatron_fsdp.checkpoint.folder import METADATA
+from megatron_fsdp.checkpoint.folder import METADATA, TensorEntry
+from megatron_fsdp.checkpoint.hf import export_hf
+from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder, iteration_of
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
@@ -25,8 +26,7 @@ from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import (
     Inspection,
     ListedEntry,
-    ShownObject,
-    ShownTensor,
+    Shown,
     inspect_folder,
     show,
 )
@@ -70,7 +70,16 @@ def add_parser(commands: Any) -> None:
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands for checkpoints to a parser."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for add in (_add_inspect, _add_diff, _add_verify, _add_edit, _add_torch, _add_map, checkpoint_convert.add_parser):
+    for add in (
+        _add_inspect,
+        _add_diff,
+        _add_verify,
+        _add_edit,
+        _add_torch,
+        _add_hf,
+        _add_map,
+        checkpoint_convert.add_parser,
+    ):
         add(commands)
 
 
@@ -82,18 +91,22 @@ def inspector(argv: Sequence[str] | None = None) -> int:
     return run_guarded(parser, sys.argv[1:] if argv is None else argv)
 
 
-def _add(commands: Any, name: str, run: Run, description: str, title: str | None = None) -> argparse.ArgumentParser:
+def _add(
+    commands: Any, name: str, run: Run, description: str, title: str | None = None, aliases: Sequence[str] = ()
+) -> argparse.ArgumentParser:
     """Add a command that runs on torchrun's first rank only; without a title it is not listed."""
     shown = {} if title is None else {"help": title}
-    parser: argparse.ArgumentParser = commands.add_parser(name, description=description, **shown)
+    parser: argparse.ArgumentParser = commands.add_parser(name, description=description, aliases=aliases, **shown)
     parser.set_defaults(run=functools.partial(_on_first_rank, run))
+    # An option of Megatron-LM's inspector that is not supported: accepted, so that it is refused with a message.
+    parser.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def _on_first_rank(run: Run, args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":
         return EXIT_SAME
-    if getattr(args, "enable_msc", False):
+    if args.enable_msc:
         raise ConfigurationError(
             "--enable-msc is not supported: only folders of the file system can be read; mount or copy the checkpoint, "
             "and leave the option out"
@@ -107,11 +120,6 @@ def _add_folder(parser: argparse.ArgumentParser, name: str = "checkpoint_dir", m
 
 def _add_filter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
-
-
-def _add_msc(parser: argparse.ArgumentParser) -> None:
-    """Accept an option of Megatron-LM's inspector that is not supported, so that it is refused with a message."""
-    parser.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
 
 
 # ---- inspect ---------------------------------------------------------------------------------------------------------
@@ -141,12 +149,12 @@ def _add_inspect(commands: Any) -> None:
         help=f"also list the keys under {GROUP_META}*, which are left out of tables otherwise",
     )
     _add_show_options(parser)
-    _add_msc(parser)
-    for name in ("show", "print-tensor"):
-        alias = _add(commands, name, _show, "Print one tensor or object, as inspect DIR KEY does.")
-        _add_folder(alias)
-        alias.add_argument("key", metavar="KEY", help="as `inspect` lists it")
-        _add_show_options(alias)
+    alias = _add(
+        commands, "show", _show, "Print one tensor or object, as inspect DIR KEY does.", aliases=["print-tensor"]
+    )
+    _add_folder(alias)
+    alias.add_argument("key", metavar="KEY", help="as `inspect` lists it")
+    _add_show_options(alias)
 
 
 def _add_show_options(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +184,7 @@ def _inspect(args: argparse.Namespace) -> int:
         write_line()
     found = inspect_folder(open_checkpoint(args.checkpoint_dir), args.filter, with_statistics=args.stats)
     if args.json:
-        write_json({**found.to_json(), "run": [asdict(item) for item in run]})
+        write_json({**found.to_json(), "run": [item._asdict() for item in run]})
     else:
         _write_inspection(found, args)
     return EXIT_DIFFERENT if found.problems else EXIT_SAME
@@ -200,8 +208,7 @@ def _write_inspection(found: Inspection, args: argparse.Namespace) -> None:
 
 
 def _facts(found: Inspection) -> list[tuple[str, str]]:
-    tensors = found.tensors
-    objects = [entry for entry in found.entries if entry.shape is None]
+    tensors, objects = ([entry for entry in found.entries if entry.type == kind] for kind in ("tensor", "object"))
     chained = ", keys with chained_<n>." if found.kind.is_chained else ""
     facts = [
         ("path", str(found.path)),
@@ -225,7 +232,7 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
-    shape = "" if entry.shape is None else str(entry.shape)
+    shape = "" if entry.shape is None else str(tuple(entry.shape))
     row = [entry.key, entry.dtype or "object", shape, in_bytes(entry.nbytes), str(entry.chunks)]
     found = entry.statistics
     if not with_statistics:
@@ -238,37 +245,32 @@ def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
 
 def _show(args: argparse.Namespace) -> int:
     found = show(open_checkpoint(args.checkpoint_dir), args.key, args.slice, with_hash=args.hash)
-    if isinstance(found, ShownTensor):
-        _write_tensor(found, as_data=args.json)
+    if found.entry is not None:
+        _write_tensor(found, found.entry, as_data=args.json)
     elif args.json:
-        told = {"key": found.key, "type": "object", "bytes": found.nbytes, "sha256": found.sha256}
+        told = {"key": found.key, "type": "object", "bytes": found.nbytes, "sha256": found.checksum}
         write_json({**told, "value": as_json(found.value)})
     else:
-        _write_object(found, with_hash=args.hash)
+        hashed = [("sha256", str(found.checksum))] if args.hash else []
+        write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}"), *hashed])
+        write_line(pprint.pformat(found.value, width=120, compact=True))
     return EXIT_SAME
 
 
-def _write_object(found: ShownObject, *, with_hash: bool) -> None:
-    facts = [("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}")]
-    write_facts([*facts, ("sha256", found.sha256)] if with_hash else facts)
-    write_line(pprint.pformat(found.value, width=120, compact=True))
-
-
-def _write_tensor(found: ShownTensor, *, as_data: bool) -> None:
-    entry, dtype = found.entry, dtype_name(found.entry.dtype)
+def _write_tensor(found: Shown, entry: TensorEntry, *, as_data: bool) -> None:
+    assert found.box is not None, "tensors are shown in part"
+    dtype, hashed = dtype_name(entry.dtype), {"checksum": found.checksum} if found.checksum else {}
     part = f"[{', '.join(f'{index.start}:{index.stop}' for index in found.box.indices)}]"
     if as_data:
         told = {"key": entry.key, "type": "tensor", "shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes,
-                "chunks": len(entry.chunks), "part": part}  # fmt: skip
-        told |= {"checksum": found.checksum} if found.checksum else {}
-        write_json({**told, "values": as_json(_numbers(found.values))})
+                "chunks": len(entry.chunks), "part": part, **hashed}  # fmt: skip
+        write_json({**told, "values": as_json(_numbers(found.value))})
         return
     facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {in_bytes(entry.nbytes)}")]
     facts.append(("chunks", str(len(entry.chunks))))
     facts += [] if found.box.lengths == entry.shape else [("part", part)]
-    facts += [("checksum", found.checksum)] if found.checksum else []
-    write_facts(facts)
-    write_line(str(found.values))
+    write_facts([*facts, *hashed.items()])
+    write_line(str(found.value))
 
 
 def _numbers(values: torch.Tensor) -> Any:
@@ -301,7 +303,6 @@ def _add_diff(commands: Any) -> None:
         parser.add_argument("--all", action="store_true", help=f"list all differences, not only the first {_SHOWN}")
         _add_filter(parser)
         add_json(parser)
-        _add_msc(parser)
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -348,8 +349,7 @@ def _verify(args: argparse.Namespace) -> int:
     folders, pointer_problem = _to_verify(args.checkpoint_dir, every=args.all)
     reports = [verify(folder, deep=not args.quick) for folder in folders]
     if args.json:
-        told = {"checkpoints": [report.to_dict() for report in reports], "pointer": pointer_problem}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        write_json({"checkpoints": [report.to_dict() for report in reports], "pointer": pointer_problem})
     else:
         for line in [*map(str, reports), *filter(None, [pointer_problem])]:
             write_line(line)
@@ -389,19 +389,17 @@ def _add_edit(commands: Any) -> None:
         "applied in the order they are given, to all keys that contain a match of their regular expression; one that "
         "matches nothing is an error, and so are two keys that become the same. One chunk is in memory at a time."
     )
-    for name, title in (("edit", "a copy with other keys or dtypes"), ("modify-state-dict", None)):
-        parser = _add(commands, name, _edit, text, title)
-        _add_folder(parser, "input_dir", "SRC")
-        parser.add_argument("output_dir", metavar="DST", type=Path, help="the copy; must not exist, or be empty")
-        parser.add_argument(
-            "--op",
-            metavar="OP",
-            action="append",
-            default=[],
-            help='"remove REGEX", "rename REGEX REPLACEMENT" or "cast REGEX DTYPE"; may be given several times; quote '
-            "a part that is empty or holds spaces",
-        )
-        _add_msc(parser)
+    parser = _add(commands, "edit", _edit, text, "a copy with other keys or dtypes", ["modify-state-dict"])
+    _add_folder(parser, "input_dir", "SRC")
+    parser.add_argument("output_dir", metavar="DST", type=Path, help="the copy; must not exist, or be empty")
+    parser.add_argument(
+        "--op",
+        metavar="OP",
+        action="append",
+        default=[],
+        help='"remove REGEX", "rename REGEX REPLACEMENT" or "cast REGEX DTYPE"; may be given several times; quote '
+        "a part that is empty or holds spaces",
+    )
 
 
 def _edit(args: argparse.Namespace) -> int:
@@ -466,6 +464,44 @@ def _write_repacked(target: Path, found: RepackReport) -> int:
     return EXIT_SAME
 
 
+# ---- to-hf -----------------------------------------------------------------------------------------------------------
+
+
+def _add_hf(commands: Any) -> None:
+    parser = _add(
+        commands,
+        "to-hf",
+        _to_hf,
+        "Write the weights of a checkpoint of a transformers model as a folder that from_pretrained loads: safetensors "
+        "files with an index, and beside them the config, generation config and tokenizer of another folder.",
+        "a checkpoint as a Hugging Face folder",
+    )
+    _add_folder(parser)
+    parser.add_argument("output_dir", metavar="OUT", type=Path, help="the folder to make; must not exist, or be empty")
+    parser.add_argument(
+        "--config", metavar="FOLDER", type=Path, required=True, help="with config.json and tokenizer of the model"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point weights; default: as stored"
+    )
+    parser.add_argument(
+        "--max-shard-bytes", type=int, metavar="N", default=DEFAULT_SHARD_BYTES, help="of one file (default 5 GiB)"
+    )
+
+
+def _to_hf(args: argparse.Namespace) -> int:
+    files = export_hf(
+        open_checkpoint(args.checkpoint_dir),
+        args.output_dir,
+        args.config,
+        max_shard_bytes=args.max_shard_bytes,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+    )
+    nbytes = sum((args.output_dir / name).stat().st_size for name in files)
+    write_line(f"{args.output_dir}: {len(files)} weight files, {in_bytes(nbytes)}")
+    return EXIT_SAME
+
+
 # ---- map -------------------------------------------------------------------------------------------------------------
 
 
@@ -474,18 +510,17 @@ def _add_map(commands: Any) -> None:
         "Write the parameter group of each parameter as JSON, as `convert --param-to-param-group-map-json` reads it, "
         "from the folder that --dump-param-to-param-group-map made in training."
     )
-    for name, title in (("map", "parameter groups of a run as JSON"), ("print-torch-dcp-in-json", None)):
-        parser = _add(commands, name, _map, text, title)
-        parser.add_argument("torch_dcp_dir", metavar="DIR", type=Path, help="the folder that training made")
-        parser.add_argument(
-            "--out", metavar="MAP.json", type=Path, help="default: param_to_param_group_map.json in the folder"
-        )
-        parser.add_argument(
-            "--model-prefix",
-            metavar="P",
-            default="model.module",
-            help="stands before names, instead of the module. of each wrapper (default %(default)s)",
-        )
+    parser = _add(commands, "map", _map, text, "parameter groups of a run as JSON", ["print-torch-dcp-in-json"])
+    parser.add_argument("torch_dcp_dir", metavar="DIR", type=Path, help="the folder that training made")
+    parser.add_argument(
+        "--out", metavar="MAP.json", type=Path, help="default: param_to_param_group_map.json in the folder"
+    )
+    parser.add_argument(
+        "--model-prefix",
+        metavar="P",
+        default="model.module",
+        help="stands before names, instead of the module. of each wrapper (default %(default)s)",
+    )
 
 
 def _map(args: argparse.Namespace) -> int:

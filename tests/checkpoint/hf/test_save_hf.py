@@ -98,7 +98,7 @@ def save_in_small_portions(kind: str, folder: str) -> bool:
     model = shard(build(kind))
     small = functools.partial(write_files, portion_bytes=52)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.checkpoint.hf.saving.write_files", small)
+        patch.setattr("megatron_fsdp.checkpoint.hf.writing.write_files", small)
         save_hf(model, folder, max_shard_bytes=5000)
     return same_tensors(model.full_parameters(), dict(build(kind).named_parameters()))
 
@@ -266,6 +266,14 @@ def test_a_rank_that_cannot_write_stops_all_and_nothing_is_left(run_ranks: RunRa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_link_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(CheckpointError, match="is a link, which would be replaced"):
+        save_hf(nn.Linear(1, 1, dtype=torch.float32), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_a_folder_without_a_config_is_not_carried_from(run_ranks: RunRanks, tmp_path: Path) -> None:
     (message,) = set(run_ranks(2, refuse, str(tmp_path / "out"), {"carry_from": str(tmp_path / "none")}))
     assert "has no config.json" in message
@@ -302,6 +310,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     model = build("llama")
     for options, said in (
         ({"max_shard_bytes": 0}, "max_shard_bytes=0"),
+        ({"max_shard_bytes": "5GB"}, "max_shard_bytes='5GB': give a whole number of bytes"),
+        ({"max_shard_bytes": 1.5}, r"max_shard_bytes=1\.5: give a whole number"),
+        ({"max_shard_bytes": True}, "max_shard_bytes=True: give a whole number"),
+        ({"dtype": "bfloat16"}, r"dtype='bfloat16' cannot hold .* give a floating-point torch\.dtype"),
         ({"dtype": torch.int8}, r"dtype=torch\.int8"),
         ({"dtype": torch.float8_e5m2}, r"dtype=torch\.float8_e5m2 cannot hold weights as they are"),
         ({"config": {"a": 1}}, "config is a dict without save_pretrained"),
@@ -327,11 +339,13 @@ def test_weights_that_are_stored_in_another_arrangement_are_refused(tmp_path: Pa
     model = build("llama")
     save_hf(model, tmp_path / "plain")
     model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[Transpose(0, 1)])]
-    with pytest.raises(CheckpointError, match=r"transformers converts weights by .*transpose"):
+    with pytest.raises(
+        CheckpointError, match=r"transformers stores of .*up_proj.weight what is no slice of it, such as its transpose"
+    ):
         save_hf(model, tmp_path / "out")
     report = load_hf(model, tmp_path / "plain")
     assert report.is_complete
-    assert report.notes[0].startswith("tensors were looked for only as the model names them: transformers converts")
+    assert report.notes[0].startswith("tensors were looked for only as the model names them: transformers stores")
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
+from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import lay_out_file
 from megatron_fsdp.checkpoint.hf.writing import Cut, Held, lay_out_files, moves_of, portions_of, share_out_files
 from megatron_fsdp.errors import CheckpointError
@@ -25,13 +25,17 @@ def held(shape: tuple[int, ...], edges: list[int], dtype: torch.dtype = torch.fl
     return Held(shape, dtype, holders, True)
 
 
+def dtypes_of(catalog: dict[str, Held]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in catalog.items()}
+
+
 def test_files_are_filled_in_order() -> None:
     sizes = {"a": 4, "b": 4, "c": 3, "d": 9, "e": 1}
     tensors = {key: FileTensor.of(key, (size,)) for key, size in sizes.items()}
     catalog = {key: held((size,), [0, size], torch.uint8) for key, size in sizes.items()}
 
     def keys_by_file(max_bytes: int) -> list[tuple[str, list[str]]]:
-        files = lay_out_files(tensors, catalog, Cut(max_bytes, "m.safetensors"))
+        files = lay_out_files(tensors, dtypes_of(catalog), Cut(max_bytes, "m.safetensors"))
         return [(file.name, [tensor.key for tensor in file.tensors]) for file in files]
 
     assert keys_by_file(8) == [
@@ -57,11 +61,12 @@ def test_files_are_shared_out_evenly(sizes: list[int], num_ranks: int) -> None:
 def test_dtypes_are_cast_only_where_they_are_floating_point() -> None:
     tensors = {name: FileTensor.of(name, (2,)) for name in ("w", "n")}
     catalog = {"w": held((2,), [0, 2]), "n": held((2,), [0, 2], torch.int64)}
-    (file,) = lay_out_files(tensors, catalog, Cut(100, "m.safetensors", torch.bfloat16))
+    (file,) = lay_out_files(tensors, dtypes_of(catalog), Cut(100, "m.safetensors", torch.bfloat16))
     assert {tensor.key: tensor.dtype for tensor in file.tensors} == {"w": torch.bfloat16, "n": torch.int64}
-    mixed = {"x": torch.cat([tensors["w"], tensors["n"]])}  # type: ignore[call-overload]
+    with Followed({"w": (2,), "n": (2,)}) as followed:
+        mixed = {"x": followed.file_tensor(torch.cat(list(followed.tensors.values())))}
     with pytest.raises(CheckpointError, match="x would be made of tensors of several dtypes"):
-        lay_out_files(mixed, catalog, Cut(100, "m.safetensors"))
+        lay_out_files(mixed, dtypes_of(catalog), Cut(100, "m.safetensors"))
 
 
 @st.composite
@@ -80,9 +85,10 @@ def test_portions_are_filled_by_their_holders_once(
     shape, edges = case
     model = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     catalog = {"w": held(shape, edges)}
-    pieces = torch.chunk(FileTensor.of("w", shape), chunks, dim=dim % len(shape))  # type: ignore[call-overload]
-    tensors = {f"k{i}": piece for i, piece in enumerate(pieces)}
-    (file,) = lay_out_files(tensors, catalog, Cut(10_000, "m.safetensors"))
+    with Followed({"w": shape}) as followed:
+        pieces = torch.chunk(followed.tensors["w"], chunks, dim=dim % len(shape))
+    tensors = {f"k{i}": followed.file_tensor(piece) for i, piece in enumerate(pieces)}
+    (file,) = lay_out_files(tensors, dtypes_of(catalog), Cut(10_000, "m.safetensors"))
     written: dict[str, list[torch.Tensor]] = {tensor.key: [] for tensor in file.tensors}
     for stored, target in portions_of([file], max_bytes):
         assert target.numel * 4 <= max_bytes

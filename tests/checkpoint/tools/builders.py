@@ -53,15 +53,14 @@ def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Pa
     path.mkdir(parents=True)
     sources = []
     for key, (values, boxes) in tensors.items():
-        read = partial(_box_of, values, boxes)
+        read = partial(_box_of, values)
         sources.append(TensorSource(key, tuple(values.shape), values.dtype, boxes, read))
     write_folder(path, sources, None)
     return CheckpointFolder(path)
 
 
-def _box_of(values: torch.Tensor, boxes: Sequence[Box], number: int) -> torch.Tensor:
-    box = boxes[number]
-    return values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))]
+def _box_of(values: torch.Tensor, box: Box) -> torch.Tensor:
+    return values[box.indices]
 
 
 def grid(shape: tuple[int, int], rows: Sequence[int], columns: Sequence[int]) -> list[Box]:

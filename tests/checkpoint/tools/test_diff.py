@@ -3,6 +3,7 @@
 import argparse
 import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +67,22 @@ def test_one_chunk_of_each_side_is_in_memory(tmp_path: Path, monkeypatch: pytest
     b = builders.save_cut({"w": (values + 1, GRIDS["columns"])}, tmp_path / "b")
     alive: weakref.WeakSet[Memory] = weakref.WeakSet()
     most = {"a": 0, "b": 0}
-    plain = CheckpointFolder.read_chunk
 
-    def read_chunk(self: CheckpointFolder, key: str, index: int) -> torch.Tensor:
-        found = plain(self, key, index)
-        memory = Memory(found.numpy().tobytes())
-        memory.side = self.path.name
-        alive.add(memory)
-        found = torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
-        sides = [held.side for held in alive]
-        most.update({side: max(most[side], sides.count(side)) for side in most})
-        return found
+    def watched(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def read(self: CheckpointFolder, *which: Any) -> torch.Tensor:
+            found = plain(self, *which)
+            memory = Memory(found.numpy().tobytes())
+            memory.side = self.path.name
+            alive.add(memory)
+            found = torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
+            sides = [held.side for held in alive]
+            most.update({side: max(most[side], sides.count(side)) for side in most})
+            return found
 
-    monkeypatch.setattr(CheckpointFolder, "read_chunk", read_chunk)
+        return read
+
+    for name in ("read_chunk", "read_box"):
+        monkeypatch.setattr(CheckpointFolder, name, watched(getattr(CheckpointFolder, name)))
     found = tensor_difference(a, b, "w", Tolerance())
     assert found is not None
     assert found.count == values.numel()

@@ -13,12 +13,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
+from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
-from megatron_fsdp.checkpoint.hf.loading import Match, load_matched, match_tensors
-from megatron_fsdp.checkpoint.hf.saving import publish_files
-from megatron_fsdp.checkpoint.hf.writing import Cut, plan_job
+from megatron_fsdp.checkpoint.hf.loading import Match, load_matched
+from megatron_fsdp.checkpoint.hf.writing import Cut, save_files
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.comm.agreement import decided_by_first, together
@@ -68,18 +67,18 @@ def save_adapter(
     """
     module, folder = _peft_model(model, adapter_name), Path(folder)
 
-    def naming(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
-        return _adapter_tensors(module, shapes, adapter_name, save_embedding_layers)
-
-    def stored_tensors() -> list[LiveTensor]:
+    def choose() -> tuple[list[LiveTensor], dict[str, FileTensor]]:
         live = _all_live(module)
-        wanted = {name for tensor in naming(_shapes(live)).values() for name in tensor.names}
-        return [tensor for tensor in live if tensor.name in wanted]
+        described = _adapter_tensors(module, _shapes(live), adapter_name, save_embedding_layers)
+        wanted = {name for tensor in described.values() for name in tensor.names}
+        return [tensor for tensor in live if tensor.name in wanted], described
 
-    doing = f"preparing to save {folder}"
-    live = together(doing, stored_tensors, group)
-    job = plan_job(live, naming, Cut(_ONE_FILE, ADAPTER_FILE), doing, group)
-    publish_files(job, folder, lambda temporary: _write_config(module, adapter_name, temporary), group)
+    live, described = together(f"preparing to save {folder}", choose, group)
+
+    def write_config(temporary: Path, _: object) -> None:
+        _write_config(module, adapter_name, temporary)
+
+    save_files(live, lambda _: described, Cut(_ONE_FILE, ADAPTER_FILE), folder, write_config, group)
 
 
 def load_adapter(
@@ -121,7 +120,7 @@ def load_adapter(
         names = {key: tensor.parts[0].name for key, tensor in described.items()}
         stored = {names.get(key, key): tensor for key, tensor in files.tensors.items()}
         wanted = set(names.values())
-        return match_tensors(nn.Module(), [tensor for tensor in live if tensor.name in wanted], stored)
+        return Match(nn.Module(), [tensor for tensor in live if tensor.name in wanted], stored)
 
     return load_matched(model, together(f"matching {folder} with the model", match, group), files, strict, group)
 
@@ -132,13 +131,16 @@ def _adapter_tensors(
     """Return the file tensors that peft stores for an adapter, by key in the file."""
     from peft.utils import get_peft_model_state_dict
 
-    plain: Any = {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
-    found = get_peft_model_state_dict(
-        module, state_dict=plain, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
-    )
-    if not found or not all(isinstance(value, FileTensor) for value in found.values()):
+    with Followed(shapes) as followed:
+        found = get_peft_model_state_dict(
+            module,
+            state_dict=dict(followed.tensors),
+            adapter_name=adapter_name,
+            save_embedding_layers=save_embedding_layers,
+        )
+    if not found:
         raise CheckpointError(f"adapter {adapter_name!r} stores nothing that could be taken from the model's weights")
-    return dict(found)
+    return {key: followed.file_tensor(tensor) for key, tensor in found.items()}
 
 
 def _shapes(live: list[LiveTensor]) -> dict[str, tuple[int, ...]]:

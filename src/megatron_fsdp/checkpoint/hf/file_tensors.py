@@ -1,18 +1,20 @@
 """The tensors that a model has in Hugging Face files: their keys, and the parts of model tensors that they hold.
 
 transformers keeps some weights in memory in another form than in files: the experts of a layer are one tensor, of
-which every file tensor is a slice. `FileTensor` behaves enough like a torch tensor (chunk, cat, squeeze...) to be taken
-through transformers' own conversions, which then move no data, but record where each part goes.
+which every file tensor is a slice. Its own conversions run here on tensors of the meta device, so nothing is copied:
+a slice is a view, and its strides and offset tell which part of the model tensor it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from megatron_fsdp.checkpoint.hf.live import with_own_classes
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -94,133 +96,91 @@ class FileTensor:
         return cls(tuple(shape), (Part(name, zeros, all_dims, zeros, tuple(shape)),))
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
     def names(self) -> set[str]:
         """The names of the model tensors it is made of."""
         return {part.name for part in self.parts}
 
-    def size(self, dim: int) -> int:
-        """Return the length along a dimension."""
-        return self.shape[dim]
 
-    def contiguous(self) -> FileTensor:
-        """Return itself: nothing is stored yet."""
-        return self
+class Followed(TorchFunctionMode):
+    """Follows what is made of a model's tensors inside of the block: slices, and slices that are put together.
 
-    def narrow(self, dim: int, start: int, length: int) -> FileTensor:
-        """Return a slice along one dimension."""
-        found = []
-        for part in self.parts:
-            first, last = max(part.at[dim], start), min(part.at[dim] + part.lengths[dim], start + length)
-            if first < last:
-                kept = part.to_model(Box(_replaced(part.at, dim, first), _replaced(part.lengths, dim, last - first)))
-                found.append(
-                    replace(
-                        part,
-                        offsets=kept.offsets,
-                        at=_replaced(part.at, dim, first - start),
-                        lengths=_replaced(part.lengths, dim, last - first),
-                    )
-                )
-        return FileTensor(_replaced(self.shape, dim, length), tuple(found))
+    Args:
+        shapes: Of the model's tensors, by name.
 
-    def squeeze(self, dim: int) -> FileTensor:
-        """Remove a dimension of length 1; return itself if the dimension is longer."""
-        dim %= max(self.ndim, 1)
-        if not self.shape or self.shape[dim] != 1:
-            return self
-        parts = tuple(
-            replace(part, dims=_without(part.dims, dim), at=_without(part.at, dim), lengths=_without(part.lengths, dim))
-            for part in self.parts
-        )
-        return FileTensor(_without(self.shape, dim), parts)
+    Attributes:
+        tensors: They, on the meta device.
+    """
 
-    def unsqueeze(self, dim: int) -> FileTensor:
-        """Insert a dimension of length 1."""
-        dim %= self.ndim + 1
-        parts = tuple(
-            replace(
-                part,
-                dims=(*part.dims[:dim], None, *part.dims[dim:]),
-                at=(*part.at[:dim], 0, *part.at[dim:]),
-                lengths=(*part.lengths[:dim], 1, *part.lengths[dim:]),
-            )
-            for part in self.parts
-        )
-        return FileTensor((*self.shape[:dim], 1, *self.shape[dim:]), parts)
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+        self._names = {_storage(tensor): name for name, tensor in self.tensors.items()}
+        self._joined: dict[int, tuple[torch.Tensor, int, list[torch.Tensor]]] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        """Refuse every other use.
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, and note what it puts together."""
+        name, options = getattr(func, "__name__", ""), kwargs or {}
+        if name == "contiguous":  # a copy would be of unknown origin
+            return args[0]
+        made = func(*args, **options)
+        if name in ("cat", "concat", "stack"):
+            pieces, dim = list(args[0]), options.get("dim", args[1] if len(args) > 1 else 0)
+            pieces = [piece.unsqueeze(dim) for piece in pieces] if name == "stack" else pieces
+            self._joined[_storage(made)] = made, dim % made.ndim, pieces
+        return made
+
+    def file_tensor(self, tensor: torch.Tensor) -> FileTensor:
+        """Return which parts of the model's tensors a tensor holds.
 
         Raises:
-            CannotFollowError: Always; for the names that Python itself looks up, an AttributeError.
+            CannotFollowError: It is made by more than taking slices and putting them together.
         """
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise CannotFollowError(f"transformers converts {sorted(self.names)[0]} by .{name}, which is no slice of it")
+        return FileTensor(tuple(tensor.shape), tuple(self._parts(tensor, (0,) * tensor.ndim)))
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Carry out the few functions of torch that only slice or concatenate tensors."""
-        known = _FUNCTIONS.get(getattr(func, "__name__", ""))
-        if known is None:
-            raise CannotFollowError(f"transformers converts weights by {func}, which is more than taking slices")
-        return known(*args, **(kwargs or {}))
-
-
-def _chunk(tensor: FileTensor, chunks: int, dim: int = 0) -> tuple[FileTensor, ...]:
-    return _split(tensor, max(-(-tensor.shape[dim] // chunks), 1), dim)
-
-
-def _split(tensor: FileTensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[FileTensor, ...]:
-    dim %= tensor.ndim
-    sizes, total = split_size_or_sections, tensor.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return tuple(tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
+    def _parts(self, tensor: torch.Tensor, at: tuple[int, ...]) -> Iterator[Part]:
+        storage = _storage(tensor)
+        whole, dim, pieces = self._joined.get(storage, (None, 0, []))
+        if whole is not None and _has_layout_of(tensor, whole):
+            for piece in pieces:
+                yield from self._parts(piece, at)
+                at = (*at[:dim], at[dim] + piece.shape[dim], *at[dim + 1 :])
+            return
+        if storage not in self._names:
+            raise CannotFollowError(
+                "transformers converts weights by more than taking slices and putting them together, such as by "
+                f"transposing; seen at a tensor of shape {tuple(tensor.shape)}"
+            )
+        name = self._names[storage]
+        yield _slice_of(name, self.tensors[name], tensor, at)
 
 
-def _unbind(tensor: FileTensor, dim: int = 0) -> tuple[FileTensor, ...]:
-    return tuple(piece.squeeze(dim) for piece in _split(tensor, 1, dim))
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
-def _cat(tensors: Sequence[FileTensor], dim: int = 0) -> FileTensor:
-    dim %= tensors[0].ndim
-    parts: list[Part] = []
-    running = 0
-    for tensor in tensors:
-        parts += [replace(part, at=_replaced(part.at, dim, part.at[dim] + running)) for part in tensor.parts]
-        running += tensor.shape[dim]
-    return FileTensor(_replaced(tensors[0].shape, dim, running), tuple(parts))
+def _has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.stride() == other.stride() and not tensor.storage_offset()
 
 
-def _stack(tensors: Sequence[FileTensor], dim: int = 0) -> FileTensor:
-    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
-
-
-def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    return (*values[:index], value, *values[index:][1:])
-
-
-def _without(values: tuple[Any, ...], index: int) -> tuple[Any, ...]:
-    return (*values[:index], *values[index + 1 :])
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "chunk": _chunk,
-    "split": _split,
-    "unbind": _unbind,
-    "cat": _cat,
-    "concat": _cat,
-    "stack": _stack,
-}
+def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int, ...]) -> Part:
+    """Return which box of a contiguous tensor a view of it is."""
+    shape = tuple(view.shape)
+    if _has_layout_of(view, whole):
+        return Part(name, (0,) * len(shape), tuple(range(len(shape))), at, shape)
+    dim_of_step = {step: dim for dim, step in enumerate(whole.stride()) if whole.shape[dim] > 1}
+    dims = tuple(dim_of_step.get(step) if n != 1 else None for n, step in zip(shape, view.stride(), strict=True))
+    offsets, rest = [], int(view.storage_offset())
+    for n, step in zip(whole.shape, whole.stride(), strict=True):
+        first, rest = divmod(rest, step) if n > 1 else (0, rest)
+        offsets.append(first)
+    kept = [dim for dim in dims if dim is not None]
+    part = Part(name, tuple(offsets), dims, at, shape)
+    inside = all(a + n <= m for a, n, m in zip(offsets, part.model_box.lengths, whole.shape, strict=True))
+    if rest or kept != sorted(set(kept)) or len(kept) != sum(n != 1 for n in shape) or not inside:
+        raise CannotFollowError(f"transformers stores of {name} what is no slice of it, such as its transpose")
+    return part
 
 
 # ---- keys in files ---------------------------------------------------------------------------------------------------
@@ -239,13 +199,13 @@ def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     Raises:
         CannotFollowError: A conversion does more than slice and concatenate tensors.
     """
-    plain: Any = {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
     if not _is_of_transformers(module):
-        return dict(plain)
+        return {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
     from transformers.core_model_loading import revert_weight_conversion
 
-    with with_own_classes(module):
-        return dict(revert_weight_conversion(module, plain))
+    with with_own_classes(module), Followed(shapes) as followed:
+        stored = revert_weight_conversion(module, dict(followed.tensors))
+    return {key: followed.file_tensor(tensor) for key, tensor in stored.items()}
 
 
 def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:

@@ -93,20 +93,18 @@ class WeightFiles:
     tensors: Mapping[str, StoredTensor]
     sizes: Mapping[str, int]
 
-    def check_here(self, files: Iterable[str]) -> None:
+    def check_here(self) -> None:
         """Check that this process sees the files as they were when their headers were read.
 
         Raises:
             CheckpointError: A file is missing or has another size.
         """
-        for file in sorted(set(files)):
+        for file, size in sorted(self.sizes.items()):
             path = self.folder / file
             found = path.stat().st_size if path.is_file() else None
-            if found != self.sizes[file]:
+            if found != size:
                 seen = "is not there" if found is None else f"has {found} bytes"
-                raise CheckpointError(
-                    f"{path} {seen}, and had {self.sizes[file]} where its header was read; all ranks need it"
-                )
+                raise CheckpointError(f"{path} {seen}, and had {size} where its header was read; all ranks need it")
 
 
 # ---- which tensors there are -----------------------------------------------------------------------------------------

@@ -79,17 +79,13 @@ class LiveTensor:
             raise CheckpointError(f"{self.name} is on the meta device; initialise the model before loading or saving")
         if not isinstance(tensor, DTensor):
             return [(Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)] if tensor.numel() else []
-        local = tensor._local_tensor
-        if not isinstance(tensor, UnevenDTensor):
-            return [(box, local.view(box.lengths)) for box in boxes_here(tensor) if box.numel]
-        if tensor.shard_frame.problem is not None:
+        if isinstance(tensor, UnevenDTensor) and tensor.shard_frame.problem is not None:
             raise CheckpointError(tensor.shard_frame.problem)
-        flat, first, found = local.view(-1), 0, []
-        for box in tensor.shard_frame.description.boxes():
-            if box.numel:
-                found.append((box, flat[first : first + box.numel].view(box.lengths)))
-            first += box.numel
-        return found
+        local, boxes = tensor._local_tensor, [box for box in boxes_here(tensor) if box.numel]
+        if len(boxes) <= 1:
+            return [(box, local.view(box.lengths)) for box in boxes]
+        parts = local.view(-1).split([box.numel for box in boxes])
+        return [(box, part.view(box.lengths)) for box, part in zip(boxes, parts, strict=True)]
 
 
 def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from megatron_fsdp.checkpoint.hf.file_tensors import (
 )
 from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, WeightFiles, open_folder, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, base_tensors, install_weights, unwrap
-from megatron_fsdp.checkpoint.report import LoadReport
+from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, together
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
@@ -69,7 +69,7 @@ def load_hf(
 
     def match() -> Match:
         stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}
-        return match_tensors(*base_tensors(module), stored)
+        return Match(*base_tensors(module), stored)
 
     return load_matched(model, together(f"matching {folder} with the model", match, group), files, strict, group)
 
@@ -82,7 +82,9 @@ def load_matched(
     Raises:
         CheckpointError: As of `load_hf`.
     """
-    report = merge_reports(gather_objects(match.report(), group))
+    report = report_of_all(match.report(), group)
+    unknown_to_all = set.intersection(*gather_objects(set(match.unexpected), group))  # stages and experts differ
+    report = replace(report, unexpected=tuple(key for key in report.unexpected if key in unknown_to_all))
     if strict:
         report.require_complete(str(files.folder))
     held = together(f"preparing to load {files.folder}", lambda: _checked_pieces(match, files), group)
@@ -111,48 +113,8 @@ class Wanted:
     doubles: Mapping[str, tuple[Source, ...]]
 
 
-@dataclass
 class Match:
-    """The result of matching a model with stored tensors.
-
-    Attributes:
-        wanted: What can be loaded.
-        missing: Names of tensors that are not stored, or not completely.
-        unexpected: Stored keys that nothing in the model is made of.
-        reshaped: Stored keys of another shape, with the stored shape and the one wanted.
-        notes: For the report.
-    """
-
-    wanted: list[Wanted] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def report(self) -> LoadReport:
-        """Report what this rank found."""
-        loaded = tuple(wanted.live.name for wanted in self.wanted)
-        return LoadReport(loaded, tuple(self.missing), tuple(self.unexpected), dict(self.reshaped), tuple(self.notes))
-
-
-def merge_reports(reports: Sequence[LoadReport]) -> LoadReport:
-    """Merge the reports of ranks, whose models may differ (pipeline stages, experts)."""
-    expected = [set(report.unexpected) for report in reports[1:]]
-    return LoadReport(
-        loaded=_union(report.loaded for report in reports),
-        missing=_union(report.missing for report in reports),
-        unexpected=tuple(key for key in reports[0].unexpected if all(key in keys for keys in expected)),
-        reshaped={key: shapes for report in reports for key, shapes in report.reshaped.items()},
-        notes=_union(report.notes for report in reports),
-    )
-
-
-def _union(lists: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for names in lists for name in names))
-
-
-def match_tensors(module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> Match:
-    """Find every tensor of a model among stored ones.
+    """What of a model is among stored tensors, and where.
 
     A tensor is searched for as transformers would store it (experts one by one), then under its own name, each with and
     without the prefix of the base model, and at last under names that transformers renames. A tied weight may be
@@ -162,38 +124,45 @@ def match_tensors(module: nn.Module, live: Sequence[LiveTensor], stored: Mapping
         module: The unwrapped model.
         live: Its tensors.
         stored: What is stored, by key.
+
+    Attributes:
+        wanted: What can be loaded.
+        missing: Names of tensors that are not stored, or not completely.
+        unexpected: Stored keys that nothing in the model is made of.
+        reshaped: Stored keys of another shape, with the stored shape and the one wanted.
+        notes: For the report.
     """
-    return _Matcher(module, live, stored).match()
-
-
-class _Matcher:
-    """A search for the model's tensors among stored ones; `found` grows while it runs."""
 
     def __init__(self, module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> None:
+        self.wanted: list[Wanted] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.notes: list[str] = []
         self._module = module
-        self._live = live
         self._stored = stored
         self._shapes = {name: tensor.shape for tensor in live for name in tensor.aliases}
         self._used: set[str] = set()
         self._by_name: dict[str, _Described] = {}
-        self.found = Match()
-
-    def match(self) -> Match:
         self._learn_file_tensors()
-        lost = [tensor for tensor in self._live if not self._place(tensor, self._places(tensor.aliases))]
+        lost = [tensor for tensor in live if not self._place(tensor, self._places(tensor.aliases))]
         renamed = self._renamed({name for tensor in lost for name in tensor.aliases})
         lost = [tensor for tensor in lost if not self._place(tensor, {a: renamed.get(a, []) for a in tensor.aliases})]
         for tensor in lost:
             self._note_missing(tensor)
         self._note_unexpected()
-        return self.found
+
+    def report(self) -> LoadReport:
+        """Report what this rank found."""
+        loaded = tuple(wanted.live.name for wanted in self.wanted)
+        return LoadReport(loaded, tuple(self.missing), tuple(self.unexpected), self.reshaped, tuple(self.notes))
 
     def _learn_file_tensors(self) -> None:
         try:
             described = file_tensors(self._module, self._shapes)
         except CannotFollowError as error:
             described = {}
-            self.found.notes.append(f"tensors were looked for only as the model names them: {error}")
+            self.notes.append(f"tensors were looked for only as the model names them: {error}")
         for key, tensor in described.items():
             for name in tensor.names:
                 self._by_name.setdefault(name, []).append((key, tensor))
@@ -230,14 +199,14 @@ class _Matcher:
             for key, tensor in described:
                 self._used.add(key)
                 if self._stored[key].shape != tensor.shape:
-                    self.found.reshaped[key] = (self._stored[key].shape, tensor.shape)
+                    self.reshaped[key] = (self._stored[key].shape, tensor.shape)
                     fits = False
         if fits:
             sources = {name: self._sources(name, described) for name, described in stored.items()}
             first, *others = sources
             keys = {entry.key for _, entry in sources[first]}
             doubles = {name: sources[name] for name in others if keys.isdisjoint(e.key for _, e in sources[name])}
-            self.found.wanted.append(Wanted(live, sources[first], doubles))
+            self.wanted.append(Wanted(live, sources[first], doubles))
         return True
 
     def _sources(self, name: str, described: _Described) -> tuple[Source, ...]:
@@ -247,22 +216,22 @@ class _Matcher:
 
     def _note_missing(self, live: LiveTensor) -> None:
         if is_ignored(self._module, "_keys_to_ignore_on_load_missing", live.aliases):
-            self.found.notes.append(f"{live.name} is not stored and kept its value, as the model allows")
+            self.notes.append(f"{live.name} is not stored and kept its value, as the model allows")
             return
-        self.found.missing.append(live.name)
+        self.missing.append(live.name)
         keys = [key for key, _ in self._by_name.get(live.name, [])]
         there = [stored for key in keys if (stored := self._stored_key(key)) is not None]
         self._used.update(there)
         if there:
             absent = next(key for key in keys if self._stored_key(key) is None)
-            self.found.notes.append(f"{live.name} is stored only in part: {len(there)} of {len(keys)}, not {absent}")
+            self.notes.append(f"{live.name} is stored only in part: {len(there)} of {len(keys)}, not {absent}")
 
     def _note_unexpected(self) -> None:
         for key in sorted(self._stored.keys() - self._used):
             if is_ignored(self._module, "_keys_to_ignore_on_load_unexpected", [key]):
-                self.found.notes.append(f"{key} is stored and was left out, as the model asks")
+                self.notes.append(f"{key} is stored and was left out, as the model asks")
             else:
-                self.found.unexpected.append(key)
+                self.unexpected.append(key)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -279,19 +248,12 @@ def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
         _check_memory(wanted.live, held[wanted.live.name])
         for _, stored in wanted.sources:
             _check_dtype(wanted.live, stored)
-    files.check_here(stored.file for wanted in match.wanted for _, stored in _needed(wanted, held[wanted.live.name]))
+    files.check_here()
     reader = FolderReader(files.folder)
     for wanted in match.wanted:
         for name, double in wanted.doubles.items():
             _check_tied(wanted, name, double, held[wanted.live.name], reader)
     return held
-
-
-def _needed(wanted: Wanted, pieces: Sequence[Piece]) -> Iterator[Source]:
-    for sources in (wanted.sources, *wanted.doubles.values()):
-        for part, stored in sources:
-            if any(box.meet(part.model_box) is not None for box, _ in pieces):
-                yield part, stored
 
 
 def _check_memory(live: LiveTensor, pieces: Sequence[Piece]) -> None:

@@ -1,4 +1,4 @@
-"""Saves a live, sharded model as Hugging Face files: several ranks write, nothing is gathered whole."""
+"""Save models as Hugging Face files: from live shards, by several ranks, or from a checkpoint, by one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.hf.file_tensors import file_tensors
-from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FileLayout
-from megatron_fsdp.checkpoint.hf.live import live_tensors, own_class, unwrap
-from megatron_fsdp.checkpoint.hf.writing import Cut, Job, plan_job, write_files
-from megatron_fsdp.checkpoint.new_folder import new_shared_folder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
+from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FileLayout, portions
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
+from megatron_fsdp.checkpoint.hf.writing import Cut, FileWriter, lay_out_files, portions_of, save_files
+from megatron_fsdp.checkpoint.live_state import MODEL
+from megatron_fsdp.checkpoint.matching import keys_below
+from megatron_fsdp.checkpoint.new_folder import new_folder, require_apart
 from megatron_fsdp.checkpoint.safe_read import read_json
-from megatron_fsdp.comm.agreement import decided_by_first
+from megatron_fsdp.comm.agreement import in_short
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.optional_packages import require
+from megatron_fsdp.sharding.shards import Box
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
 _CONFIG_FILE = "config.json"
+_SHOWN = 4
 
 _SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".spm", ".py"})
 _NAMES = frozenset({"LICENSE", "NOTICE"})
@@ -72,37 +78,33 @@ def save_hf(
             "save_adapter (those of peft.get_peft_model), or merge them into the model first"
         )
     folder = Path(folder)
-    ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
-    live = [tensor for tensor in live_tensors(module) if tensor.name not in ignored]
-    cut = Cut(max_shard_bytes, MODEL_FILE, dtype)
-    job = plan_job(live, lambda shapes: file_tensors(module, shapes), cut, f"preparing to save {folder}", group)
+    live = _saved(module, live_tensors(module))
 
-    def write_the_rest(temporary: Path) -> None:
+    def write_the_rest(temporary: Path, files: Sequence[FileLayout]) -> None:
         if carry_from is not None:
-            _carry_files(Path(carry_from), temporary)
-            if dtype is not None:
-                _change_dtype(temporary, dtype)
-        _write_config(module, config, temporary, _only_dtype(job.files))
+            _carry_files(Path(carry_from), temporary, dtype)
+        _write_config(module, config, temporary, _only_dtype(files))
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        if len(job.files) > 1:
-            (temporary / INDEX_FILE).write_text(_index_text(job.files), encoding="utf-8")
+        _write_index(files, temporary)
 
-    publish_files(job, folder, write_the_rest, group)
+    cut = Cut(max_shard_bytes, MODEL_FILE, dtype)
+    save_files(live, lambda shapes: file_tensors(module, shapes), cut, folder, write_the_rest, group)
+
+
+def _saved(module: nn.Module, live: Sequence[LiveTensor]) -> list[LiveTensor]:
+    """Leave out what a model of transformers does not store."""
+    ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
+    return [tensor for tensor in live if tensor.name not in ignored]
 
 
 def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: Mapping[str, Any]) -> None:
-    if type(max_shard_bytes) is not int:
+    if type(max_shard_bytes) is not int or max_shard_bytes <= 0:
+        raise ConfigurationError(f"max_shard_bytes={max_shard_bytes!r}: give a whole number of bytes from 1")
+    is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not is_dtype:
         raise ConfigurationError(
-            f"max_shard_bytes={max_shard_bytes!r} is a {type(max_shard_bytes).__name__}; give a whole number of bytes"
-        )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"dtype={dtype!r} is a {type(dtype).__name__}; give a torch.dtype, or None")
-    if max_shard_bytes <= 0:
-        raise ConfigurationError(f"max_shard_bytes={max_shard_bytes} holds nothing; give a positive number of bytes")
-    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
-        raise ConfigurationError(
-            f"dtype={dtype} cannot hold weights as they are; give a floating-point dtype of 16 bits or more, or None"
+            f"dtype={dtype!r} cannot hold weights as they are; give a floating-point torch.dtype of 16 bits or more"
         )
     for name, value in carried.items():
         if value is not None and not hasattr(value, "save_pretrained"):
@@ -112,28 +114,137 @@ def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: M
             )
 
 
-def publish_files(
-    job: Job, folder: Path, write_the_rest: Callable[[Path], None], group: dist.ProcessGroup | None
-) -> None:
-    """Write the files of a job, and what else belongs to them, into a new folder; collective.
-
-    Args:
-        job: What to write.
-        folder: As of `save_hf`.
-        write_the_rest: Called on the first rank with the temporary folder.
-        group: The ranks.
-
-    Raises:
-        CheckpointError: As of `save_hf`.
-    """
-    with new_shared_folder(folder, {file.name: file.nbytes for file in job.files}, group) as temporary:
-        decided_by_first(lambda: write_the_rest(temporary), f"saving to {folder}", group)
-        write_files(job, temporary, group)
-
-
 def _only_dtype(files: Sequence[FileLayout]) -> torch.dtype | None:
     dtypes = {tensor.dtype for file in files for tensor in file.tensors if tensor.dtype.is_floating_point}
     return dtypes.pop() if len(dtypes) == 1 else None
+
+
+# ---- from a checkpoint -----------------------------------------------------------------------------------------------
+
+
+def export_hf(
+    source: CheckpointFolder,
+    folder: str | Path,
+    config: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+) -> tuple[str, ...]:
+    """Write the model of a checkpoint as `save_hf` writes a live one; not collective: one process reads and writes.
+
+    Memory: 32 MiB, or one chunk of the checkpoint where the file has its elements in another order.
+
+    Args:
+        source: A checkpoint of a transformers model, opened; of any number of ranks.
+        folder: Not there yet, or empty.
+        config: A local folder with the `config.json` of that model, and its tokenizer; all but weights is copied.
+        max_shard_bytes: As of `save_hf`.
+        dtype: As of `save_hf`; None: those of the checkpoint.
+
+    Returns:
+        The names of the weight files.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or of another model, or the folder cannot be written; nothing is
+            left of it.
+        ConfigurationError: An argument is out of range, or transformers builds no model from the config.
+    """
+    _check_arguments(max_shard_bytes, dtype, {})
+    folder, config = Path(folder), Path(config)
+    require_apart(folder, source.path)
+    model = _model_of(config)
+    keys = _stored_keys(source, model)
+    shapes = {name: source.tensors[key].shape for name, key in keys.items()}
+    tensors = file_tensors(model, shapes)
+    dtypes = {name: source.tensors[key].dtype for name, key in keys.items()}
+    files = lay_out_files(tensors, dtypes, Cut(max_shard_bytes, MODEL_FILE, dtype))
+    with new_folder(folder) as temporary, source.kept_open():
+        _carry_files(config, temporary, dtype)
+        _write_index(files, temporary)
+        writer = FileWriter(temporary, files)
+        for stored, box in portions_of(files):
+            writer.append(stored.file, _assembled(source, keys, tensors[stored.key], box, stored.dtype))
+            if writer.problem is not None:
+                raise in_short(writer.problem, f"writing {folder}") from writer.problem
+    return tuple(file.name for file in files)
+
+
+def _model_of(folder: Path) -> nn.Module:
+    """Build the model of a config without memory; code that lies beside it is not run."""
+    transformers: Any = require("transformers", "a Hugging Face folder")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        kind: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        with torch.device("meta"):
+            build = kind if is_model else transformers.AutoModelForCausalLM.from_config
+            model: nn.Module = build(config)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{folder} has no config from which transformers {transformers.__version__} builds a model ({error}); give "
+            "the local folder of the model that was trained"
+        ) from error
+    return model
+
+
+def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
+    """Return the keys of a checkpoint that hold a model's tensors, by name in the model.
+
+    Raises:
+        CheckpointError: The checkpoint is not of this model.
+    """
+    live = live_tensors(model)
+    known = {alias for tensor in live for alias in tensor.aliases}
+    stored, _ = keys_below(source, MODEL, known.__contains__)
+    stored = {name: key for name, key in stored.items() if key in source.tensors}
+    kind, found, missing = type(model).__name__, {}, []
+    for tensor in _saved(model, live):
+        keys = [stored[alias] for alias in tensor.aliases if alias in stored]
+        if not keys:
+            missing.append(tensor.name)
+            continue
+        found[tensor.name] = keys[0]
+        for key in keys:
+            if source.tensors[key].shape != tensor.shape:
+                raise CheckpointError(
+                    f"{source.path} has {key} of shape {source.tensors[key].shape}, and {kind} of the config "
+                    f"{tensor.shape}; give the config that the model was trained with"
+                )
+        _check_same(source, keys)
+    for what, names in (("lacks", missing), ("has, beyond the model,", sorted(stored.keys() - known))):
+        if names:
+            raise CheckpointError(
+                f"{source.path} {what} {len(names)} tensors of {kind}, such as {', '.join(names[:_SHOWN])}; give the "
+                "config that the model was trained with (models that are not of transformers cannot be exported)"
+            )
+    return found
+
+
+def _check_same(source: CheckpointFolder, keys: Sequence[str]) -> None:
+    """Refuse different values of what is one tied weight in the model."""
+    shape, itemsize = source.tensors[keys[0]].shape, source.tensors[keys[0]].dtype.itemsize
+    for key in keys[1:]:
+        for box in portions(Box((0,) * len(shape), shape), itemsize):
+            one, other = (source.read_box(each, box.offsets, box.lengths) for each in (keys[0], key))
+            if not torch.equal(one, other):
+                raise CheckpointError(
+                    f"{source.path}: {keys[0]} and {key} are one tied weight in the config's model, and differ; give a "
+                    "config with tie_word_embeddings=false"
+                )
+
+
+def _assembled(
+    source: CheckpointFolder, keys: Mapping[str, str], tensor: FileTensor, box: Box, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read a box of a file tensor, from the parts that it is made of."""
+    made = torch.empty(box.lengths, dtype=dtype)
+    for part in tensor.parts:
+        wanted = box.meet(part.file_box)
+        if wanted is not None:
+            inside = part.to_model(wanted)
+            values = source.read_box(keys[part.name], inside.offsets, inside.lengths)
+            made[wanted.inside(box).indices] = values.reshape(wanted.lengths).to(dtype)
+    return made
 
 
 # ---- the files beside the weights ------------------------------------------------------------------------------------
@@ -148,13 +259,18 @@ def _is_carried(path: Path) -> bool:
     return path.suffix in _SUFFIXES or path.name.partition(".")[0] in _NAMES
 
 
-def _carry_files(source: Path, target: Path) -> None:
-    """Copy everything but weights from one folder of a model to another."""
+def _carry_files(source: Path, target: Path, dtype: torch.dtype | None) -> None:
+    """Copy everything but weights from one folder of a model to another, and set the dtype in the config."""
     if not (source / _CONFIG_FILE).is_file():
-        raise CheckpointError(f"carry_from={source} has no {_CONFIG_FILE}; give the local folder of a model, or None")
+        raise CheckpointError(f"{source} has no {_CONFIG_FILE}; give the local folder of a model")
     for path in filter(_is_carried, sorted(source.iterdir())):
         copy_one = shutil.copytree if path.is_dir() else shutil.copyfile
         copy_one(path, target / path.name)
+    if dtype is not None:
+        described = read_json(target / _CONFIG_FILE)
+        field = "torch_dtype" if "torch_dtype" in described and "dtype" not in described else "dtype"
+        described[field] = str(dtype).removeprefix("torch.")
+        (target / _CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dtype | None) -> None:
@@ -179,21 +295,14 @@ def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dty
         generation.save_pretrained(folder)
 
 
-def _change_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Set the dtype of the weights in a copied config."""
-    path = folder / _CONFIG_FILE
-    described = read_json(path)
-    field = "torch_dtype" if "torch_dtype" in described and "dtype" not in described else "dtype"
-    described[field] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-
-
-def _index_text(files: Sequence[FileLayout]) -> str:
-    """Return the index of several weight files as JSON."""
+def _write_index(files: Sequence[FileLayout], folder: Path) -> None:
+    """Write which file has which tensor, where there are several files."""
+    if len(files) == 1:
+        return
     tensors = [tensor for file in files for tensor in file.tensors]
     metadata = {
         "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "total_size": sum(tensor.nbytes for tensor in tensors),
     }
-    weight_map = {tensor.key: tensor.file for tensor in tensors}
-    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    index = {"metadata": metadata, "weight_map": {tensor.key: tensor.file for tensor in tensors}}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,17 +1,14 @@
-"""Writes weight files: assigns files to writing ranks and sends them the elements in portions."""
+"""Write weight files: which rank writes which file, and how its elements come there, a portion at a time."""
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -19,7 +16,16 @@ import torch.distributed as dist
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
 from megatron_fsdp.checkpoint.hf.files import PORTION_BYTES, FileLayout, StoredTensor, lay_out_file, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece
-from megatron_fsdp.comm.agreement import gather_objects, raise_together, rank_of, together, world_size_of
+from megatron_fsdp.checkpoint.new_folder import new_shared_folder
+from megatron_fsdp.checkpoint.publish import FileOps
+from megatron_fsdp.comm.agreement import (
+    decided_by_first,
+    gather_objects,
+    raise_together,
+    rank_of,
+    together,
+    world_size_of,
+)
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
@@ -31,7 +37,84 @@ Portion = tuple[StoredTensor, Box]
 _ROUNDS_BETWEEN_CHECKS = 16
 
 
-# ---- who holds what --------------------------------------------------------------------------------------------------
+# ---- which file holds what -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is split into files.
+
+    Attributes:
+        max_bytes: Of the tensors of one file; a larger tensor has a file of its own.
+        single_name: Name of the file where there is one; several are numbered.
+        dtype: Of all floating-point tensors; None: as they are.
+    """
+
+    max_bytes: int
+    single_name: str
+    dtype: torch.dtype | None = None
+
+
+def lay_out_files(tensors: Mapping[str, FileTensor], dtypes: Mapping[str, torch.dtype], cut: Cut) -> list[FileLayout]:
+    """Assign tensors to files in their order, as many to each as fit.
+
+    Args:
+        tensors: What is in files, by key.
+        dtypes: Of the model's tensors, by name.
+        cut: How to cut them into files.
+
+    Returns:
+        At least one file.
+
+    Raises:
+        CheckpointError: A file tensor would be made of tensors of several dtypes, or of a dtype that cannot be stored.
+    """
+    files: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
+    filled = 0
+    for key, tensor in tensors.items():
+        dtype = _stored_dtype(key, {dtypes[name] for name in tensor.names}, cut.dtype)
+        size = math.prod(tensor.shape) * dtype.itemsize
+        if files[-1] and filled + size > cut.max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append((key, dtype, tensor.shape))
+        filled += size
+    if len(files) == 1:
+        return [lay_out_file(cut.single_name, files[0])]
+    stem = cut.single_name.removesuffix(".safetensors")
+    return [
+        lay_out_file(f"{stem}-{i:05d}-of-{len(files):05d}.safetensors", inside) for i, inside in enumerate(files, 1)
+    ]
+
+
+def _stored_dtype(key: str, found: set[torch.dtype], wanted: torch.dtype | None) -> torch.dtype:
+    if len(found) != 1:
+        raise CheckpointError(f"{key} would be made of tensors of several dtypes: {sorted(map(str, found))}")
+    (own,) = found
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def share_out_files(files: Sequence[FileLayout], num_ranks: int) -> list[list[FileLayout]]:
+    """Choose the files that each rank writes: the largest first, each to the rank with the fewest bytes so far."""
+    shared: list[list[FileLayout]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for file in sorted(files, key=lambda file: -file.nbytes):
+        rank = loads.index(min(loads))
+        shared[rank].append(file)
+        loads[rank] += file.nbytes
+    return shared
+
+
+def portions_of(files: Sequence[FileLayout], max_bytes: int = PORTION_BYTES) -> Iterator[Portion]:
+    """Yield all elements of files in stored order, at most `max_bytes` (or one element) at once."""
+    for file in files:
+        for stored in file.tensors:
+            for box in portions(Box((0,) * len(stored.shape), stored.shape), stored.dtype.itemsize, max_bytes):
+                if box.numel:
+                    yield stored, box
+
+
+# ---- which rank holds what -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,16 +142,12 @@ class Held:
         if not self.shape:
             return self._sorted
         first = bisect.bisect_right(self._ends, box.offsets[0])
-        last = bisect.bisect_left(self._starts, box.offsets[0] + box.lengths[0])
+        last = bisect.bisect_left(self._sorted, box.offsets[0] + box.lengths[0], key=lambda held: held.offsets[0])
         return self._sorted[first:last]
 
     @functools.cached_property
     def _sorted(self) -> list[Box]:
         return sorted(self.holders, key=lambda box: (box.offsets, box.lengths))
-
-    @functools.cached_property
-    def _starts(self) -> list[int]:
-        return [box.offsets[0] for box in self._sorted]
 
     @functools.cached_property
     def _ends(self) -> list[int]:
@@ -99,37 +178,27 @@ def gather_catalog(
     mine = []
     for tensor in live:
         boxes = [box for box, _ in pieces[tensor.name]] if tensor.is_saved_here else []
-        mine.append((tensor.name, tensor.shape, tensor.dtype, tensor.is_shared_out, boxes))
+        mine.append((tensor.name, (tensor.shape, tensor.dtype, tensor.is_shared_out), boxes))
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
-    holders: dict[str, dict[Box, list[int]]] = {}
+    holders: dict[str, dict[Box, tuple[int, ...]]] = {}
     for rank, theirs in enumerate(gather_objects(mine, group)):
-        for name, shape, dtype, is_shared_out, boxes in theirs:
-            kind = kinds.setdefault(name, (shape, dtype, is_shared_out))
-            if kind != (shape, dtype, is_shared_out):
+        for name, kind, boxes in theirs:
+            shape, dtype, _ = first = kinds.setdefault(name, kind)
+            if kind != first:
                 raise CheckpointError(
-                    f"{name} is {shape} {dtype} on rank {rank}, and {kind[0]} {kind[1]} on one before it; all ranks "
+                    f"{name} is {kind[0]} {kind[1]} on rank {rank}, and {shape} {dtype} on one before it; all ranks "
                     "have to save the same model"
                 )
-            for box in boxes:
-                holders.setdefault(name, {}).setdefault(box, []).append(rank)
-    found = {}
-    for name, (shape, dtype, is_shared_out) in kinds.items():
-        ranks = {box: tuple(of_box) for box, of_box in holders.get(name, {}).items()}
-        _check_cover(name, shape, ranks)
-        found[name] = Held(shape, dtype, ranks, is_shared_out)
-    return found
-
-
-def _check_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, object]) -> None:
-    numel, held = torch.Size(shape).numel(), sum(box.numel for box in boxes)
-    if held != numel:
-        raise CheckpointError(
-            f"the ranks hold {held} elements of {name}, which has {numel}; all ranks that share the model have to take "
-            "part (see the argument group), and each has to have another part or the same one"
-        )
-
-
-# ---- which file holds what -------------------------------------------------------------------------------------------
+            of_name = holders.setdefault(name, {})
+            of_name.update({box: (*of_name.get(box, ()), rank) for box in boxes})
+    for name, (shape, *_) in kinds.items():
+        numel, held = math.prod(shape), sum(box.numel for box in holders[name])
+        if held != numel:
+            raise CheckpointError(
+                f"the ranks hold {held} elements of {name}, which has {numel}; all ranks that share the model have to "
+                "take part (see the argument group), and each has to have another part or the same one"
+            )
+    return {name: Held(shape, dtype, holders[name], shared) for name, (shape, dtype, shared) in kinds.items()}
 
 
 @dataclass(frozen=True)
@@ -151,34 +220,28 @@ class Job:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a model is split into files.
-
-    Attributes:
-        max_bytes: Of the tensors of one file; a larger tensor has a file of its own.
-        single_name: Name of the file where there is one; several are numbered.
-        dtype: Of all floating-point tensors; None: as they are.
-    """
-
-    max_bytes: int
-    single_name: str
-    dtype: torch.dtype | None = None
-
-
-def plan_job(live: Sequence[LiveTensor], naming: Naming, cut: Cut, doing: str, group: dist.ProcessGroup | None) -> Job:
-    """Gather who holds which tensors, and lay the files out; collective.
+def save_files(
+    live: Sequence[LiveTensor],
+    naming: Naming,
+    cut: Cut,
+    folder: Path,
+    write_the_rest: Callable[[Path, Sequence[FileLayout]], None],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write tensors of a model, and what else belongs to them, into a new folder; collective.
 
     Args:
         live: What to save of this rank's model.
         naming: From shapes by name to file tensors by key.
         cut: How to cut it into files.
-        doing: What is being done, for messages.
+        folder: Not there yet, or empty; seen by all ranks.
+        write_the_rest: Called on the first rank with the temporary folder and the weight files that will be in it.
         group: The ranks.
 
     Raises:
-        CheckpointError: Something cannot be saved; on every rank.
+        CheckpointError: Something cannot be saved or written; on every rank, and nothing is left of it.
     """
+    doing = f"preparing to save {folder}"
     pieces = together(doing, lambda: {tensor.name: tensor.pieces() for tensor in live}, group)
     catalog = gather_catalog(live, pieces, group)
 
@@ -186,71 +249,14 @@ def plan_job(live: Sequence[LiveTensor], naming: Naming, cut: Cut, doing: str, g
         if not catalog:
             raise CheckpointError("there is nothing to save: the model has no such tensors")
         tensors = naming({name: held.shape for name, held in catalog.items()})
-        return tensors, lay_out_files(tensors, catalog, cut)
+        return tensors, lay_out_files(tensors, {name: held.dtype for name, held in catalog.items()}, cut)
 
     tensors, files = together(doing, lay_out, group)
     device = next((tensor.tensor.device for tensor in live), torch.device("cpu"))
-    return Job(files, tensors, catalog, pieces, device)
-
-
-def lay_out_files(tensors: Mapping[str, FileTensor], catalog: Mapping[str, Held], cut: Cut) -> list[FileLayout]:
-    """Assign tensors to files in their order, as many to each as fit.
-
-    Args:
-        tensors: What is in files, by key.
-        catalog: The model's tensors, by name.
-        cut: How to cut them into files.
-
-    Returns:
-        At least one file.
-
-    Raises:
-        CheckpointError: A file tensor would be made of tensors of several dtypes, or of a dtype that cannot be stored.
-    """
-    files: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
-    filled = 0
-    for key, tensor in tensors.items():
-        dtype = _stored_dtype(key, tensor, catalog, cut.dtype)
-        size = math.prod(tensor.shape) * dtype.itemsize
-        if files[-1] and filled + size > cut.max_bytes:
-            files.append([])
-            filled = 0
-        files[-1].append((key, dtype, tensor.shape))
-        filled += size
-    if len(files) == 1:
-        return [lay_out_file(cut.single_name, files[0])]
-    stem = cut.single_name.removesuffix(".safetensors")
-    return [
-        lay_out_file(f"{stem}-{i:05d}-of-{len(files):05d}.safetensors", inside) for i, inside in enumerate(files, 1)
-    ]
-
-
-def _stored_dtype(key: str, tensor: FileTensor, catalog: Mapping[str, Held], dtype: torch.dtype | None) -> torch.dtype:
-    found = {catalog[name].dtype for name in tensor.names}
-    if len(found) != 1:
-        raise CheckpointError(f"{key} would be made of tensors of several dtypes: {sorted(map(str, found))}")
-    own = found.pop()
-    return dtype if dtype is not None and own.is_floating_point else own
-
-
-def share_out_files(files: Sequence[FileLayout], num_ranks: int) -> list[list[FileLayout]]:
-    """Choose the files that each rank writes: the largest first, each to the rank with the fewest bytes so far."""
-    shared: list[list[FileLayout]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for file in sorted(files, key=lambda file: -file.nbytes):
-        rank = loads.index(min(loads))
-        shared[rank].append(file)
-        loads[rank] += file.nbytes
-    return shared
-
-
-def portions_of(files: Sequence[FileLayout], max_bytes: int) -> Iterator[Portion]:
-    """Yield all elements of files in stored order, at most `max_bytes` (or one element) at once."""
-    for file in files:
-        for stored in file.tensors:
-            for box in portions(Box((0,) * len(stored.shape), stored.shape), stored.dtype.itemsize, max_bytes):
-                if box.numel:
-                    yield stored, box
+    job = Job(files, tensors, catalog, pieces, device)
+    with new_shared_folder(folder, {file.name: file.nbytes for file in files}, group) as temporary:
+        decided_by_first(lambda: write_the_rest(temporary, files), f"saving to {folder}", group)
+        write_files(job, temporary, group)
 
 
 # ---- bringing elements to the rank that writes them ------------------------------------------------------------------
@@ -313,91 +319,75 @@ def write_files(
     """
     shared = share_out_files(job.files, world_size_of(group))
     rank = rank_of(group)
-    exchange = _Exchange(job, group)
-    rounds = itertools.zip_longest(*(portions_of(files, portion_bytes) for files in shared))
+    writer = FileWriter(folder, shared[rank])
     doing = f"writing {folder}"
-    writer = _FileWriter(folder, shared[rank])
-    try:
-        for index, wanted in enumerate(rounds, 1):
-            values = exchange.put_together(wanted)
-            if values is not None:
-                writer.write(wanted[rank][0].file, values)
-            if index % _ROUNDS_BETWEEN_CHECKS == 0:
-                raise_together(writer.problem, doing, group)
-    finally:
-        writer.finish()
+    for index, wanted in enumerate(itertools.zip_longest(*(portions_of(files, portion_bytes) for files in shared)), 1):
+        values = _bring(job, wanted, group)
+        if values is not None:
+            writer.append(wanted[rank][0].file, values)
+        if index % _ROUNDS_BETWEEN_CHECKS == 0:
+            raise_together(writer.problem, doing, group)
+    writer.finish()
     raise_together(writer.problem, doing, group)
 
 
-class _Exchange:
-    """Sends the elements of each rank's portion to it."""
+def _bring(job: Job, wanted: Sequence[Portion | None], group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """Return the values of this rank's portion, None if it has none; collective.
 
-    def __init__(self, job: Job, group: dist.ProcessGroup | None) -> None:
-        self._job = job
-        self._group = group
-        self._rank = rank_of(group)
-        self._device = _wire_device(job.device, group)
+    Args:
+        job: What to write.
+        wanted: The portion of every rank, in this round.
+        group: The ranks.
+    """
+    rank = rank_of(group)
+    moves = [
+        [] if portion is None else list(moves_of(portion[1], job.tensors[portion[0].key], job.catalog, writer))
+        for writer, portion in enumerate(wanted)
+    ]
+    device = _wire_device(job.device, group)
+    given = [
+        _given(job, [move for move in of_writer if move.source == rank], portion, device)
+        for portion, of_writer in zip(wanted, moves, strict=True)
+    ]
+    arriving = sorted(moves[rank], key=lambda move: move.source)  # as all_to_all orders them
+    received = _all_to_all(given, arriving, wanted[rank], group)
+    mine = wanted[rank]
+    return None if mine is None else _put_together(mine, arriving, received)
 
-    def put_together(self, wanted: Sequence[Portion | None]) -> torch.Tensor | None:
-        """Return the values of this rank's portion; None if it has none. Collective.
 
-        Args:
-            wanted: The portion of every rank, in this round.
-        """
-        moves = [self._moves(portion, writer) for writer, portion in enumerate(wanted)]
-        received: dict[int, torch.Tensor] = {}
-        if any(move.source != writer for writer, of_writer in enumerate(moves) for move in of_writer):
-            received = self._exchange(wanted, moves)
-        mine = wanted[self._rank]
-        return None if mine is None else self._assemble(mine, moves[self._rank], received)
+def _given(job: Job, moves: Sequence[Move], portion: Portion | None, device: torch.device) -> torch.Tensor:
+    """Return what this rank sends to one writer, as bytes."""
+    flat = [torch.empty(0, dtype=torch.uint8, device=device)]
+    for move in moves:
+        assert portion is not None, "nothing moves for no portion"
+        held = next(view for box, view in job.pieces[move.name] if box == move.held)
+        values = held[move.box.inside(move.held).indices].to(portion[0].dtype)
+        flat.append(values.reshape(-1).view(torch.uint8).to(device))
+    return torch.cat(flat)
 
-    def _moves(self, portion: Portion | None, writer: int) -> list[Move]:
-        if portion is None:
-            return []
-        stored, box = portion
-        return list(moves_of(box, self._job.tensors[stored.key], self._job.catalog, writer))
 
-    def _exchange(self, wanted: Sequence[Portion | None], moves: Sequence[Sequence[Move]]) -> dict[int, torch.Tensor]:
-        """Return what other ranks send for this rank's portion, as flat elements by rank."""
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
-        sent = [
-            nothing if portion is None or writer == self._rank else self._given(of_writer, portion[0].dtype)
-            for writer, (portion, of_writer) in enumerate(zip(wanted, moves, strict=True))
-        ]
-        mine = wanted[self._rank]
-        sizes = [0] * len(wanted)
-        for move in moves[self._rank]:
-            if mine is not None and move.source != self._rank:
-                sizes[move.source] += move.box.numel * mine[0].dtype.itemsize
-        incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        dist.all_to_all_single(incoming, torch.cat(sent), sizes, [piece.numel() for piece in sent], group=self._group)
-        if mine is None:
-            return {}
-        pieces = incoming.cpu().split(sizes)
-        return {rank: piece.view(mine[0].dtype) for rank, piece in enumerate(pieces) if piece.numel()}
+def _all_to_all(
+    given: Sequence[torch.Tensor], arriving: Sequence[Move], portion: Portion | None, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Send its bytes to each rank; return those that arrive for this rank's portion, on the CPU."""
+    if len(given) == 1:
+        return given[0].cpu()
+    sizes = [0] * len(given)
+    for move in arriving:
+        assert portion is not None, "nothing moves for no portion"
+        sizes[move.source] += move.box.numel * portion[0].dtype.itemsize
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device=given[0].device)
+    dist.all_to_all_single(received, torch.cat(list(given)), sizes, [part.numel() for part in given], group=group)
+    return received.cpu()
 
-    def _given(self, moves: Sequence[Move], dtype: torch.dtype) -> torch.Tensor:
-        values = [self._values(move, dtype) for move in moves if move.source == self._rank]
-        flat = [value.reshape(-1).view(torch.uint8).to(self._device) for value in values]
-        return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=self._device)
 
-    def _values(self, move: Move, dtype: torch.dtype) -> torch.Tensor:
-        view = next(view for box, view in self._job.pieces[move.name] if box == move.held)
-        return view[move.box.inside(move.held).indices].to(dtype)
-
-    def _assemble(self, portion: Portion, moves: Sequence[Move], received: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        stored, box = portion
-        made = torch.empty(box.lengths, dtype=stored.dtype)
-        used = dict.fromkeys(received, 0)
-        for move in moves:
-            if move.source == self._rank:
-                values = self._values(move, stored.dtype)
-            else:
-                first = used[move.source]
-                used[move.source] = first + move.box.numel
-                values = received[move.source][first : first + move.box.numel]
-            made[move.place.indices].copy_(values.reshape(move.place.lengths))
-        return made
+def _put_together(portion: Portion, arriving: Sequence[Move], received: torch.Tensor) -> torch.Tensor:
+    stored, box = portion
+    made = torch.empty(box.lengths, dtype=stored.dtype)
+    pieces = received.view(stored.dtype).split([move.box.numel for move in arriving])
+    for move, values in zip(arriving, pieces, strict=True):
+        made[move.place.indices] = values.view(move.place.lengths)
+    return made
 
 
 def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
@@ -408,41 +398,32 @@ def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch
     return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
 
 
-class _FileWriter:
-    """Appends to this rank's files, one after another; after an error it writes no more.
+class FileWriter:
+    """Appends to files of one rank, in the order of their layouts; after an error it writes no more.
 
     Attributes:
-        problem: What went wrong.
+        problem: What went wrong; ranks that exchange elements go on until all of them look at it.
     """
 
     def __init__(self, folder: Path, files: Sequence[FileLayout]) -> None:
         self.problem: OSError | None = None
         self._folder = folder
-        self._name = ""
-        self._file: BinaryIO | None = None
+        self._files = files
         for layout in files:
             self._attempt((folder / layout.name).write_bytes, layout.head)
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Append values to the named file; the previous one is finished."""
-        if self._name != name:
-            self.finish()
-            self._name = name
-        self._attempt(self._append, values.view(-1).view(torch.uint8).numpy().data)
+    def append(self, name: str, values: torch.Tensor) -> None:
+        """Append values to the named file."""
+        self._attempt(self._append, name, values.view(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Force the open file to the disk, and close it."""
-        file, self._file = self._file, None
-        if file is not None:
-            self._attempt(file.flush)
-            self._attempt(os.fsync, file.fileno())
-            with contextlib.suppress(OSError):  # closing tries the failed flush once more
-                file.close()
+        """Force the files to the disk: those of another machine only that machine can."""
+        for layout in self._files:
+            self._attempt(FileOps().sync_file, self._folder / layout.name)
 
-    def _append(self, values: memoryview) -> None:
-        if self._file is None:
-            self._file = (self._folder / self._name).open("ab")
-        self._file.write(values)
+    def _append(self, name: str, values: memoryview) -> None:
+        with (self._folder / name).open("ab") as file:
+            file.write(values)
 
     def _attempt(self, act: Callable[..., object], *args: object) -> None:
         if self.problem is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,12 +12,10 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.safe_read import Opaque, shortened
-from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order
+from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order, pieces
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, as_json, dtype_name, read_common_file
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.shards import Box
-
-Entry = TensorEntry | ObjectEntry | None
 
 _SHOWN = 60
 
@@ -121,12 +119,11 @@ def diff(
     wanted = compiled(pattern)
     everything = {*a.tensors, *a.objects, *b.tensors, *b.objects}
     keys = natural_order(key for key in everything if wanted.search(key))
-    found = list(_differences(a, b, keys, tolerance or Tolerance()))
-    has_common = any((side.path / COMMON_FILE).exists() for side in (a, b)) and wanted.search(COMMON_FILE) is not None
-    common = _common_difference(a, b) if has_common else None
-    found = found if common is None else [common, *found]
-    count = len(keys) + has_common
-    return DiffReport(count - sum(item.kind.startswith("only") for item in found), tuple(found))
+    found = [_key_difference(a, b, key, tolerance or Tolerance()) for key in keys]
+    if wanted.search(COMMON_FILE) and any((side.path / COMMON_FILE).exists() for side in (a, b)):
+        found.insert(0, _common_difference(a, b))
+    differences = tuple(item for item in found if item is not None)
+    return DiffReport(len(found) - sum(item.kind.startswith("only") for item in differences), differences)
 
 
 def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference | None:
@@ -140,43 +137,24 @@ def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference |
     return None if told_first is None else Difference(COMMON_FILE, "object", told_first)
 
 
-def _differences(
-    a: CheckpointFolder, b: CheckpointFolder, keys: Sequence[str], tolerance: Tolerance
-) -> Iterator[Difference]:
-    for key in keys:
-        left, right = _entry(a, key), _entry(b, key)
-        found = _described(key, left, right)
-        if found is None and isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-            values = tensor_difference(a, b, key, tolerance)
-            if values is not None:
-                yield Difference(key, "values", _values_in_words(values, left.numel), values)
-        elif found is None:
-            told = _object_difference(a, b, key)
-            found = None if told is None else Difference(key, "object", told)
-        if found is not None:
-            yield found
+def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance) -> Difference | None:
+    left, right = (side.tensors.get(key) or side.objects.get(key) for side in (a, b))
+    if left is None or right is None:
+        side = "A" if right is None else "B"
+        return Difference(key, f"only in {side}", f"{_in_words(left or right)} that only {side} has")
+    both = f"{_in_words(left)} in A, {_in_words(right)} in B"
+    if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return Difference(key, "shape" if left.shape != right.shape else "dtype", both)
+        values = tensor_difference(a, b, key, tolerance)
+        return None if values is None else Difference(key, "values", _values_in_words(values, left.numel), values)
+    if type(left) is not type(right):
+        return Difference(key, "type", both)
+    told = _object_difference(a, b, key)
+    return None if told is None else Difference(key, "object", told)
 
 
-def _entry(folder: CheckpointFolder, key: str) -> Entry:
-    return folder.tensors.get(key) or folder.objects.get(key)
-
-
-def _described(key: str, a: Entry, b: Entry) -> Difference | None:
-    """Compare type, dtype and shape, without values."""
-    if a is None or b is None:
-        side, there = ("A", a) if b is None else ("B", b)
-        return Difference(key, f"only in {side}", f"{_in_words(there)} that only {side} has")
-    if type(a) is not type(b):
-        return Difference(key, "type", f"{_in_words(a)} in A, {_in_words(b)} in B")
-    if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
-        if a.shape != b.shape:
-            return Difference(key, "shape", f"{_in_words(a)} in A, {_in_words(b)} in B")
-        if a.dtype != b.dtype:
-            return Difference(key, "dtype", f"{_in_words(a)} in A, {_in_words(b)} in B")
-    return None
-
-
-def _in_words(entry: Entry) -> str:
+def _in_words(entry: TensorEntry | ObjectEntry | None) -> str:
     if isinstance(entry, TensorEntry):
         return f"tensor {tuple(entry.shape)} {dtype_name(entry.dtype)}"
     return "object"
@@ -185,27 +163,15 @@ def _in_words(entry: Entry) -> str:
 def tensor_difference(
     a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance
 ) -> ValueDifference | None:
-    """Compare the values of a tensor, which has one shape and dtype on both sides.
+    """Compare the values of a tensor, which has one shape and dtype on both sides, chunk by chunk of `a`.
 
     Raises:
         CheckpointError: Bytes are damaged.
     """
-    others = b.tensors[key].chunks
-    equal_boxes = {right.box: j for j, right in enumerate(others)}
     found: ValueDifference | None = None
-    for i, left in enumerate(a.tensors[key].chunks):
-        # No other chunk can share anything with one of the same box.
-        near = [equal_boxes[left.box]] if left.box in equal_boxes else range(len(others))
-        shared = [(j, box) for j in near if (box := left.box.meet(others[j].box)) is not None]
-        if not shared:
-            continue
-        here = a.read_chunk(key, i)
-        for j, box in shared:
-            there = b.read_chunk(key, j)
-            parts = here[box.inside(left.box).indices], there[box.inside(others[j].box).indices]
-            found = merge(found, compare_piece(*parts, box, tolerance))
-            del there, parts  # before the next one is read
-        del here
+    for box, values in pieces(a, key):
+        found = _merged(found, compare_piece(values, b.read_box(key, box.offsets, box.lengths), box, tolerance))
+        del values  # before the next one is read
     return found
 
 
@@ -261,7 +227,7 @@ def compare_piece(a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Toleran
     return ValueDifference(count, _index(first, box), (a[first].item(), b[first].item()), largest)
 
 
-def merge(a: ValueDifference | None, b: ValueDifference | None) -> ValueDifference | None:
+def _merged(a: ValueDifference | None, b: ValueDifference | None) -> ValueDifference | None:
     """Merge the differences of two boxes; keeps the first place of the two."""
     if a is None or b is None:
         return a or b
@@ -280,7 +246,7 @@ def _differing(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
     """View values as (elements, bytes of one)."""
-    values = values.resolve_conj().resolve_neg().contiguous()
+    values = values.resolve_conj().resolve_neg().contiguous().view(-1)
     return values.view(torch.uint8).view(values.numel(), values.element_size())
 
 
@@ -309,12 +275,11 @@ def first_difference(a: Any, b: Any, path: str = "") -> str | None:
         path: Of both inside their entry.
     """
     if isinstance(a, Opaque) and isinstance(b, Opaque):
-        told_a, told_b = (
+        a, b = (
             {"class": x.qualified_name, "arguments": x.arguments, "state": x.state, "items": x.items} for x in (a, b)
         )
-        return first_difference(told_a, told_b, path)
     if isinstance(a, argparse.Namespace) and isinstance(b, argparse.Namespace):
-        return first_difference(vars(a), vars(b), path)
+        a, b = vars(a), vars(b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return _of_mappings(a, b, path)
     if type(a) is not type(b):
@@ -351,10 +316,7 @@ def _of_sequences(a: Any, b: Any, path: str) -> str | None:
 
 
 def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    same = a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    return not a.numel() or torch.equal(*same)
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
 
 
 def _is_nan(a: Any, b: Any) -> bool:

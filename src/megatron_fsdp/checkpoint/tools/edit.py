@@ -27,6 +27,7 @@ from megatron_fsdp.checkpoint.tools.repack import (
     write_folder,
 )
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box
 
 _FORMS = '"remove REGEX", "rename REGEX REPLACEMENT", "cast REGEX DTYPE"'
 _STALE = frozenset({METADATA, FILE_NAME, "integrity.json"})
@@ -108,16 +109,12 @@ def _sources(folder: CheckpointFolder, kept: Sequence[Kept]) -> Iterator[Source]
             yield ObjectSource(entry.key, partial(folder.read_bytes, entry.source))
             continue
         tensor = folder.tensors[entry.source]
-        numbers = [number for number, chunk in enumerate(tensor.chunks) if chunk.box.numel]
-        boxes = [tensor.chunks[number].box for number in numbers] or [whole(tensor.shape)]
-        read = partial(_read, folder, entry, numbers)
-        yield TensorSource(entry.key, tensor.shape, entry.dtype, boxes, read)
+        boxes = [chunk.box for chunk in tensor.chunks if chunk.box.numel] or [whole(tensor.shape)]
+        yield TensorSource(entry.key, tensor.shape, entry.dtype, boxes, partial(_read, folder, entry))
 
 
-def _read(folder: CheckpointFolder, entry: Kept, numbers: Sequence[int], place: int) -> torch.Tensor:
-    if not numbers:
-        return torch.empty(folder.tensors[entry.source].shape, dtype=entry.dtype)
-    return folder.read_chunk(entry.source, numbers[place]).to(entry.dtype)
+def _read(folder: CheckpointFolder, entry: Kept, box: Box) -> torch.Tensor:
+    return folder.read_box(entry.source, box.offsets, box.lengths).to(entry.dtype)
 
 
 # ---- what happens to keys --------------------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ import torch
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
 from megatron_fsdp.checkpoint.tools.kinds import (
-    COMMON_KEY,
     Kind,
     as_json,
     dtype_name,
     read_common,
     read_marker,
     recognise,
+    side_file_problems,
 )
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
@@ -64,6 +64,7 @@ class ListedEntry:
     """One listed key.
 
     Attributes:
+        type: `tensor` or `object`.
         key: Its name.
         nbytes: Of the tensor's elements, or of the stored object.
         shape: Global; None for an object.
@@ -73,12 +74,13 @@ class ListedEntry:
         statistics: None unless asked for, and for objects.
     """
 
+    type: str
     key: str
     nbytes: int
-    shape: tuple[int, ...] | None
+    shape: list[int] | None
     dtype: str | None
     chunks: int
-    files: tuple[str, ...]
+    files: list[str]
     statistics: TensorStatistics | None = None
 
 
@@ -102,39 +104,19 @@ class Inspection:
     kind: Kind
     marker: dict[str, Any]
     common: dict[str, Any]
-    entries: tuple[ListedEntry, ...]
+    entries: list[ListedEntry]
     hidden: int
     files: dict[str, int]
     mcore_data: dict[str, Any]
-    problems: tuple[str, ...]
-
-    @property
-    def tensors(self) -> list[ListedEntry]:
-        """Entries that are tensors."""
-        return [entry for entry in self.entries if entry.shape is not None]
+    problems: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as in `docs/schemas/inspect.schema.json`."""
-        entries = []
-        for entry in self.entries:
-            told = asdict(entry)
-            if entry.statistics is None:
-                del told["statistics"]
-            told["shape"] = None if entry.shape is None else list(entry.shape)
-            told["files"] = list(entry.files)
-            entries.append({"type": "object" if entry.shape is None else "tensor", **told})
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "path": str(self.path),
-            **asdict(self.kind),
-            "marker": as_json(self.marker),
-            "common": self.common,
-            "entries": entries,
-            "hidden": self.hidden,
-            "files": self.files,
-            "mcore_data": self.mcore_data,
-            "problems": list(self.problems),
-        }
+        told = {name: value for name, value in asdict(self).items() if name != "kind"}
+        for entry in told["entries"]:
+            if entry["statistics"] is None:
+                del entry["statistics"]
+        return {"schema_version": SCHEMA_VERSION, **told, **asdict(self.kind), "path": str(self.path)}
 
 
 def inspect_folder(
@@ -152,8 +134,8 @@ def inspect_folder(
         ConfigurationError: The pattern is no regular expression.
     """
     wanted = compiled(pattern)
-    kind, marker = recognise(folder), read_marker(folder.path)
-    problems = _problems(folder, kind, marker)
+    problems = [f"{item.name} is {item.state}: {item.reason}" for item in side_file_problems(folder)]
+    problems += [] if folder.tensors else ["it holds no tensors"]
     try:
         common = as_json(read_common(folder))
     except CheckpointError as error:
@@ -163,36 +145,26 @@ def inspect_folder(
     kept = [key for key in keys if wanted.search(key)]
     return Inspection(
         path=folder.path,
-        kind=kind,
-        marker=marker,
+        kind=recognise(folder),
+        marker=as_json(read_marker(folder.path)),
         common=common,
-        entries=tuple(_listed(folder, key, with_statistics) for key in kept),
+        entries=[_listed(folder, key, with_statistics) for key in kept],
         hidden=len(keys) - len(kept),
         files={name: (folder.path / name).stat().st_size for name in sorted(folder.files)},
         mcore_data=as_json(getattr(folder.metadata, "mcore_data", None) or {}),
-        problems=tuple(problems),
+        problems=problems,
     )
-
-
-def _problems(folder: CheckpointFolder, kind: Kind, marker: dict[str, Any]) -> list[str]:
-    found = []
-    if kind.format == "torch_dist" and not marker:
-        found.append("metadata.json is missing: Megatron writes it last, so the save did not finish")
-    if kind.format == "torch_dist" and kind.generation is None:
-        found.append(f"there is no common state: neither common.pt nor {COMMON_KEY}")
-    if not folder.tensors:
-        found.append("it holds no tensors")
-    return found
 
 
 def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> ListedEntry:
     if key in folder.objects:
         span = folder.objects[key].span
-        return ListedEntry(key, span.length, None, None, 1, (span.file,))
+        return ListedEntry("object", key, span.length, None, None, 1, [span.file])
     entry = folder.tensors[key]
-    files = tuple(sorted({chunk.span.file for chunk in entry.chunks}))
+    files = sorted({chunk.span.file for chunk in entry.chunks})
     found = statistics_of(values for _, values in pieces(folder, key)) if with_statistics else None
-    return ListedEntry(key, entry.nbytes, entry.shape, dtype_name(entry.dtype), len(entry.chunks), files, found)
+    dtype = dtype_name(entry.dtype)
+    return ListedEntry("tensor", key, entry.nbytes, list(entry.shape), dtype, len(entry.chunks), files, found)
 
 
 def compiled(pattern: str | None) -> re.Pattern[str]:
@@ -267,50 +239,35 @@ def _if_finite(value: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class ShownTensor:
-    """A tensor, or a part of it.
-
-    Attributes:
-        entry: What the metadata say.
-        box: The part that is shown.
-        values: Shaped as the part was asked for: dimensions given as one index are gone.
-        checksum: Of the part, as 16 hexadecimal digits, taken as a tensor of its own (of the whole tensor: as in
-            manifests); None unless asked for.
-    """
-
-    entry: TensorEntry
-    box: Box
-    values: torch.Tensor
-    checksum: str | None
-
-
-@dataclass(frozen=True)
-class ShownObject:
-    """An object.
+class Shown:
+    """One tensor, a part of one, or an object.
 
     Attributes:
         key: Its name.
-        value: Read as data.
-        nbytes: As it is stored.
-        sha256: Of the stored bytes.
+        nbytes: Of the whole tensor, or as the object is stored.
+        value: The part of the tensor, without dimensions that were asked for by one index; or the object, as data.
+        entry: What the metadata say of a tensor; None for an object.
+        box: The part that `value` is; None for an object.
+        checksum: Of a tensor: of the part, taken as a tensor of its own (of the whole tensor: as in manifests), as 16
+            hexadecimal digits; None unless asked for. Of an object: SHA-256 of the stored bytes.
     """
 
     key: str
-    value: object
     nbytes: int
-    sha256: str
+    value: Any
+    entry: TensorEntry | None = None
+    box: Box | None = None
+    checksum: str | None = None
 
 
-def show(
-    folder: CheckpointFolder, key: str, part: str | None = None, *, with_hash: bool = False
-) -> ShownTensor | ShownObject:
+def show(folder: CheckpointFolder, key: str, part: str | None = None, *, with_hash: bool = False) -> Shown:
     """Read one entry.
 
     Args:
         folder: Opened.
         key: Of a tensor or an object.
         part: Such as `0:2,:8` or `3,-1`; None: all of a small tensor, the first corner of a large one.
-        with_hash: Also compute the checksum, of the part if one is given, else of the whole tensor.
+        with_hash: Also compute the checksum of a tensor, of the part if one is given, else of the whole.
 
     Raises:
         CheckpointError: There is no such key (the nearest ones are named), or its bytes are damaged.
@@ -320,7 +277,7 @@ def show(
         if part is not None:
             raise ConfigurationError(f"{key} is an object; --slice is for tensors, leave it out")
         raw = folder.read_bytes(key)
-        return ShownObject(key, folder.read_object(key), len(raw), hashlib.sha256(raw).hexdigest())
+        return Shown(key, len(raw), folder.read_object(key), checksum=hashlib.sha256(raw).hexdigest())
     if key not in folder.tensors:
         raise CheckpointError(f"{folder.path} has no {key}{_nearest(folder, key)}")
     entry = folder.tensors[key]
@@ -330,7 +287,7 @@ def show(
     for dim in reversed(gone):
         values = values.select(dim, 0)
     hashed = _checksum(folder, key, whole(entry.shape) if part is None else box) if with_hash else None
-    return ShownTensor(entry, box, values, hashed)
+    return Shown(key, entry.nbytes, values, entry, box, hashed)
 
 
 def _nearest(folder: CheckpointFolder, key: str) -> str:

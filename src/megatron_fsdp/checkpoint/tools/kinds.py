@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -125,13 +125,11 @@ def read_common(folder: CheckpointFolder) -> dict[str, Any]:
         CheckpointError: It is damaged, asks for code, or is no dict.
     """
     if COMMON_KEY in folder.objects:
-        found = folder.read_object(COMMON_KEY)
-        where = COMMON_KEY
+        where, found = COMMON_KEY, folder.read_object(COMMON_KEY)
         if isinstance(found, list) and len(found) == 1:  # Megatron wraps objects in a list
             found = found[0]
     elif (folder.path / COMMON_FILE).is_file():
-        where = str(folder.path / COMMON_FILE)
-        found = read_common_file(folder)
+        where, found = str(folder.path / COMMON_FILE), read_common_file(folder)
     else:
         return {name: folder.read_object(name) for name in _FLAT_NAMES if name in folder.objects}
     if not isinstance(found, Mapping):
@@ -183,49 +181,38 @@ def dtype_name(dtype: torch.dtype) -> str:
 # ---- files beside the tensors ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SideFileProblem:
-    """What is wrong with one file.
-
-    Attributes:
-        state: Whether it is there.
-        name: Of the file.
-        reason: In words.
-    """
+class SideFileProblem(NamedTuple):
+    """What is wrong with one file: whether it is there, its name, and the reason in words."""
 
     state: Literal["missing", "damaged"]
     name: str
     reason: str
 
 
-def side_file_problems(folder: CheckpointFolder) -> Iterator[SideFileProblem]:
-    """Yield what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint.
+def side_file_problems(folder: CheckpointFolder) -> list[SideFileProblem]:
+    """List what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint.
 
     Args:
         folder: Opened; may lack any file but `.metadata`.
     """
-    marker: Mapping[str, Any] = {}
-    is_readable = True
+    found = []
+    has_marker, backend = (folder.path / MARKER).is_file(), None
     try:
-        marker = read_marker(folder.path)
+        backend = read_marker(folder.path).get("sharded_backend")
     except CheckpointError as error:
-        is_readable = False
-        yield SideFileProblem("damaged", MARKER, str(error))
+        found.append(SideFileProblem("damaged", MARKER, str(error)))
     has_common = COMMON_KEY in folder.objects or (folder.path / COMMON_FILE).is_file()
-    backend = marker.get("sharded_backend")
-    if not (backend == _BACKEND or has_common or _looks_like_torch_dist(folder)):
-        return
-    if not (folder.path / MARKER).is_file():
+    has_flattened = bool(getattr(folder.metadata, "mcore_data", None))
+    names_objects = any(_SHARDED_OBJECT.search(key) for key in folder.objects)
+    if not (backend == _BACKEND or has_common or has_flattened or names_objects):
+        return found
+    if not has_marker:
         reason = "a torch_dist checkpoint has it, and it is written last: the save did not finish, or it was lost"
-        yield SideFileProblem("missing", MARKER, reason)
-    elif is_readable and backend != _BACKEND:
+        found.append(SideFileProblem("missing", MARKER, reason))
+    elif not found and backend != _BACKEND:
         said = ascii(backend)[:100]
-        yield SideFileProblem("damaged", MARKER, f"says that the format is {said}, and this is {_BACKEND}")
+        found.append(SideFileProblem("damaged", MARKER, f"says that the format is {said}, and this is {_BACKEND}"))
     if not has_common:
         reason = f"iteration, arguments and parameter groups are neither there nor in {COMMON_KEY}"
-        yield SideFileProblem("missing", COMMON_FILE, reason)
-
-
-def _looks_like_torch_dist(folder: CheckpointFolder) -> bool:
-    has_flattened = bool(getattr(folder.metadata, "mcore_data", None))
-    return has_flattened or any(_SHARDED_OBJECT.search(key) for key in folder.objects)
+        found.append(SideFileProblem("missing", COMMON_FILE, reason))
+    return found

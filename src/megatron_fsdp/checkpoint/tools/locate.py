@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.run_folder import POINTER, RELEASE, RunFolder, is_whole, iteration_of
 
 
-@dataclass(frozen=True)
-class ListedCheckpoint:
-    """One folder of a run.
+class ListedCheckpoint(NamedTuple):
+    """One folder of a run: its name, iteration (None for `release`), bytes of its files, and its state.
 
-    Attributes:
-        name: Of the folder.
-        iteration: Its number; None for `release`.
-        nbytes: Of all its files.
-        is_latest: Whether loading the latest one loads it.
-        is_whole: Whether it was finished.
+    `is_latest` says that loading the latest one loads it, `is_whole` that it was finished.
     """
 
     name: str

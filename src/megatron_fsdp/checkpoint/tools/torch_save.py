@@ -6,7 +6,6 @@ import argparse
 import collections
 import io
 import itertools
-import math
 import mmap
 import os
 import pathlib
@@ -22,11 +21,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 
 from megatron_fsdp.checkpoint.archive import load_object_file
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
 from megatron_fsdp.checkpoint.safe_read import Opaque, reading, shortened
-from megatron_fsdp.checkpoint.tools.inspect import pieces
+from megatron_fsdp.checkpoint.tools.inspect import pieces, whole
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.tools.repack import (
     KeyPath,
@@ -150,7 +150,7 @@ def from_torch_save(
         target: Absent or empty; it appears whole or not at all.
         nesting: `torch`: keys as torch.distributed.checkpoint.save gives them; `own`: as this library's own
             checkpoints have them, with lists, and dicts that have other keys than text, stored in one piece.
-        chunk_bytes: Larger tensors are cut into chunks of rows of about this size.
+        chunk_bytes: Larger tensors are cut into chunks of at most this size, so that readers need not hold them whole.
 
     Raises:
         CheckpointError: The file is damaged, asks for code or holds no dict; the folder is not empty or not writable.
@@ -211,24 +211,14 @@ def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[Source]:
     for key, value in leaves.items():
         if isinstance(value, torch.Tensor):
-            boxes = row_boxes(tuple(value.shape), value.dtype, chunk_bytes)
-            yield TensorSource(key, tuple(value.shape), value.dtype, boxes, partial(_rows, value, boxes))
+            boxes = list(portions(whole(tuple(value.shape)), value.dtype.itemsize, chunk_bytes))
+            yield TensorSource(key, tuple(value.shape), value.dtype, boxes, partial(_part, value))
         else:
             yield ObjectSource(key, partial(_stored, value, key, notes))
 
 
-def row_boxes(shape: tuple[int, ...], dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> list[Box]:
-    """Cut a tensor into chunks of whole rows of about `chunk_bytes`, so that readers need not hold it whole."""
-    numel = math.prod(shape)
-    if not shape or not numel:
-        return [Box((0,) * len(shape), shape)]
-    rows, inner = max(1, chunk_bytes * shape[0] // (numel * dtype.itemsize)), (0,) * (len(shape) - 1)
-    return [Box((first, *inner), (min(rows, shape[0] - first), *shape[1:])) for first in range(0, shape[0], rows)]
-
-
-def _rows(values: torch.Tensor, boxes: Sequence[Box], number: int) -> torch.Tensor:
-    part = values.detach()[boxes[number].indices]
-    return part.resolve_conj().resolve_neg().contiguous()
+def _part(values: torch.Tensor, box: Box) -> torch.Tensor:
+    return values.detach()[box.indices].resolve_conj().resolve_neg().contiguous()
 
 
 def _stored(value: Any, key: str, notes: list[str]) -> bytes:
