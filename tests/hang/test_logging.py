@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
-from megatron_fsdp.engine.collective_log import Mark, Ring
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang import watch
-from megatron_fsdp.hang.reading import dump_flight, read_flight, read_folder
-from megatron_fsdp.hang.state import Doing, state_of
-from megatron_fsdp.hang.writer import UnitFacts, Writer, file_name, this_process
+from megatron_fsdp.hang.log_file import Mark, Ring, UnitFacts, Writer, file_name, this_process
+from megatron_fsdp.hang.reading import Doing, dump_flight, read_flight, read_folder, state_of
 from tests.conftest import RunRanks
 from tests.support.hanging import step
 from tests.support.usage_models import Layer, Ordered
@@ -40,7 +37,7 @@ def logged(folder: str) -> dict[str, Any]:
     list(model.iter_full_tensors())
     dist.barrier()
     (log,) = [log for log in read_folder(Path(folder)).ranks if log.writer.rank == dist.get_rank()]
-    names = [log.writer.phases[record.phase] for record in log.records if record.mark is Mark.LAUNCHES]
+    names = [record.phase for record in log.records if record.mark is Mark.LAUNCHES]
     dist.barrier()
     model.stop_logging_for_hangs()
     step(model)
@@ -66,11 +63,11 @@ def test_a_log_tells_what_was_done_and_changes_nothing(run_ranks: RunRanks, tmp_
     first, second = run_ranks(2, logged, str(tmp_path))
     for found in (first, second):
         assert found["losses"] == found["plain"]
-        gathers = found["operations"][Phase.GATHER.value]
-        assert gathers + found["operations"][Phase.REDUCE.value] == found["collectives"] == found["last"] + 1
-        assert found["operations"][Phase.NORM.value] == 1
-        assert found["operations"][Phase.WHOLE.value] == 21  # twenty tensors and the end
-        assert found["operations"][Phase.AGREE.value] == 2
+        gathers = found["operations"][Phase.GATHER]
+        assert gathers + found["operations"][Phase.REDUCE] == found["collectives"] == found["last"] + 1
+        assert found["operations"][Phase.NORM] == 1
+        assert found["operations"][Phase.WHOLE] == 21  # twenty tensors and the end
+        assert found["operations"][Phase.AGREE] == 2
         assert found["units"] == [("(root)", 4, 336), *((f"layers.{i}", 4, 492) for i in range(4))]
         assert (found["peers"], found["torn"]) == ((0, 1), 0)
         assert (found["doing"], found["ended"], found["new"]) == (Doing.OUTSIDE, Doing.ENDED, 1)
@@ -153,10 +150,9 @@ def beside_another_job(folder: str) -> tuple[str, list[str], str]:
 def test_two_jobs_do_not_share_a_folder(run_ranks: RunRanks, tmp_path: Path) -> None:
     """The other job is this process, which lives, and began later."""
     process = this_process()
-    phases = tuple(phase.value for phase in Phase)
     far = 2 * time.time_ns()
-    other = Writer(7, 8, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),), phases)
-    Ring(tmp_path / file_name(1, 0), asdict(other), 4)
+    other = Writer(7, 8, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),))
+    Ring(tmp_path / file_name(1, 0), other, 4)
     found = run_ranks(2, beside_another_job, str(tmp_path))
     (message,) = {message for message, _, _ in found}
     assert f"holds the log of rank 1 of another job, which still runs (process {process.pid} on " in message

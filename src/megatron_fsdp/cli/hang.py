@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: There are no logs, or the time is invalid.
     """
-    from megatron_fsdp.engine.collective_log import check_timeout
+    from megatron_fsdp.config.hang_log import checked_timeout
     from megatron_fsdp.hang.explain import explain
     from megatron_fsdp.hang.reading import read_folder
 
-    check_timeout(args.after, "--after")
+    checked_timeout(args.after, "--after")
     found = explain(read_folder(args.folder), args.after)
     if args.json:
         write_json(_as_json(found))
