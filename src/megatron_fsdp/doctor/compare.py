@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megatron_fsdp.doctor.diagnose import EXACT, Context, Diagnosis, Suspect, Tolerance, diagnose
+from megatron_fsdp.doctor.diagnose import EXACT, Context, Diagnosis, Tolerance, diagnose
 from megatron_fsdp.doctor.reference import Reference
 from megatron_fsdp.doctor.report import (
     BUFFER,
@@ -210,7 +210,7 @@ class _Tensors:
         told = diagnose(want, got, context, self.allowed)
         if told.kind not in ("factor", "unknown"):
             return told
-        told = diagnose(*changes, replace(context, what="update", suspects=()), _UPDATE)
+        told = diagnose(*changes, replace(context, what="update", stale=None), _UPDATE)
         return replace(told, words=f"has an update that {told.words}")
 
     def _with_wrong_ranks(self, told: Diagnosis) -> Diagnosis:
@@ -240,36 +240,17 @@ class _Tensors:
         return f" (whatever differs there is in the shard of rank(s) {', '.join(map(str, sorted(ranks)))})"
 
     def _context(self, name: str) -> Context:
-        reference, suspects = self.reference, list[Suspect]()
-        of_ranks: tuple[Tensor, ...] = ()
-        values = reference.observation.values
-        previous = values.get((self.where, self.step - 1), {}).get(name)
-        stale = reference.stale.get(self.place, {}).get(name)
-        if stale is not None:
-            at = "that of" if self.where == LOSS else "the gradient at"
-            words = f"is stale by one step: it is {at} the weights before update {self.step - 1}"
-            suspects.append(Suspect("stale", words, stale))
-        if previous is not None and self.where == GRADIENT:
-            words = f"is stale by one step: it is the gradient of step {self.step - 1}"
-            suspects.append(Suspect("stale", words, previous))
-        if previous is not None and self.where == STATE:
-            words = f"is stale by one step: it equals its value before update {self.step}"
-            suspects.append(Suspect("stale", words, previous))
-        if self.place == (GRADIENT, 1):
-            of_ranks = _all_or_none(found.get(name) for found in reference.of_ranks)
-            alone = _all_or_none(found.get(name) for found in reference.of_microbatches)
-            suspects += [
-                Suspect("not accumulated", f"equals the gradient of microbatch {number} alone", value)
-                for number, value in enumerate(alone, start=1)
-            ]
-        if self.where in (INITIAL, GRADIENT, WEIGHT):
-            suspects += [
-                Suspect("other tensor", f"has the values of `{other}`", value)
-                for other, value in self.want.items()
-                if other != name and value is not None
-            ]
-        what = {GRADIENT: GRADIENT, WEIGHT: WEIGHT, INITIAL: WEIGHT}.get(self.where, "value")
-        return Context(reference.num_ranks, reference.microbatches, what, of_ranks, tuple(suspects))
+        reference, at = self.reference, "that of" if self.where == LOSS else "the gradient at"
+        of_ranks = [found.get(name) for found in reference.of_ranks] if self.place == (GRADIENT, 1) else []
+        known = tuple(value for value in of_ranks if value is not None)
+        return Context(
+            reference.num_ranks,
+            reference.microbatches,
+            {GRADIENT: GRADIENT, WEIGHT: WEIGHT, INITIAL: WEIGHT}.get(self.where, "value"),
+            known if len(known) == len(of_ranks) else (),
+            reference.stale.get(self.place, {}).get(name),
+            f"{at} the weights before update {self.step - 1}",
+        )
 
 
 def _compare_copies(place: Place, want: Values, got: Values, tolerance: Tolerance) -> Difference | None:
@@ -298,9 +279,3 @@ def _worst(
     allowed = tolerance.allowed(want, extra)
     worst = int(torch.nan_to_num(error - allowed, nan=math.inf).argmax())
     return float(error.flatten()[worst]), float(allowed.flatten()[worst])
-
-
-def _all_or_none(values: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
-    found = tuple(values)
-    present = tuple(value for value in found if value is not None)
-    return present if len(present) == len(found) else ()
