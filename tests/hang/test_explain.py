@@ -78,7 +78,7 @@ class Story:
 
     def log(self, rank: int, world: int = 2, *, alive: bool | None = True, beat: Record | None = None) -> RankLog:
         process = Process("host", 10 + rank)
-        writer = Writer(rank, world, tuple(range(world)), 0, "run", 1, process, _UNITS)
+        writer = Writer(rank, tuple(range(world)), 0, "run", 1, process, _UNITS)
         return RankLog(writer, tuple(self.records), beat=beat, alive=alive, read_ns=_NOW)
 
 

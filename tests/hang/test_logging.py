@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
+from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang import watch
-from megatron_fsdp.hang.log_file import Mark, Ring, UnitFacts, Writer, file_name, this_process
+from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, this_process
 from megatron_fsdp.hang.reading import Doing, dump_flight, read_flight, read_folder, state_of
 from tests.conftest import RunRanks
 from tests.support.hanging import step
@@ -53,7 +54,6 @@ def logged(folder: str) -> dict[str, Any]:
         "peers": log.writer.peers,
         "run": log.writer.run,
         "doing": state_of(log).doing,
-        "torn": log.torn,
         "new": len(after.records) - len(log.records),
         "ended": state_of(after).doing,
     }
@@ -69,7 +69,7 @@ def test_a_log_tells_what_was_done_and_changes_nothing(run_ranks: RunRanks, tmp_
         assert found["operations"][Phase.WHOLE] == 21  # twenty tensors and the end
         assert found["operations"][Phase.AGREE] == 2
         assert found["units"] == [("(root)", 4, 336), *((f"layers.{i}", 4, 492) for i in range(4))]
-        assert (found["peers"], found["torn"]) == ((0, 1), 0)
+        assert found["peers"] == (0, 1)
         assert (found["doing"], found["ended"], found["new"]) == (Doing.OUTSIDE, Doing.ENDED, 1)
     assert (first["hash"], first["run"]) == (second["hash"], second["run"])
 
@@ -151,7 +151,7 @@ def test_two_jobs_do_not_share_a_folder(run_ranks: RunRanks, tmp_path: Path) -> 
     """The other job is this process, which lives, and began later."""
     process = this_process()
     far = 2 * time.time_ns()
-    other = Writer(7, 8, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),))
+    other = Writer(7, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),))
     Ring(tmp_path / file_name(1, 0), other, 4)
     found = run_ranks(2, beside_another_job, str(tmp_path))
     (message,) = {message for message, _, _ in found}
@@ -205,3 +205,37 @@ def test_the_flight_recorder_of_this_torch_is_read(run_ranks: RunRanks, tmp_path
         for line in lines:
             assert line.startswith("gloo:")
             assert " of group " in line
+
+
+class Unfinished:
+    """The handle of a collective that an accelerator has not completed."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def look_while_one_is_unfinished(folder: str) -> list[tuple[int, Phase, int]]:
+    model = shard()
+    model.log_for_hangs(folder)
+    log = model._hang_log
+    assert log is not None
+    beats = []
+    for work in (None, Unfinished()):
+        log._keeps_handles = work is not None  # as on accelerators
+        log.begins(Phase.REDUCE, 2)
+        log.communicates(7, Moment.LAUNCHES, "reduce", None)
+        log.communicates(7, Moment.LAUNCHED, "reduce", work)  # type: ignore[arg-type]
+        log.ends(Phase.REDUCE, 2)
+        log.look()
+        beat = read_folder(Path(folder)).ranks[0].beat
+        assert beat is not None
+        beats.append((beat.collective, beat.phase, beat.unit))
+    return beats
+
+
+def test_a_heartbeat_names_the_collective_that_an_accelerator_has_not_finished(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    ((none, unfinished),) = run_ranks(1, look_while_one_is_unfinished, str(tmp_path))
+    assert none[0] == NO_NUMBER
+    assert unfinished == (7, Phase.REDUCE, 2)

@@ -203,7 +203,6 @@ class Writer:
 
     Attributes:
         rank: Global rank.
-        world_size: Ranks of the job.
         peers: Global ranks that share the model's parameters, itself included.
         model: Which model of the process, from 0.
         run: Name of the run, the same on all its ranks and never used again.
@@ -213,7 +212,6 @@ class Writer:
     """
 
     rank: int
-    world_size: int
     peers: tuple[int, ...]
     model: int
     run: str
@@ -243,7 +241,6 @@ class RankLog:
     Attributes:
         writer: Who it is.
         records: The last ones, oldest first.
-        torn: Places of the ring that hold no whole record.
         beat: The last heartbeat; None: there was none.
         words: The last error that was logged; empty: none.
         termination: What Python ran when SIGTERM came last; empty: none came.
@@ -254,7 +251,6 @@ class RankLog:
 
     writer: Writer
     records: tuple[Record, ...]
-    torn: int = 0
     beat: Record | None = None
     words: str = ""
     termination: str = ""
@@ -318,29 +314,20 @@ def parse_writer(content: bytes) -> Writer:
 
 
 def parse_log(content: bytes) -> RankLog:
-    """Parse the content of a log. A place that was never written is no torn one; one that was being overwritten is.
+    """Parse the content of a log; a record that was being written is left out.
 
     Raises:
         ValueError: It is no log, or damaged; says how.
     """
     writer, places = parse_writer(content), _head(content)[1]
-    found: list[Record] = []
-    torn = 0
-    for place in range(places.capacity):
-        at = places.record(place)
-        record = _record(content, at, writer)
-        if record is None or record.number % places.capacity != place:
-            torn += any(content[at : at + RECORD_BYTES])
-        else:
-            found.append(record)
+    whole = ((place, _record(content, places.record(place), writer)) for place in range(places.capacity))
+    found = [record for place, record in whole if record is not None and record.number % places.capacity == place]
     newest = max((record.number for record in found), default=0)
-    recent = sorted(record for record in found if record.number > newest - places.capacity)
     length, check = _WORDS.unpack_from(content, places.words) if len(content) >= places.ring else (0, 0)
     said = content[places.words + _WORDS.size :][: min(length, WORDS_BYTES)]
     return RankLog(
         writer,
-        tuple(recent),
-        torn + len(found) - len(recent),
+        tuple(sorted(record for record in found if record.number > newest - places.capacity)),
         _record(content, places.beat, writer),
         said.decode("utf-8", "replace") if zlib.crc32(said) == check else "",
         content[places.end :].decode("utf-8", "replace").strip()[-WORDS_BYTES:],

@@ -192,7 +192,7 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
         ConfigurationError: The folder cannot be written, or a job that still runs keeps its logs there.
     """
     is_distributed = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+    rank = dist.get_rank() if is_distributed else 0
     group = engine.reaching_all[0]
     process = this_process()
     try:
@@ -200,7 +200,6 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
         run = _run() if is_distributed else uuid.uuid4().hex
         writer = Writer(
             rank,
-            world,
             tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,),
             _first_free(folder, rank, run, process),
             run,
