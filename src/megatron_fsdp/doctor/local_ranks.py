@@ -20,12 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-from torch.multiprocessing.spawn import (
-    ProcessException,
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from megatron_fsdp.doctor.task import require_count
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
@@ -80,7 +75,7 @@ def run_on_local_ranks(
             while not context.join(max(0.0, deadline - time.monotonic()), _GRACE_S):
                 if time.monotonic() >= deadline:
                     raise _late(job, [rank for rank, process in enumerate(context.processes) if process.is_alive()])
-        except (ProcessRaisedException, ProcessExitedException) as error:
+        except ProcessException as error:
             raise _first_failure(job, error, [process.exitcode for process in context.processes]) from None
         finally:
             for process in context.processes:
@@ -170,13 +165,14 @@ def _join(rank: int, job: _Job) -> None:
 def _first_failure(job: _Job, error: ProcessException, codes: Sequence[int | None]) -> Exception:
     """Return the failure that caused the others. A rank that died could not report anything.
 
-    Ranks that still waited were ended by SIGTERM, and are no cause.
+    Ranks that still waited then were ended by SIGTERM, and are no cause.
     """
     files = [job.file(rank, "failure") for rank in range(job.num_ranks)]
     failures = {rank: pickle.loads(file.read_bytes()) for rank, file in enumerate(files) if file.exists()}
-    silent = [rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGTERM) and rank not in failures]
-    if silent or not failures:
-        rank = error.error_index if error.error_index in silent or not silent else silent[0]
+    died = [rank for rank, code in enumerate(codes) if rank == error.error_index or code not in (0, -signal.SIGTERM)]
+    silent = [rank for rank in died if rank not in failures]
+    if silent:
+        rank = error.error_index if error.error_index in silent else silent[0]
         code = codes[rank] or 0
         how = f"with exit code {code}" if code > 0 else f"(killed by signal {-code})"
         how = "(killed by signal 9, as when memory runs out)" if code == -9 else how
