@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import sys
 import tempfile
 import time
@@ -21,9 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.contenders import FSDP2, OURS, Contender, Setting, build_contender
@@ -219,16 +217,11 @@ class Reading:
     problems: list[str] = field(default_factory=list)
 
 
-def run_rank(rank: int, request: Request, store_port: int, threads: int, answer: Path) -> None:
-    """Join the ranks, measure, and let the first write a pickle of `{name: [reading of each rank]}`."""
-    torch.set_num_threads(threads)
+def measure_here(request: Request, device: torch.device, mesh: DeviceMesh) -> dict[str, Reading]:
+    """Measure on this rank; collective."""
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # of the round before, to be replaced
-    store = TCPStore("127.0.0.1", store_port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=request.ranks)
-    device = torch.device("cpu")
-    mesh = init_device_mesh("cpu", (request.ranks,), mesh_dim_names=("dp",))
     setting = Setting(WORKLOADS[request.model], torch.float32, device, mesh)
-    batch = make_batch(setting.workload, device, rank)
+    batch = make_batch(setting.workload, device, dist.get_rank())
     savers = build_savers(list(request.savers), setting, batch, request.folder)
     readings = {name: _prepare(saver) for name, saver in savers.items()}
     for turn in range(request.rounds):
@@ -239,12 +232,7 @@ def run_rank(rank: int, request: Request, store_port: int, threads: int, answer:
             _timed(readings[name].load, savers[name].load)
     for saver in savers.values():
         saver.close()
-    everyone: list[dict[str, Reading]] = [{} for _ in range(request.ranks)]
-    dist.all_gather_object(everyone, readings)
-    if rank == 0:
-        answer.write_bytes(pickle.dumps({name: [one[name] for one in everyone] for name in request.savers}))
-    dist.barrier()  # nobody leaves while a peer still needs the connection
-    dist.destroy_process_group()
+    return readings
 
 
 def _prepare(saver: Saver) -> Reading:
@@ -290,9 +278,9 @@ def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
     """Start the ranks, wait for them, and return what they measured, as data for programs."""
     with tempfile.TemporaryDirectory() as folder:
         asked = replace(request, folder=Path(folder) / "saved")
-        readings: dict[str, list[Reading]] = measure_on_ranks(run_rank, asked, request.ranks, threads=1)
+        everyone: list[dict[str, Reading]] = measure_on_ranks(measure_here, asked, request.ranks, threads=1)
     facts = describe_machine("cpu", request.ranks) | {"command": f"python benchmarks/checkpoints.py {' '.join(argv)}"}
-    told = {name: [asdict(one) for one in ranks] for name, ranks in readings.items()}
+    told = {name: [asdict(readings[name]) for readings in everyone] for name in request.savers}
     asked_for = {"model": request.model, "ranks": request.ranks}
     return {"what": "checkpoints", "facts": facts, "request": asked_for, "readings": told}
 

@@ -20,7 +20,7 @@ from benchmarks.launching import describe_machine, measure_on_ranks, write_docum
 from benchmarks.page import ablation_table, comparison_table, notes
 from benchmarks.report import TOLERANCES, Request, RunReading, document, summarise
 from benchmarks.variants import OPTIMISATIONS, ablation
-from benchmarks.worker import run_rank
+from benchmarks.worker import measure_here
 from benchmarks.workloads import WORKLOADS
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type
@@ -78,7 +78,8 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
 
 def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
     """Start the ranks, wait for them, and return what they measured, as data for programs."""
-    reading: RunReading = measure_on_ranks(run_rank, request, request.ranks)
+    readings = measure_on_ranks(measure_here, request, request.ranks, device_type=request.device_type)
+    reading: RunReading = readings[0]
     facts = {
         **describe_machine(request.device_type, request.ranks),
         "command": f"python benchmarks/compare.py {' '.join(argv)}".strip(),

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +17,9 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-from torch.multiprocessing.spawn import spawn
+from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.launching import measure_on_ranks
 from megatron_fsdp import reduce_scatter_with_fp32_accumulation
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.reduction import sum_received
@@ -139,25 +137,8 @@ def measure_here(case: str, numel: int, seed: int = 0) -> dict[str, Error]:
     return found
 
 
-def _run_rank(rank: int, ranks: int, numel: int, store_port: int, answer: Path) -> None:
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", store_port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = {case: measure_here(case, numel) for case in CASES}
-    if rank == 0:
-        answer.write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()  # nobody leaves while a peer still needs the connection
-    dist.destroy_process_group()
-
-
-def measure(ranks: int, numel: int) -> dict[str, dict[str, Error]]:
-    """Run `measure_here` on that many gloo processes; returns errors by case."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "errors.json"
-        spawn(_run_rank, (ranks, numel, store.port, answer), nprocs=ranks)
-        found = json.loads(answer.read_text(encoding="utf-8"))
-    return {case: {name: Error(*error) for name, error in errors.items()} for case, errors in found.items()}
+def _all_cases(numel: int, _device: torch.device, _mesh: DeviceMesh) -> dict[str, dict[str, Error]]:
+    return {case: measure_here(case, numel) for case in CASES}
 
 
 def table(rows: Iterable[tuple[str, int, Mapping[str, Error]]]) -> str:
@@ -184,7 +165,7 @@ def main(argv: Sequence[str]) -> None:
     print("\nSimulated\n")
     print(table((case, ranks, simulate(case, ranks, given.numel)) for case in CASES for ranks in given.ranks))
     print("\nReal collectives of gloo\n")
-    real = {ranks: measure(ranks, given.numel) for ranks in given.real_ranks}
+    real = {ranks: measure_on_ranks(_all_cases, given.numel, ranks, threads=1)[0] for ranks in given.real_ranks}
     print(table((case, ranks, real[ranks][case]) for case in CASES for ranks in given.real_ranks))
 
 

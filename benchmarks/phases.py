@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.contenders import FLOOR, FSDP2, OURS, Contender, Setting, build_contender
@@ -167,36 +165,11 @@ Notes = dict[str, PhaseNotes]
 # ---- in the rank -----------------------------------------------------------------------------------------------------
 
 
-def run_rank(rank: int, request: PhaseRequest, store_port: int, threads: int, answer: Path) -> None:
-    """Join the ranks, or pretend to be the first of many, measure, and let the first write `{name: [per rank]}`."""
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)  # what simulated ranks receive is whatever lies in memory
-    device = torch.device(request.device_type, rank) if request.device_type != "cpu" else torch.device("cpu")
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(rank)
-        torch.empty(0, device=device)  # a mesh of more ranks than devices is taken only from a device in use
-    if request.simulated_ranks:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.simulated_ranks)
-    else:
-        store = TCPStore("127.0.0.1", store_port)
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=request.ranks)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+def measure_here(request: PhaseRequest, device: torch.device, mesh: DeviceMesh) -> Notes:
+    """Measure on this rank; collective."""
     dtype = getattr(torch, request.dtype)
     setting = Setting(WORKLOADS[request.model], dtype, device, mesh, comm_dtype=dtype)
-    notes = _MEASURED[request.what](request, setting)
-    everyone: list[Notes] = [notes]
-    if not request.simulated_ranks:
-        everyone = [{} for _ in range(request.ranks)]
-        dist.all_gather_object(everyone, notes)
-    if rank == 0:
-        together = {name: [one[name] for one in everyone] for name in request.contenders}
-        answer.write_bytes(pickle.dumps(together))
-    if not request.simulated_ranks:
-        dist.barrier()
-    dist.destroy_process_group()
+    return _MEASURED[request.what](request, setting)
 
 
 def steps(request: PhaseRequest, setting: Setting) -> Notes:
@@ -297,8 +270,15 @@ def _batch(setting: Setting) -> Microbatch:
 
 def measure(request: PhaseRequest) -> dict[str, Any]:
     """Start the ranks and return what they measured, as data for programs; times in seconds."""
-    notes: dict[str, list[PhaseNotes]] = measure_on_ranks(run_rank, request, request.ranks, threads=1)
-    rows = phase_rows(request, notes)
+    everyone: list[Notes] = measure_on_ranks(
+        measure_here,
+        request,
+        request.ranks,
+        threads=1,
+        device_type=request.device_type,
+        simulated_ranks=request.simulated_ranks,
+    )
+    rows = phase_rows(request, {name: [notes[name] for notes in everyone] for name in request.contenders})
     facts = describe_machine(request.device_type, request.ranks)
     found: dict[str, Any] = {"facts": facts, "request": asdict(request), "rows": [asdict(row) for row in rows]}
     if request.what == "host":

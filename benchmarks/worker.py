@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -26,9 +22,6 @@ from benchmarks.operators import Moved, MovedModel
 from benchmarks.report import LiveBytes, RankReading, Request, RunReading, SentPerStep
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp.comm.axis import Traffic
-
-_PATIENCE = timedelta(minutes=5)
-"""How long ranks wait for one that is gone."""
 
 _MEASURED_STEP = "benchmark: the step whose peak counts"
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
@@ -46,23 +39,6 @@ class _Notes:
     traffic: Traffic | None = None
 
 
-def run_rank(rank: int, request: Request, store_port: int, threads: int, answer: Path) -> None:
-    """Join the ranks, measure, and let the first rank write the `RunReading` (a pickle) to `answer`."""
-    torch.set_num_threads(threads)
-    device = torch.device("cpu") if request.device_type == "cpu" else torch.device(request.device_type, rank)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(rank)
-    store = TCPStore("127.0.0.1", store_port)
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=request.ranks, timeout=_PATIENCE)
-    mesh = init_device_mesh(request.device_type, (request.ranks,), mesh_dim_names=("dp",))
-    reading = _measure(request, setting_of(request, device, mesh), rank)
-    if rank == 0:
-        answer.write_bytes(pickle.dumps(reading))
-    dist.barrier()  # nobody leaves while a peer still needs the connection
-    dist.destroy_process_group()
-
-
 def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Setting:
     """Return what the contenders of a run share, on this rank."""
     return Setting(
@@ -75,7 +51,9 @@ def setting_of(request: Request, device: torch.device, mesh: DeviceMesh) -> Sett
     )
 
 
-def _measure(request: Request, setting: Setting, rank: int) -> RunReading:
+def measure_here(request: Request, device: torch.device, mesh: DeviceMesh) -> RunReading:
+    """Measure on this rank; returns the same on all ranks, except that only the first has the reference. Collective."""
+    setting, rank = setting_of(request, device, mesh), dist.get_rank()
     live, absent = _measure_memory(request, setting, rank)
     reference = reference_losses(request, setting) if rank == 0 else ()
     dist.barrier()  # the others leave the cores to the first rank

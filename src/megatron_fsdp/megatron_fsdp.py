@@ -22,6 +22,7 @@ from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options
+from megatron_fsdp.config.hang_log import checked_timeout
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
@@ -29,7 +30,6 @@ from megatron_fsdp.debug.watch import check_lifetimes, watch
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.collective_log import check_timeout
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.engine import ReplacedParameters
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
@@ -997,7 +997,7 @@ class MegatronFSDP(nn.Module):
             )
         log, problem = None, None
         try:
-            check_timeout(timeout_s)
+            timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
             log = HangLog(Path(folder), self._engine, timeout_s)
         except ConfigurationError as error:
             problem = error

@@ -1,7 +1,7 @@
 """From logs to the odd rank, without a process: each rule of the explanation against logs made by hand."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,21 +9,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.cli.main import main
-from megatron_fsdp.engine.collective_log import PHASES, Beat, Mark, Record, Ring, fold
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.hang.compare import Difference, first_mismatch
-from megatron_fsdp.hang.explain import Kind, explain, listed, subject
-from megatron_fsdp.hang.reading import Logs, RankLog, last_entries, read_flight
-from megatron_fsdp.hang.state import Operation, state_of
-from megatron_fsdp.hang.writer import Process, UnitFacts, Writer, file_name, this_process
+from megatron_fsdp.hang.compare import Kind, first_mismatch
+from megatron_fsdp.hang.explain import explain, listed, subject
+from megatron_fsdp.hang.log_file import (
+    Mark,
+    Process,
+    RankLog,
+    Record,
+    Ring,
+    UnitFacts,
+    Writer,
+    file_name,
+    fold,
+    this_process,
+)
+from megatron_fsdp.hang.reading import Logs, last_entries, read_flight, state_of
 
 _SECOND = 10**9
 _NOW = 1000 * _SECOND
 _UNITS = tuple(UnitFacts(label, (f"{label}.weight",), 64) for label in ("(root)", "a", "b", "c"))
 
 
-def _number(phase: Phase) -> int:
-    return PHASES.index(phase)
+def _beat(time_ns: int, collective: int = -1, unit: int = 0, phase: Phase = Phase.FORWARD) -> Record:
+    return Record(0, time_ns, 0, unit, phase, Mark.BEAT, collective=collective)
 
 
 class Story:
@@ -42,24 +51,9 @@ class Story:
             self._epoch += 1
         if mark is Mark.LAUNCHES:
             self._count += 1
-            self._hash = fold(self._hash, _number(phase), unit, num_bytes)
-        number = len(self.records)
-        self.records.append(
-            Record(
-                number,
-                self._time_ns,
-                self.step,
-                unit,
-                _number(phase),
-                mark,
-                self.back,
-                0,
-                num_bytes,
-                self._count,
-                self._hash,
-                self._epoch,
-            )
-        )
+            self._hash = fold(self._hash, phase, unit, num_bytes)
+        place = len(self.records), self._time_ns, self.step, unit, phase, mark, self.back, self._epoch
+        self.records.append(Record(*place, 0, num_bytes, self._count, self._hash))
         return self
 
     def gather(self, unit: int, num_bytes: int = 64) -> "Story":
@@ -82,10 +76,9 @@ class Story:
     def wait(self, unit: int) -> "Story":
         return self.add(Mark.BEGINS, Phase.WAIT, unit)
 
-    def log(self, rank: int, world: int = 2, *, alive: bool | None = True, beat: Beat | None = None) -> RankLog:
+    def log(self, rank: int, world: int = 2, *, alive: bool | None = True, beat: Record | None = None) -> RankLog:
         process = Process("host", 10 + rank)
-        names = tuple(phase.value for phase in PHASES)
-        writer = Writer(rank, world, tuple(range(world)), 0, "run", 1, process, _UNITS, names)
+        writer = Writer(rank, tuple(range(world)), 0, "run", 1, process, _UNITS)
         return RankLog(writer, tuple(self.records), beat=beat, alive=alive, read_ns=_NOW)
 
 
@@ -96,10 +89,10 @@ def _found(*logs: RankLog) -> tuple[Kind, tuple[int, ...], str]:
 
 
 def test_ranks_that_wait_for_the_same_are_told_so() -> None:
-    kind, ranks, text = _found(*(Story().gather(1).wait(1).log(rank) for rank in range(2)))
+    kind, ranks, text = _found(*(Story().gather(2).gather(1).wait(1).log(rank) for rank in range(2)))
     assert (kind, ranks) == (Kind.EQUAL, ())
     assert text.startswith("all ranks wait for the same, and all have come: the network is slow or broken")
-    assert "each of ranks 0, 1 waits for the weights of a in the forward of step 0 (operation 1) since 900.0 s" in text
+    assert "each of ranks 0, 1 waits for the weights of a in the forward of step 0 (operation 2) since 900.0 s" in text
 
 
 def test_a_wait_that_is_short_is_no_hang() -> None:
@@ -115,11 +108,11 @@ def test_a_missing_log_is_named() -> None:
 
 
 def test_a_rank_on_another_machine_that_fell_silent_is_gone() -> None:
-    waits = Story().gather(1).wait(1).log(0, alive=None, beat=Beat(_NOW))
-    kind, ranks, text = _found(waits, Story().gather(1).log(1, alive=None, beat=Beat(101 * _SECOND)))
+    waits = Story().gather(1).wait(1).log(0, alive=None, beat=_beat(_NOW))
+    kind, ranks, text = _found(waits, Story().gather(1).log(1, alive=None, beat=_beat(101 * _SECOND)))
     assert (kind, ranks) == (Kind.DIED, (1,))
     assert text.startswith("rank 1 died without a word (process 11 on host), as after kill -9")
-    kind, ranks, text = _found(waits, Story().gather(1).log(1, alive=None, beat=Beat(_NOW - 60 * _SECOND)))
+    kind, ranks, text = _found(waits, Story().gather(1).log(1, alive=None, beat=_beat(_NOW - 60 * _SECOND)))
     assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
     assert text.splitlines()[0].endswith("since 840.0 s")
     assert text.splitlines()[1].startswith("after that rank 1 died without a word (process 11 on host), as after kill")
@@ -127,15 +120,15 @@ def test_a_rank_on_another_machine_that_fell_silent_is_gone() -> None:
 
 def test_of_a_job_that_was_killed_as_a_whole_the_hang_before_is_told() -> None:
     """Signs of life say how long it hung; nobody died before the others."""
-    waits = Story().gather(1).wait(1).log(0, alive=False, beat=Beat(_NOW))
-    sleeps = Story().gather(1).log(1, alive=False, beat=Beat(_NOW - _SECOND // 2))
+    waits = Story().gather(1).wait(1).log(0, alive=False, beat=_beat(_NOW))
+    sleeps = Story().gather(1).log(1, alive=False, beat=_beat(_NOW - _SECOND // 2))
     kind, ranks, text = _found(waits, sleeps)
     assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
     assert "rank 0 waits for the weights of a in the forward of step 0 (operation 1) since 900.0 s" in text
 
 
 def test_of_a_job_that_was_killed_while_it_ran_nothing_is_told() -> None:
-    both = [Story(999.0).gather(1).log(rank, alive=False, beat=Beat(_NOW)) for rank in range(2)]
+    both = [Story(999.0).gather(1).log(rank, alive=False, beat=_beat(_NOW)) for rank in range(2)]
     assert _found(*both)[0] is Kind.NOTHING
 
 
@@ -167,7 +160,7 @@ _SIGTERM = 'Stack (most recent call first):\n  File "a.py", line 3 in load\n  Fi
 def _timed_out(quiet_s: int) -> tuple[RankLog, RankLog]:
     """Rank 0 waited for rank 1 until the time limit of its group; then whoever started them ended rank 1."""
     waits = Story(1000.0 - quiet_s).gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1)
-    sleeps = Story(1000.0 - quiet_s).gather(1).log(1, alive=False, beat=Beat(_NOW))
+    sleeps = Story(1000.0 - quiet_s).gather(1).log(1, alive=False, beat=_beat(_NOW))
     return waits.log(0, alive=False), sleeps
 
 
@@ -200,7 +193,7 @@ def test_the_first_standstill_is_told_before_a_later_death() -> None:
 def test_a_rank_that_waited_as_the_others_did_is_no_victim_of_its_own() -> None:
     """All had come, one gave up, and the rest was ended."""
     waits = Story(995.0).gather(1).wait(1)
-    ended = replace(waits.log(1, alive=False, beat=Beat(_NOW)), termination=_SIGTERM)
+    ended = replace(waits.log(1, alive=False, beat=_beat(_NOW)), termination=_SIGTERM)
     kind, ranks, _ = _found(Story(995.0).gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1).log(0, alive=False), ended)
     assert (kind, ranks) == (Kind.EQUAL, ())
 
@@ -312,11 +305,11 @@ def test_of_many_ranks_the_odd_ones_are_shown_first() -> None:
 
 def test_a_collective_that_an_accelerator_has_not_finished_counts_as_waiting() -> None:
     """The host has gone on, out of the model."""
-    beat = Beat(_NOW, 3, 2, _number(Phase.REDUCE))
+    beat = _beat(_NOW, 3, 2, Phase.REDUCE)
     waits = Story().gather(1).log(0, beat=beat)
     state = state_of(waits)
-    assert (state.waits, state.phase, state.unit) == (True, "reduce", 2)
-    kind, ranks, _ = _found(waits, Story().gather(1).log(1, beat=Beat(_NOW)))
+    assert (state.waits, state.phase, state.unit) == (True, Phase.REDUCE, 2)
+    kind, ranks, _ = _found(waits, Story().gather(1).log(1, beat=_beat(_NOW)))
     assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
 
 
@@ -331,27 +324,31 @@ def test_a_rank_that_was_reset_alone_is_named() -> None:
 def test_phases_whose_beginning_was_overwritten_do_no_harm() -> None:
     story = Story().add(Mark.ENDS, Phase.FORWARD, 0).gather(1)
     state = state_of(story.log(0))
-    assert (state.waits, state.count, state.phase) == (False, 1, "gather")
+    assert (state.waits, state.count, state.phase) == (False, 1, Phase.GATHER)
 
 
-def _operations(kinds: list[tuple[str, int, int]]) -> dict[int, Operation]:
+def _operations(kinds: list[tuple[Phase, int, int]]) -> dict[int, Record]:
     found, so_far = {}, 0
     for number, (phase, unit, num_bytes) in enumerate(kinds, 1):
-        so_far = fold(so_far, len(phase), unit, num_bytes)
-        found[number] = Operation(number, phase, unit, num_bytes, so_far, 0, False)
+        so_far = fold(so_far, phase, unit, num_bytes)
+        found[number] = Record(
+            number, 0, 0, unit, phase, Mark.LAUNCHES, num_bytes=num_bytes, counted=number, hash=so_far
+        )
     return found
 
 
-_KINDS = st.lists(st.tuples(st.sampled_from(["gather", "reduce"]), st.integers(1, 5), st.just(64)), min_size=1)
+_KINDS = st.lists(st.tuples(st.sampled_from([Phase.GATHER, Phase.REDUCE]), st.integers(1, 5), st.just(64)), min_size=1)
 
 
 @given(_KINDS, st.data())
-def test_the_rank_of_three_that_differs_first_is_found(kinds: list[tuple[str, int, int]], data: st.DataObject) -> None:
+def test_the_rank_of_three_that_differs_first_is_found(
+    kinds: list[tuple[Phase, int, int]], data: st.DataObject
+) -> None:
     place = data.draw(st.integers(0, len(kinds) - 1))
     odd = data.draw(st.integers(0, 2))
     other = [*kinds]
     other[place] = data.draw(
-        st.sampled_from([("gather", 6, 64), (kinds[place][0], kinds[place][1], 32), ("norm", 0, 0)])
+        st.sampled_from([(Phase.GATHER, 6, 64), (kinds[place][0], kinds[place][1], 32), (Phase.NORM, 0, 0)])
     )
     by_rank = {rank: _operations(other if rank == odd else kinds) for rank in range(3)}
     found = first_mismatch(by_rank)
@@ -359,33 +356,34 @@ def test_the_rank_of_three_that_differs_first_is_found(kinds: list[tuple[str, in
     assert (found.number, found.odd) == (place + 1, (odd,))
     assert found.odd_does.kind == other[place]
     assert found.others_do.kind == kinds[place]
-    assert (found.difference is Difference.BYTES) == (other[place][2] == 32)
+    assert (found.kind is Kind.BYTES) == (other[place][2] == 32)
 
 
 @given(_KINDS, st.integers(0, 5))
-def test_ranks_of_which_one_is_ahead_do_not_differ(kinds: list[tuple[str, int, int]], behind: int) -> None:
+def test_ranks_of_which_one_is_ahead_do_not_differ(kinds: list[tuple[Phase, int, int]], behind: int) -> None:
     by_rank = {0: _operations(kinds), 1: _operations(kinds[: max(0, len(kinds) - behind)])}
     assert first_mismatch(by_rank) is None
 
 
 def test_a_difference_before_what_the_logs_hold_is_told_as_such() -> None:
-    same = [("gather", 2, 64)] * 3
-    one, other = _operations([("gather", 1, 64), *same]), _operations([("gather", 3, 64), *same])
+    same = [(Phase.GATHER, 2, 64)] * 3
+    one, other = _operations([(Phase.GATHER, 1, 64), *same]), _operations([(Phase.GATHER, 3, 64), *same])
     found = first_mismatch({0: {n: o for n, o in one.items() if n > 2}, 1: other, 2: other})
     assert found is not None
-    assert (found.difference, found.number, found.odd) == (Difference.EARLIER, 3, (0,))
+    assert (found.kind, found.number, found.odd) == (Kind.ORDER, 3, (0,))
+    assert found.odd_does.kind == found.others_do.kind
 
 
 def test_of_two_ranks_the_one_that_leaves_its_former_order_is_odd() -> None:
-    usual = [("gather", unit, 64) for unit in (1, 2, 3)]
-    swapped = [("gather", unit, 64) for unit in (1, 3, 2)]
-    skipped = [("gather", unit, 64) for unit in (1, 3)]
+    usual = [(Phase.GATHER, unit, 64) for unit in (1, 2, 3)]
+    swapped = [(Phase.GATHER, unit, 64) for unit in (1, 3, 2)]
+    skipped = [(Phase.GATHER, unit, 64) for unit in (1, 3)]
     found = first_mismatch({0: _operations(usual + swapped), 1: _operations(usual + usual)})
     assert found is not None
-    assert (found.difference, found.odd, found.others_do.unit) == (Difference.ORDER, (0,), 2)
+    assert (found.kind, found.odd, found.others_do.unit) == (Kind.ORDER, (0,), 2)
     found = first_mismatch({0: _operations(usual + skipped), 1: _operations(usual + usual)})
     assert found is not None
-    assert (found.difference, found.odd, found.others_do.unit) == (Difference.SKIPPED, (0,), 2)
+    assert (found.kind, found.odd, found.others_do.unit) == (Kind.SKIPPED, (0,), 2)
 
 
 def test_ranks_in_words() -> None:
@@ -399,8 +397,8 @@ def test_ranks_in_words() -> None:
 def _written(folder: Path) -> None:
     story = Story().gather(1)
     log = story.log(0, 1)
-    ring = Ring(folder / file_name(0, 0), asdict(replace(log.writer, process=this_process())))
-    ring.add(Mark.BEGINS, _number(Phase.FORWARD), 0, False, 0, 0, 0, 0, 0, 0)
+    ring = Ring(folder / file_name(0, 0), replace(log.writer, process=this_process()))
+    ring.add(Mark.BEGINS, Phase.FORWARD)
 
 
 def test_the_command_says_that_nothing_is_odd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

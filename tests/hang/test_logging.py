@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
-from megatron_fsdp.engine.collective_log import Mark, Ring
+from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang import watch
-from megatron_fsdp.hang.reading import dump_flight, read_flight, read_folder
-from megatron_fsdp.hang.state import Doing, state_of
-from megatron_fsdp.hang.writer import UnitFacts, Writer, file_name, this_process
+from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, this_process
+from megatron_fsdp.hang.reading import Doing, dump_flight, read_flight, read_folder, state_of
 from tests.conftest import RunRanks
 from tests.support.hanging import step
 from tests.support.usage_models import Layer, Ordered
@@ -40,7 +38,7 @@ def logged(folder: str) -> dict[str, Any]:
     list(model.iter_full_tensors())
     dist.barrier()
     (log,) = [log for log in read_folder(Path(folder)).ranks if log.writer.rank == dist.get_rank()]
-    names = [log.writer.phases[record.phase] for record in log.records if record.mark is Mark.LAUNCHES]
+    names = [record.phase for record in log.records if record.mark is Mark.LAUNCHES]
     dist.barrier()
     model.stop_logging_for_hangs()
     step(model)
@@ -56,7 +54,6 @@ def logged(folder: str) -> dict[str, Any]:
         "peers": log.writer.peers,
         "run": log.writer.run,
         "doing": state_of(log).doing,
-        "torn": log.torn,
         "new": len(after.records) - len(log.records),
         "ended": state_of(after).doing,
     }
@@ -66,13 +63,13 @@ def test_a_log_tells_what_was_done_and_changes_nothing(run_ranks: RunRanks, tmp_
     first, second = run_ranks(2, logged, str(tmp_path))
     for found in (first, second):
         assert found["losses"] == found["plain"]
-        gathers = found["operations"][Phase.GATHER.value]
-        assert gathers + found["operations"][Phase.REDUCE.value] == found["collectives"] == found["last"] + 1
-        assert found["operations"][Phase.NORM.value] == 1
-        assert found["operations"][Phase.WHOLE.value] == 21  # twenty tensors and the end
-        assert found["operations"][Phase.AGREE.value] == 2
+        gathers = found["operations"][Phase.GATHER]
+        assert gathers + found["operations"][Phase.REDUCE] == found["collectives"] == found["last"] + 1
+        assert found["operations"][Phase.NORM] == 1
+        assert found["operations"][Phase.WHOLE] == 21  # twenty tensors and the end
+        assert found["operations"][Phase.AGREE] == 2
         assert found["units"] == [("(root)", 4, 336), *((f"layers.{i}", 4, 492) for i in range(4))]
-        assert (found["peers"], found["torn"]) == ((0, 1), 0)
+        assert found["peers"] == (0, 1)
         assert (found["doing"], found["ended"], found["new"]) == (Doing.OUTSIDE, Doing.ENDED, 1)
     assert (first["hash"], first["run"]) == (second["hash"], second["run"])
 
@@ -153,10 +150,9 @@ def beside_another_job(folder: str) -> tuple[str, list[str], str]:
 def test_two_jobs_do_not_share_a_folder(run_ranks: RunRanks, tmp_path: Path) -> None:
     """The other job is this process, which lives, and began later."""
     process = this_process()
-    phases = tuple(phase.value for phase in Phase)
     far = 2 * time.time_ns()
-    other = Writer(7, 8, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),), phases)
-    Ring(tmp_path / file_name(1, 0), asdict(other), 4)
+    other = Writer(7, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),))
+    Ring(tmp_path / file_name(1, 0), other, 4)
     found = run_ranks(2, beside_another_job, str(tmp_path))
     (message,) = {message for message, _, _ in found}
     assert f"holds the log of rank 1 of another job, which still runs (process {process.pid} on " in message
@@ -209,3 +205,37 @@ def test_the_flight_recorder_of_this_torch_is_read(run_ranks: RunRanks, tmp_path
         for line in lines:
             assert line.startswith("gloo:")
             assert " of group " in line
+
+
+class Unfinished:
+    """The handle of a collective that an accelerator has not completed."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def look_while_one_is_unfinished(folder: str) -> list[tuple[int, Phase, int]]:
+    model = shard()
+    model.log_for_hangs(folder)
+    log = model._hang_log
+    assert log is not None
+    beats = []
+    for work in (None, Unfinished()):
+        log._keeps_handles = work is not None  # as on accelerators
+        log.begins(Phase.REDUCE, 2)
+        log.communicates(7, Moment.LAUNCHES, "reduce", None)
+        log.communicates(7, Moment.LAUNCHED, "reduce", work)  # type: ignore[arg-type]
+        log.ends(Phase.REDUCE, 2)
+        log.look()
+        beat = read_folder(Path(folder)).ranks[0].beat
+        assert beat is not None
+        beats.append((beat.collective, beat.phase, beat.unit))
+    return beats
+
+
+def test_a_heartbeat_names_the_collective_that_an_accelerator_has_not_finished(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    ((none, unfinished),) = run_ranks(1, look_while_one_is_unfinished, str(tmp_path))
+    assert none[0] == NO_NUMBER
+    assert unfinished == (7, Phase.REDUCE, 2)

@@ -2,123 +2,143 @@
 
 import os
 import struct
-from dataclasses import asdict, replace
+import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.engine.collective_log import (
-    PHASES,
+from megatron_fsdp.config.hang_log import HangSettings, resolve_hang_log
+from megatron_fsdp.engine.observer import Phase
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang.log_file import (
+    NO_NUMBER,
     RECORD_BYTES,
     WORDS_BYTES,
-    Beat,
-    HangSettings,
     Mark,
-    Record,
+    Process,
+    RankLog,
     Ring,
+    UnitFacts,
+    Writer,
+    file_name,
     fold,
-    new_file,
-    read_beat,
-    read_head,
-    read_records,
-    read_words,
-    resolve_hang_log,
-    write_beat,
-    write_record,
-    write_words,
+    parse_log,
+    rank_and_model,
+    this_process,
 )
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.reading import read_folder, read_log
-from megatron_fsdp.hang.writer import Process, UnitFacts, Writer, file_name, is_alive, is_log_name, this_process
 
-_RECORDS = st.builds(
-    Record,
-    number=st.just(0),
-    time_ns=st.integers(1, 2**62),
-    step=st.integers(0, 2**31),
-    unit=st.integers(0, 2**30),
-    phase=st.integers(0, 255),
-    mark=st.sampled_from(Mark),
-    in_backward=st.booleans(),
-    collective=st.integers(-1, 2**62),
-    num_bytes=st.integers(0, 2**62),
-    count=st.integers(0, 2**62),
-    hash=st.integers(0, 2**61),
-    epoch=st.integers(0, 255),
+Event = tuple[Mark, Phase, int, int]
+_EVENTS = st.tuples(
+    st.sampled_from([Mark.BEGINS, Mark.ENDS, Mark.FAILED]),
+    st.sampled_from(Phase),
+    st.integers(0, 1),
+    st.integers(0, 2**62),
 )
 
 
-def _numbered(records: list[Record]) -> list[Record]:
-    return [Record(**{**vars(record), "number": number}) for number, record in enumerate(records)]
+def _writer(rank: int, run: str = "one", started_ns: int = 1, model: int = 0) -> Writer:
+    units = (UnitFacts("(root)", ("a", "b"), 8), UnitFacts("layers.0", (), 0))
+    return Writer(rank, (0, 1), model, run, started_ns, this_process(), units)
 
 
-def _written(records: list[Record], capacity: int) -> bytearray:
-    content, places = new_file({"rank": 0}, capacity)
-    memory = bytearray(content)
-    for record in records:
-        write_record(memory, places, tuple(vars(record).values()))
-    return memory
+def _written(events: list[Event], capacity: int = 8) -> bytes:
+    """A log with these events."""
+    with tempfile.TemporaryDirectory() as folder:
+        ring = Ring(Path(folder) / "log", _writer(0), capacity)
+        for event in events:
+            ring.add(*event)
+        return ring.path.read_bytes()
 
 
-@given(st.lists(_RECORDS, max_size=40), st.integers(1, 12))
-def test_the_last_records_come_out_as_they_went_in(drawn: list[Record], capacity: int) -> None:
-    records = _numbered(drawn)
-    content = bytes(_written(records, capacity))
-    who, places = read_head(content)
-    assert who == {"rank": 0}
-    assert read_records(content, places) == (records[-capacity:], 0)
+def _events(log: RankLog) -> list[Event]:
+    return [(record.mark, record.phase, record.unit, record.num_bytes) for record in log.records]
 
 
-@given(st.lists(_RECORDS, min_size=1, max_size=12), st.data())
-def test_a_torn_record_is_left_out_and_counted(drawn: list[Record], data: st.DataObject) -> None:
-    records = _numbered(drawn)
-    content = _written(records, 8)
-    _, places = read_head(bytes(content))
-    kept = records[-8:]
+@settings(max_examples=40)
+@given(st.lists(_EVENTS, max_size=40), st.integers(1, 12))
+def test_the_last_records_come_out_as_they_went_in(events: list[Event], capacity: int) -> None:
+    log = parse_log(_written(events, capacity))
+    assert (log.writer, log.beat, log.words, log.termination) == (_writer(0), None, "", "")
+    assert _events(log) == events[-capacity:]
+    assert [record.number for record in log.records] == list(range(len(events)))[-capacity:]
+
+
+@settings(max_examples=40)
+@given(st.lists(_EVENTS, min_size=1, max_size=12), st.data())
+def test_a_torn_record_is_left_out(events: list[Event], data: st.DataObject) -> None:
+    content = bytearray(_written(events))
+    kept = parse_log(bytes(content)).records
     torn = data.draw(st.sampled_from(kept))
-    at = places.record(torn.number) + data.draw(st.integers(0, RECORD_BYTES - 1))
-    content[at] ^= 1 << data.draw(st.integers(0, 7))
-    assert read_records(bytes(content), places) == ([record for record in kept if record != torn], 1)
+    place = len(content) - RECORD_BYTES * (8 - torn.number % 8)
+    content[place + data.draw(st.integers(0, RECORD_BYTES - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert parse_log(bytes(content)).records == tuple(record for record in kept if record != torn)
 
 
-@settings(max_examples=60)
-@given(st.lists(_RECORDS, max_size=12), st.data())
-def test_a_file_that_was_cut_off_is_refused_or_read_in_part(drawn: list[Record], data: st.DataObject) -> None:
-    records = _numbered(drawn)
-    content = bytes(_written(records, 8))
+@settings(max_examples=40)
+@given(st.lists(_EVENTS, max_size=12), st.data())
+def test_a_file_that_was_cut_off_is_refused_or_read_in_part(events: list[Event], data: st.DataObject) -> None:
+    content = _written(events)
     short = content[: data.draw(st.integers(0, len(content) - 1))]
     try:
-        _, places = read_head(short)
+        log = parse_log(short)
     except ValueError:
         return
-    found, _ = read_records(short, places)
-    assert all(record in records for record in found)
-    assert read_beat(short, places) is None
-    assert read_words(short, places) == ""
+    assert set(log.records) <= set(parse_log(content).records)
+    assert (log.beat, log.words) == (None, "")
 
 
-def test_signs_of_life_and_last_words_come_out_as_they_went_in() -> None:
-    content, places = new_file({}, 1)
-    memory = bytearray(content)
-    assert read_beat(content, places) is None
-    assert read_words(content, places) == ""
-    write_beat(memory, places, Beat(5, 7, 3, 2))
-    write_words(memory, places, "x" * 2 * WORDS_BYTES + "ValueError: tail")
-    assert read_beat(bytes(memory), places) == Beat(5, 7, 3, 2)
-    said = read_words(bytes(memory), places)
-    assert said.endswith("xValueError: tail")
-    assert len(said) == WORDS_BYTES - 8
-    memory[places.beat] ^= 1
-    memory[places.words + 9] ^= 1
-    assert read_beat(bytes(memory), places) is None
-    assert read_words(bytes(memory), places) == ""
+def test_a_heartbeat_and_the_last_error_come_out_as_they_went_in(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "log", _writer(0), 1)
+    ring.beat(7, Phase.REDUCE, 1)
+    ring.say(ValueError("x" * 2 * WORDS_BYTES + " tail"))
+    content = ring.path.read_bytes()
+    log = parse_log(content)
+    assert log.beat is not None
+    assert (log.beat.mark, log.beat.collective, log.beat.phase, log.beat.unit) == (Mark.BEAT, 7, Phase.REDUCE, 1)
+    assert log.words.endswith("x tail")
+    assert len(log.words) == WORDS_BYTES - 8
+    damaged = bytearray(content)
+    for back in (WORDS_BYTES + 2 * RECORD_BYTES, WORDS_BYTES + RECORD_BYTES - 9):
+        damaged[-back] ^= 1
+    log = parse_log(bytes(damaged))
+    assert (log.beat, log.words) == (None, "")
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 2**40)] * 3), max_size=6), st.data())
-def test_hashes_tell_sequences_apart(operations: list[tuple[int, int, int]], data: st.DataObject) -> None:
-    def total(sequence: list[tuple[int, int, int]]) -> int:
+def test_counts_and_hashes_start_again_with_a_reset_and_a_goodbye_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = Ring(tmp_path / "log", _writer(0), 8)
+    ring.launch(Phase.GATHER, 1, 64)
+    ring.launch(Phase.NORM, 0, 0)
+    ring.reset()
+    ring.collective = 3
+    ring.launch(Phase.GATHER, 1, 64)
+    monkeypatch.setattr(sys, "last_value", KeyError("uncaught"), raising=False)
+    ring.close()
+    ring.add(Mark.BEGINS, Phase.FORWARD)
+    log = parse_log(ring.path.read_bytes())
+    first = fold(0, Phase.GATHER, 1, 64)
+    assert [(r.mark, r.counted, r.hash, r.epoch, r.collective) for r in log.records] == [
+        (Mark.LAUNCHES, 1, first, 0, NO_NUMBER),
+        (Mark.LAUNCHES, 2, fold(first, Phase.NORM, 0, 0), 0, NO_NUMBER),
+        (Mark.RESET, 0, 0, 1, NO_NUMBER),
+        (Mark.LAUNCHES, 1, first, 1, 3),
+        (Mark.GOODBYE, 1, first, 1, 3),
+    ]
+    assert log.words == "KeyError: 'uncaught'"
+
+
+_OPERATIONS = st.tuples(st.sampled_from(Phase), st.integers(0, 2**40), st.integers(0, 2**40))
+
+
+@given(st.lists(_OPERATIONS, max_size=6), st.data())
+def test_hashes_tell_sequences_apart(operations: list[tuple[Phase, int, int]], data: st.DataObject) -> None:
+    def total(sequence: list[tuple[Phase, int, int]]) -> int:
         so_far = 0
         for operation in sequence:
             so_far = fold(so_far, *operation)
@@ -126,24 +146,10 @@ def test_hashes_tell_sequences_apart(operations: list[tuple[int, int, int]], dat
 
     other = data.draw(st.permutations(operations))
     assert (total(operations) == total(other)) == (operations == other)
-    assert total([*operations, (0, 0, 0)]) != total(operations)
+    assert total([*operations, (Phase.GATHER, 0, 0)]) != total(operations)
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
-
-
-def _writer(rank: int, run: str = "one", started_ns: int = 1, model: int = 0) -> Writer:
-    return Writer(
-        rank,
-        2,
-        (0, 1),
-        model,
-        run,
-        started_ns,
-        this_process(),
-        (UnitFacts("(root)", ("a", "b"), 8),),
-        tuple(phase.value for phase in PHASES),
-    )
 
 
 _GONE = replace(this_process(), started=-1)
@@ -152,7 +158,7 @@ _GONE = replace(this_process(), started=-1)
 
 def _log(folder: Path, writer: Writer) -> Path:
     path = folder / file_name(writer.rank, writer.model)
-    Ring(path, asdict(writer), 4).add(Mark.BEGINS, 0, 0, False, 0, 0, 0, 0, 0, 0)
+    Ring(path, writer, 4).add(Mark.BEGINS, Phase.FORWARD)
     return path
 
 
@@ -160,7 +166,7 @@ def test_a_log_is_read_back_with_its_writer(tmp_path: Path) -> None:
     path = _log(tmp_path, _writer(3))
     assert path.name == "rank-00003.mfsdplog"
     log = read_log(path)
-    assert (log.writer, log.alive, log.torn, len(log.records)) == (_writer(3), True, 0, 1)
+    assert (log.writer, log.alive, len(log.records)) == (_writer(3), True, 1)
 
 
 def test_logs_of_an_earlier_run_are_told_and_left_out(tmp_path: Path) -> None:
@@ -205,30 +211,27 @@ def test_foreign_and_damaged_files_are_told_and_left_out(tmp_path: Path) -> None
     assert logs.remarks == (
         "rank-00001.mfsdplog was left out: it does not begin as a log does",
         "rank-00002.mfsdplog was left out: its header is damaged or cut off",
-        "rank-00004.mfsdplog was left out: it has version 99, and this program reads version 1",
+        "rank-00004.mfsdplog was left out: another version of this package wrote it; read it with that one",
     )
 
 
 def test_headers_that_lack_something_are_refused(tmp_path: Path) -> None:
-    content, _ = new_file({"rank": 0}, 1)
-    (tmp_path / file_name(0, 0)).write_bytes(content)
+    _log(tmp_path, replace(_writer(0), units=({},)))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"holds no log of a rank \(rank-00000.mfsdplog was left out: its hea"):
         read_folder(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "is_one"), [("rank-00000.mfsdplog", True), ("rank-123456.mfsdplog", True)])
-def test_names_of_logs(name: str, is_one: bool) -> None:
-    assert is_log_name(name) is is_one
-    assert is_log_name(file_name(7, 2))
+def test_names_of_logs() -> None:
     assert file_name(7, 2) == "rank-00007.model-2.mfsdplog"
-    assert not is_log_name(f"{name}.{os.getpid()}")  # one that is being begun
+    assert [rank_and_model(file_name(*place)) for place in ((7, 2), (123456, 0))] == [(7, 2), (123456, 0)]
+    assert rank_and_model(f"rank-00000.mfsdplog.{os.getpid()}") is None  # one that is being begun
 
 
 def test_only_processes_of_this_machine_are_known_to_be_dead() -> None:
     me = this_process()
-    assert is_alive(me) is True
-    assert is_alive(Process(me.host, me.pid, (me.started or 0) + 1, me.namespace)) is False
-    assert is_alive(Process("elsewhere", me.pid, me.started, me.namespace)) is None
+    assert me.is_alive is True
+    assert Process(me.host, me.pid, (me.started or 0) + 1, me.namespace).is_alive is False
+    assert Process("elsewhere", me.pid, me.started, me.namespace).is_alive is None
 
 
 # ---- the switch ----------------------------------------------------------------------------------------------------

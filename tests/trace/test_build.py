@@ -65,9 +65,7 @@ def test_a_collective_from_its_moments() -> None:
         *rest,
         (END, 340, Phase.WAIT, 2),
     )
-    assert found.collectives == (
-        Collective(7, 0, 2, "gather", "inner", "gather", 30, 1, 200, 210, 250, 310, 0, 300, 330),
-    )
+    assert found.collectives == (Collective(7, 0, 2, "gather", "inner", "gather", 30, 200, 210, 250, 310, 0, 300, 330),)
     assert found.spans == (
         span("gather", 190, 215, unit=2, num_bytes=30),
         span("wait", 290, 340, unit=2),

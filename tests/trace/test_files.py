@@ -62,7 +62,7 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other JSON": (lambda told: told.pop(KEY), "is JSON of something else"),
-    "newer": (_set("format", to=1), "has format 1; this version reads 2"),
+    "newer": (_set("format", to=1), "has format 1; this version reads 3"),
     "no rank": (lambda told: told[KEY].pop("rank"), "is damaged: KeyError: 'rank'"),
     "half a row": (_set("spans", "rows", 0, to=[0, 0]), "is damaged: ValueError"),
     "other columns": (_set("memory", "columns", to=["a"]), "the columns of memory are ['a']"),

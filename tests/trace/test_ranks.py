@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_fsdp.errors import TraceError
-from megatron_fsdp.trace.summary import Times, UnitMean, common_steps, compare, on_one_clock, summarise
+from megatron_fsdp.trace.summary import Row, Times, common_steps, compare, on_one_clock, summarise
 from megatron_fsdp.trace.timeline import StepWindow
 from tests.trace.synthetic import EMPTY, KNOWN, collective, span
 
@@ -27,15 +27,18 @@ OTHER = replace(
 def test_means_slowest_and_skew_by_hand() -> None:
     found = compare([KNOWN, OTHER])
     first, second = found.ranks
-    assert (first.step_ns, first.own_ns, first.sent_bytes, first.memory_bytes) == (1000, 920, 100, 96)
-    assert (second.step_ns, second.own_ns, second.sent_bytes, second.memory_bytes) == (1000, 1000, 100, None)
+    assert (first.duration_ns, first.own_ns, first.sent_bytes, first.memory_bytes) == (1000, 920, 100, 96)
+    assert (second.duration_ns, second.own_ns, second.sent_bytes, second.memory_bytes) == (1000, 1000, 100, None)
     assert (first.hidden, second.hidden) == (1 - 60 / 360, 1 - 10 / 90)
     assert found.hidden == 1 - 70 / 450
     assert (found.slowest_rank, found.skew_ns) == (1, 80)
+    root = Times(compute=(350 + 330) // 2, update=200)
+    layer = Times(gather=50, wait=40, compute=(220 + 320) // 2)
     assert found.units == (
-        UnitMean("(root)", Times(compute=(350 + 330) // 2, update=200), 0, 0, 64, skew_ns=20),
-        UnitMean("layers.0", Times(gather=50, wait=40, compute=(220 + 320) // 2), 35, 100, 96, skew_ns=100),
+        Row(None, 0, None, root, duration_ns=540, memory_bytes=64),
+        Row(None, 1, None, layer, duration_ns=360, exposed_ns=35, collectives=1, gather_bytes=100, memory_bytes=96),
     )
+    assert found.unit_skews_ns == (20, 100)
     assert found.slowest_unit == "(root)"  # 340 ns without the optimizer; of the 360 of layers.0, 40 are waits
     assert found.steps == (0,)
 

@@ -57,8 +57,8 @@ def _sent(timeline: Timeline, axis: str | None = None) -> Traffic:
             is_gather = one.purpose == "gather"
             total = total.plus(
                 Traffic(
-                    one.count * is_gather,
-                    one.count * (not is_gather),
+                    int(is_gather),
+                    int(not is_gather),
                     one.num_bytes * is_gather,
                     one.num_bytes * (not is_gather),
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,10 +130,15 @@ def _what(args: argparse.Namespace) -> tuple[Any, Any]:
         if args.batch is None:
             raise ConfigurationError("--batch is missing: give a function that makes a batch, as package.module:name")
         return args.model, args.batch
+    path = str(args.hf_config.resolve())
+    model_fn = partial(causal_model, path, args.layers)
+    if args.batch is not None:
+        return model_fn, args.batch
+    size = getattr(_config(path, args.layers), "vocab_size", None)
+    if not isinstance(size, int):
+        raise ConfigurationError(f"--hf-config {path} has no vocab_size; give --batch, a function of a seed")
     samples = args.samples or 2 * args.ranks * args.microbatches
-    model_fn = CausalModel(str(args.hf_config.resolve()), args.layers)
-    tokens = None if args.batch else RandomTokens(model_fn.vocabulary_size(), samples, args.sequence_length)
-    return model_fn, args.batch or tokens
+    return model_fn, partial(random_tokens, size, samples, args.sequence_length)
 
 
 def _show(report: ParityReport) -> None:
@@ -147,79 +152,47 @@ def _show(report: ParityReport) -> None:
     write_line(f"{report.verdict}: {report.compared()}")
 
 
-# ---- models of transformers; what builds them can be sent to other processes -----------------------------------------
+# ---- models of transformers: functions of this module, which can be sent to other processes --------------------------
 
 
-@dataclass(frozen=True)
-class CausalModel:
-    """Builds a causal language model with random weights, in eval mode.
+def causal_model(path: str, layers: int | None) -> nn.Module:
+    """Build a causal language model with random weights, in eval mode.
 
-    Attributes:
+    Args:
         path: A config.json, or the folder it is in.
         layers: How many layers; None: as many as the configuration says.
+
+    Raises:
+        ConfigurationError: transformers is missing, or builds no causal language model from this configuration.
     """
-
-    path: str
-    layers: int | None = None
-
-    def __call__(self) -> nn.Module:
-        """Build the model.
-
-        Raises:
-            ConfigurationError: transformers is missing, or builds no causal language model from this configuration.
-        """
-        config = self._config()
-        transformers: Any = require("transformers", "--hf-config")
-        try:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        except Exception as error:
-            raise ConfigurationError(
-                f"--hf-config {self.path}: transformers {transformers.__version__} builds no causal language model "
-                f"from {type(config).__name__} ({str(error).splitlines()[0]:.200}); give a function that builds the "
-                "model as MODEL"
-            ) from error
-        return model.eval()
-
-    def vocabulary_size(self) -> int:
-        """Return the number of tokens in the vocabulary.
-
-        Raises:
-            ConfigurationError: As `__call__`, or the configuration has no vocabulary size.
-        """
-        size = getattr(self._config(), "vocab_size", None)
-        if not isinstance(size, int):
-            raise ConfigurationError(f"--hf-config {self.path} has no vocab_size; give --batch, a function of a seed")
-        return size
-
-    def _config(self) -> Any:
-        if not Path(self.path).exists():
-            raise ConfigurationError(f"--hf-config {self.path}: there is no such file or folder; give a local one")
-        from megatron_fsdp.plan.models import read_config
-
-        config = read_config(self.path)
-        if self.layers is not None:
-            config.num_hidden_layers = self.layers
-        return config
+    config = _config(path, layers)
+    transformers: Any = require("transformers", "--hf-config")
+    try:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigurationError(
+            f"--hf-config {path}: transformers {transformers.__version__} builds no causal language model from "
+            f"{type(config).__name__} ({str(error).splitlines()[0]:.200}); give a function that builds the model as "
+            "MODEL"
+        ) from error
+    return model.eval()
 
 
-@dataclass(frozen=True)
-class RandomTokens:
-    """Makes batches of random tokens with the labels of a language model.
+def random_tokens(vocabulary_size: int, samples: int, length: int, seed: int) -> dict[str, Tensor]:
+    """Make a batch of random tokens: `input_ids` and `labels`, (samples, length) int64."""
+    import torch
 
-    Attributes:
-        vocabulary_size: Of the model.
-        samples: Per batch.
-        length: Tokens of each.
-    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocabulary_size, (samples, length), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
 
-    vocabulary_size: int
-    samples: int
-    length: int
 
-    def __call__(self, seed: int) -> dict[str, Tensor]:
-        """Make a batch: `input_ids` and `labels`, (samples, length) int64."""
-        import torch
+def _config(path: str, layers: int | None) -> Any:
+    if not Path(path).exists():
+        raise ConfigurationError(f"--hf-config {path}: there is no such file or folder; give a local one")
+    from megatron_fsdp.plan.models import read_config
 
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(self.vocabulary_size, (self.samples, self.length), generator=generator)
-        return {"input_ids": tokens, "labels": tokens.clone()}
+    config = read_config(path)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    return config

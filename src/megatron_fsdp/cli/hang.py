@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fsdp.cli.output import write_json, write_line, write_table
+from megatron_fsdp.cli.output import add_json, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         default=_AFTER_S,
         help="how long nothing may happen on a rank that waits before it is called a hang (%(default)g)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: There are no logs, or the time is invalid.
     """
-    from megatron_fsdp.engine.collective_log import check_timeout
+    from megatron_fsdp.config.hang_log import checked_timeout
     from megatron_fsdp.hang.explain import explain
     from megatron_fsdp.hang.reading import read_folder
 
-    check_timeout(args.after, "--after")
+    checked_timeout(args.after, "--after")
     found = explain(read_folder(args.folder), args.after)
     if args.json:
         write_json(_as_json(found))

@@ -13,7 +13,7 @@ from megatron_fsdp.config.command_parser import EXIT_SAME
 
 if TYPE_CHECKING:
     from megatron_fsdp.trace import Comparison, Timeline
-    from megatron_fsdp.trace.summary import Times
+    from megatron_fsdp.trace.summary import Row, Times
 
 _TIMES = ("compute", "gather", "wait", "copy", "reduce", "update", "other")
 _UNIT_COLUMNS = ("unit", *_TIMES, "exposed", "sent", "memory", "skew")
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.merge is not None:
         write_chrome(args.merge, on_one_clock(timelines))
     if args.json:
-        write_json(asdict(found))
+        write_json(_as_json(found, timelines))
     else:
         _write(found, timelines)
     return EXIT_SAME
@@ -71,33 +71,27 @@ def run(args: argparse.Namespace) -> int:
 def _write(found: Comparison, timelines: Sequence[Timeline]) -> None:
     write_facts(_facts(found, timelines))
     write_line()
-    rows = [
-        [
-            str(rank.rank),
-            _ms(rank.step_ns),
-            _ms(rank.own_ns),
-            *_columns(rank.times),
-            _ms(rank.exposed_ns),
-            _part(rank.hidden),
-            in_bytes(rank.sent_bytes),
-            _memory(rank.memory_bytes),
-        ]
-        for rank in found.ranks
-    ]
+    rows = []
+    for rank in found.ranks:
+        times = [_ms(rank.duration_ns), _ms(rank.own_ns), *_columns(rank.times), _ms(rank.exposed_ns)]
+        rows.append([str(rank.rank), *times, _part(rank.hidden), in_bytes(rank.sent_bytes), _memory(rank)])
     write_table(_RANK_COLUMNS, rows, right=_RANK_COLUMNS)
     write_line()
-    rows = [
-        [
-            unit.unit,
-            *_columns(unit.times),
-            _ms(unit.exposed_ns),
-            in_bytes(unit.sent_bytes),
-            _memory(unit.memory_bytes),
-            _ms(unit.skew_ns),
-        ]
-        for unit in found.units
-    ]
+    rows = []
+    for unit, skew_ns in zip(found.units, found.unit_skews_ns, strict=True):
+        times = [*_columns(unit.times), _ms(unit.exposed_ns)]
+        label = timelines[0].units[unit.unit or 0]
+        rows.append([label, *times, in_bytes(unit.sent_bytes), _memory(unit), _ms(skew_ns)])
     write_table(_UNIT_COLUMNS, rows, right=_UNIT_COLUMNS[1:])
+
+
+def _as_json(found: Comparison, timelines: Sequence[Timeline]) -> dict[str, Any]:
+    told = asdict(found)
+    for row, value in zip((*found.ranks, *found.units), (*told["ranks"], *told["units"]), strict=True):
+        value |= {"own_ns": row.own_ns, "sent_bytes": row.sent_bytes, "hidden": row.hidden}
+    for value, skew_ns in zip(told["units"], told.pop("unit_skews_ns"), strict=True):
+        value |= {"unit": timelines[0].units[value["unit"]], "skew_ns": skew_ns}
+    return told
 
 
 def _facts(found: Comparison, timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
@@ -127,5 +121,5 @@ def _part(part: float | None) -> str:
     return "-" if part is None else f"{part:.1%}"
 
 
-def _memory(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else in_bytes(num_bytes)
+def _memory(row: Row) -> str:
+    return "-" if row.memory_bytes is None else in_bytes(row.memory_bytes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megatron_fsdp.doctor.diagnose import EXACT, Context, Diagnosis, Suspect, Tolerance, diagnose
+from megatron_fsdp.doctor.diagnose import EXACT, Context, Diagnosis, Tolerance, diagnose
 from megatron_fsdp.doctor.reference import Reference
 from megatron_fsdp.doctor.report import (
     BUFFER,
@@ -19,6 +19,7 @@ from megatron_fsdp.doctor.report import (
     INITIAL,
     LOADED,
     LOSS,
+    RESUMED,
     STATE,
     WEIGHT,
     Difference,
@@ -27,6 +28,7 @@ from megatron_fsdp.doctor.training import Observation, Place, Values
 
 _ROUNDINGS = 4
 """A weight before and after, on either side, each rounded once or twice by half an eps."""
+_AFTERWARDS = {LOADED: " after saving and loading", RESUMED: " in the run that was loaded"}
 _UPDATE = Tolerance(1e-2)
 """For diagnosing an update: a difference of nearly equal weights has few significant digits."""
 
@@ -42,22 +44,19 @@ def compare(reference: Reference, found: Observation, *, repeats: bool = True) -
     Returns:
         At most one difference for each place, the earliest cause first.
     """
-    places = [
-        _Tensors(reference, found, place, want, found.values[place]).compare()
-        for place, want in reference.observation.values.items()
-    ]
-    for place, (want, got) in found.round_trip.items():
-        tolerance = EXACT if repeats or place[0] == LOADED else reference.tolerance
-        places.append(_compare_copies(place, want, got, tolerance))
+    right = reference.observation.values.items()
+    pairs = {place: (want, found.values[place]) for place, want in right} | dict(found.round_trip)
+    places = (_Tensors(reference, found, repeats, place, *pair).compare() for place, pair in pairs.items())
     return [difference for difference in places if difference is not None]
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """The tensors of one place of a run: those of one process, and those of the sharded run."""
+    """The tensors of one place of a run: those of one process, or that were saved, and those of the sharded run."""
 
     reference: Reference
     found: Observation
+    repeats: bool
     place: Place
     want: Values
     got: Values
@@ -73,8 +72,10 @@ class _Tensors:
     @cached_property
     def allowed(self) -> Tolerance:
         """The tolerance between both sides."""
-        if self.where in (INITIAL, COUNTER):
+        if self.where in (INITIAL, COUNTER, LOADED):
             return EXACT
+        if self.where == RESUMED:
+            return EXACT if self.repeats else self.reference.tolerance
         allowed = self.reference.tolerance.at_step(self.step)
         return allowed.among(self.want.values()) if self.where == GRADIENT else allowed
 
@@ -99,7 +100,7 @@ class _Tensors:
             told = self._explain(name, value)
             if rank is not None:
                 told = replace(told, words=f"is not the same on all ranks: on rank {rank} it {told.words}")
-            told = replace(told, words=told.words + self._tell_owners(names))
+            told = replace(told, words=told.words + _AFTERWARDS.get(self.where, "") + self._tell_owners(names))
         error, limit = self._worst(name, value)
         return Difference(
             self.where, self.step, name, told.kind, told.words, told.ratio, error, limit, tuple(names[1:])
@@ -149,12 +150,14 @@ class _Tensors:
     def _worst(self, name: str, got: Tensor | None) -> tuple[float, float]:
         """Return the largest difference, and the tolerance there."""
         want = self.want.get(name)
-        error, limit = _worst(want, got, self.allowed, self._extra(name))
-        update = None if want is None or got is None or want.shape != got.shape else self._update(name, got)
-        if update is None or error > limit:
-            return error, limit
-        worst = int((update[0] - update[1]).argmax())
-        return float(update[0].flatten()[worst]), float(update[1].flatten()[worst])
+        if want is None or got is None or want.shape != got.shape or want.numel() == 0:
+            return math.nan, math.nan
+        error, allowed = (got.double() - want.double()).abs(), self.allowed.allowed(want, self._extra(name))
+        update = self._update(name, got)
+        if update is not None and not bool((error > allowed).any()):
+            error, allowed = update
+        worst = int(torch.nan_to_num(error - allowed, nan=math.inf).argmax())
+        return float(error.flatten()[worst]), float(allowed.flatten()[worst])
 
     # ---- updates are small beside weights, so they are compared by themselves too ---------------------------------
 
@@ -210,7 +213,7 @@ class _Tensors:
         told = diagnose(want, got, context, self.allowed)
         if told.kind not in ("factor", "unknown"):
             return told
-        told = diagnose(*changes, replace(context, what="update", suspects=()), _UPDATE)
+        told = diagnose(*changes, replace(context, what="update", stale=None), _UPDATE)
         return replace(told, words=f"has an update that {told.words}")
 
     def _with_wrong_ranks(self, told: Diagnosis) -> Diagnosis:
@@ -240,67 +243,14 @@ class _Tensors:
         return f" (whatever differs there is in the shard of rank(s) {', '.join(map(str, sorted(ranks)))})"
 
     def _context(self, name: str) -> Context:
-        reference, suspects = self.reference, list[Suspect]()
-        of_ranks: tuple[Tensor, ...] = ()
-        values = reference.observation.values
-        previous = values.get((self.where, self.step - 1), {}).get(name)
-        stale = reference.stale.get(self.place, {}).get(name)
-        if stale is not None:
-            at = "that of" if self.where == LOSS else "the gradient at"
-            words = f"is stale by one step: it is {at} the weights before update {self.step - 1}"
-            suspects.append(Suspect("stale", words, stale))
-        if previous is not None and self.where == GRADIENT:
-            words = f"is stale by one step: it is the gradient of step {self.step - 1}"
-            suspects.append(Suspect("stale", words, previous))
-        if previous is not None and self.where == STATE:
-            words = f"is stale by one step: it equals its value before update {self.step}"
-            suspects.append(Suspect("stale", words, previous))
-        if self.place == (GRADIENT, 1):
-            of_ranks = _all_or_none(found.get(name) for found in reference.of_ranks)
-            alone = _all_or_none(found.get(name) for found in reference.of_microbatches)
-            suspects += [
-                Suspect("not accumulated", f"equals the gradient of microbatch {number} alone", value)
-                for number, value in enumerate(alone, start=1)
-            ]
-        if self.where in (INITIAL, GRADIENT, WEIGHT):
-            suspects += [
-                Suspect("other tensor", f"has the values of `{other}`", value)
-                for other, value in self.want.items()
-                if other != name and value is not None
-            ]
-        what = {GRADIENT: GRADIENT, WEIGHT: WEIGHT, INITIAL: WEIGHT}.get(self.where, "value")
-        return Context(reference.num_ranks, reference.microbatches, what, of_ranks, tuple(suspects))
-
-
-def _compare_copies(place: Place, want: Values, got: Values, tolerance: Tolerance) -> Difference | None:
-    """Compare the saved tensors with the loaded ones, or the next step with and without loading."""
-    names = []
-    for name in dict.fromkeys([*want, *got]):
-        one, other = want.get(name), got.get(name)
-        if (one is not other) if one is None or other is None else not tolerance.agrees(one, other):
-            names.append(name)
-    if not names:
-        return None
-    name = names[0]
-    told = diagnose(want.get(name), got.get(name), Context(1, what="value"), tolerance)
-    words = f"{told.words} {'after saving and loading' if place[0] == LOADED else 'in the run that was loaded'}"
-    error, limit = _worst(want.get(name), got.get(name), tolerance)
-    return Difference(*place, name, told.kind, words, told.ratio, error, limit, tuple(names[1:]))
-
-
-def _worst(
-    want: Tensor | None, got: Tensor | None, tolerance: Tolerance, extra: Tensor | None = None
-) -> tuple[float, float]:
-    """Return the largest difference, and the tolerance there."""
-    if want is None or got is None or want.shape != got.shape or want.numel() == 0:
-        return math.nan, math.nan
-    error = (got.double() - want.double()).abs()
-    allowed = tolerance.allowed(want, extra)
-    worst = int(torch.nan_to_num(error - allowed, nan=math.inf).argmax())
-    return float(error.flatten()[worst]), float(allowed.flatten()[worst])
-
-
-def _all_or_none(values: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
-    found = tuple(values)
-    present = tuple(value for value in found if value is not None)
-    return present if len(present) == len(found) else ()
+        reference, at = self.reference, "that of" if self.where == LOSS else "the gradient at"
+        of_ranks = [found.get(name) for found in reference.of_ranks] if self.place == (GRADIENT, 1) else []
+        known = tuple(value for value in of_ranks if value is not None)
+        return Context(
+            reference.num_ranks,
+            reference.microbatches,
+            {GRADIENT: GRADIENT, WEIGHT: WEIGHT, INITIAL: WEIGHT}.get(self.where, "value"),
+            known if len(known) == len(of_ranks) else (),
+            reference.stale.get(self.place, {}).get(name),
+            f"{at} the weights before update {self.step - 1}",
+        )

@@ -93,8 +93,8 @@ class Diagnosis:
     """The diagnosis of a tensor that differs.
 
     Attributes:
-        kind: For programs: non-finite, missing, unexpected, shape, zero, frozen, stale, not reduced, not accumulated,
-            factor, moved, other tensor, counter, rounded, ranks disagree or unknown.
+        kind: For programs: non-finite, missing, unexpected, shape, zero, frozen, stale, not reduced, factor, moved,
+            counter, rounded, ranks disagree or unknown.
         words: For people; follows the name of the tensor in a sentence.
         ratio: Found over expected, where that is one number.
     """
@@ -102,15 +102,6 @@ class Diagnosis:
     kind: str
     words: str
     ratio: float | None = None
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """The value that a known fault would give instead of the right one."""
-
-    kind: str
-    words: str
-    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -122,25 +113,23 @@ class Context:
         microbatches: Per step.
         what: "gradient", "weight", "update" or "value".
         of_ranks: Its gradient from each rank's samples alone.
-        suspects: Values that known faults give; the likeliest first.
+        stale: Its value with the weights before the last update; None: not known.
+        stale_words: What that is, in words.
     """
 
     num_ranks: int
     microbatches: int = 1
     what: str = "gradient"
     of_ranks: tuple[Tensor, ...] = ()
-    suspects: tuple[Suspect, ...] = ()
+    stale: Tensor | None = None
+    stale_words: str = ""
 
     def part(self, piece: slice) -> Context:
         """Return the context of some elements of the flattened tensor."""
         return replace(
             self,
             of_ranks=tuple(value.flatten()[piece] for value in self.of_ranks),
-            suspects=tuple(
-                replace(each, value=each.value.flatten()[piece])
-                for each in self.suspects
-                if each.kind != "other tensor"
-            ),
+            stale=None if self.stale is None else self.stale.flatten()[piece],
         )
 
 
@@ -240,11 +229,10 @@ def _explain_values(expected: Tensor, found: Tensor, _context: Context, _slack: 
     return None
 
 
-def _explain_suspects(_expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
-    for suspect in context.suspects:
-        if _same(suspect.value, found, slack):
-            return Diagnosis(suspect.kind, suspect.words)
-    return None
+def _explain_stale(_expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
+    if context.stale is None or not _same(context.stale, found, slack):
+        return None
+    return Diagnosis("stale", f"is stale by one step: it is {context.stale_words}")
 
 
 def _explain_not_reduced(expected: Tensor, found: Tensor, context: Context, slack: float) -> Diagnosis | None:
@@ -335,7 +323,7 @@ def _explain_rounded(expected: Tensor, found: Tensor, context: Context, _slack: 
 
 _EXPLANATIONS: tuple[Explain, ...] = (
     _explain_values,
-    _explain_suspects,
+    _explain_stale,
     _explain_not_reduced,
     _explain_factor,
     _explain_moved,

@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
-from multiprocessing.context import SpawnProcess
-from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from megatron_fsdp.doctor.task import require_count
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
@@ -37,17 +35,17 @@ _NEVER_BEGAN = (
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The rank of a process, and the file that it writes its result to."""
+class _Job:
+    """What all ranks are given; `call` is a pickle of a function and its arguments."""
 
-    rank: int
+    call: bytes
     num_ranks: int
     device_type: str
-    folder: str
+    folder: Path
     timeout_s: float
 
-    def file(self, kind: str) -> Path:
-        return Path(self.folder) / f"rank{self.rank}.{kind}"
+    def file(self, rank: int, kind: str) -> Path:
+        return self.folder / f"rank{rank}.{kind}"
 
 
 def run_on_local_ranks(
@@ -68,20 +66,22 @@ def run_on_local_ranks(
     """
     require_count("ranks", num_ranks)
     device_type = choose_device(device, num_ranks)
-    job = _pickled((act, task, device_type))
+    call = _pickled((act, task, device_type))
     with tempfile.TemporaryDirectory(prefix="mfsdp-ranks-") as folder:
-        places = [_Place(rank, num_ranks, device_type, folder, timeout_s) for rank in range(num_ranks)]
-        context = get_context("spawn")
-        processes = [context.Process(target=_rank_main, args=(place, job), daemon=True) for place in places]
+        job = _Job(call, num_ranks, device_type, Path(folder), timeout_s)
+        context = start_processes(_rank_main, (job,), num_ranks, join=False, daemon=True, start_method="spawn")
+        deadline = time.monotonic() + timeout_s
         try:
-            for process in processes:
-                process.start()
-            _wait(processes, timeout_s)
-            _raise_first(places, processes, timeout_s)
+            while not context.join(max(0.0, deadline - time.monotonic()), _GRACE_S):
+                if time.monotonic() >= deadline:
+                    raise _late(job, [rank for rank, process in enumerate(context.processes) if process.is_alive()])
+        except ProcessException as error:
+            raise _first_failure(job, error, [process.exitcode for process in context.processes]) from None
         finally:
-            for process in processes:
-                _end(process)
-        return pickle.loads(places[0].file("result").read_bytes())
+            for process in context.processes:
+                process.kill()
+                process.join()
+        return pickle.loads(job.file(0, "result").read_bytes())
 
 
 def choose_device(device: str | None, num_ranks: int) -> str:
@@ -119,115 +119,81 @@ def _pickled(job: Any) -> bytes:
 # ---- in the rank ---------------------------------------------------------------------------------------------------
 
 
-def _rank_main(place: _Place, job: bytes) -> None:
-    """Join the process group, run, write the result or the failure, and exit without waiting for peers."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    log = os.open(place.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _rank_main(rank: int, job: _Job) -> None:
+    """Join the process group, run, and write the result or the failure."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # comes when the parent dies, and has to end a wait in a collective
+    log = os.open(job.file(rank, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    status = 0
     try:
-        _join(place)
-        act, task, device = pickle.loads(job)
+        _join(rank, job)
+        act, task, device = pickle.loads(job.call)
         result = act(task, device)
         dist.barrier()
-        if place.rank == 0:
-            place.file("result").write_bytes(pickle.dumps(result))
+        if rank == 0:
+            job.file(rank, "result").write_bytes(pickle.dumps(result))
     except BaseException as error:  # noqa: BLE001 - SystemExit too has to reach the parent
-        text = "".join(traceback.format_exception(error))
-        known = (
-            error
-            if isinstance(error, MegatronFSDPError)
-            else RankError(f"rank {place.rank} failed, and all ranks were ended:\n{_short(text)}")
-        )
-        place.file("failure").write_bytes(pickle.dumps((time.time_ns(), known)))
-        status = 1
+        text = _short("".join(traceback.format_exception(error)))
+        told = RankError(f"rank {rank} failed, and all ranks were ended:\n{text}")
+        known = error if isinstance(error, MegatronFSDPError) else told
+        job.file(rank, "failure").write_bytes(pickle.dumps((time.time_ns(), known)))
+        os._exit(1)  # without waiting for peers
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(status)
+    os._exit(0)
 
 
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _join(place: _Place) -> None:
+def _join(rank: int, job: _Job) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(1)  # one process sums in one order
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.num_ranks), LOCAL_RANK=str(place.rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.num_ranks), LOCAL_RANK=str(rank))
     backend = "gloo"
-    if place.device_type != "cpu":
-        torch.accelerator.set_device_index(place.rank)
-        backend = f"cpu:gloo,{place.device_type}:{dist.get_default_backend_for_device(place.device_type)}"
-    store = FileStore(str(Path(place.folder) / "store"), place.num_ranks)
-    timeout = timedelta(seconds=place.timeout_s + _GRACE_S)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.num_ranks, timeout=timeout)
+    if job.device_type != "cpu":
+        torch.accelerator.set_device_index(rank)
+        backend = f"cpu:gloo,{job.device_type}:{dist.get_default_backend_for_device(job.device_type)}"
+    store = FileStore(str(job.folder / "store"), job.num_ranks)
+    timeout = timedelta(seconds=job.timeout_s + _GRACE_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=job.num_ranks, timeout=timeout)
 
 
 # ---- in the parent -------------------------------------------------------------------------------------------------
 
 
-def _wait(processes: Sequence[SpawnProcess], timeout_s: float) -> None:
-    """Wait until all processes have ended, the time is up, or the grace after a first failure is over."""
-    deadline, has_failed = time.monotonic() + timeout_s, False
-    while running := [process for process in processes if process.is_alive()]:
-        if not has_failed and any(process.exitcode for process in processes if process not in running):
-            has_failed = True
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return
-        connection.wait([process.sentinel for process in running], left)
+def _first_failure(job: _Job, error: ProcessException, codes: Sequence[int | None]) -> Exception:
+    """Return the failure that caused the others. A rank that died could not report anything.
+
+    Ranks that still waited then were ended by SIGTERM, and are no cause.
+    """
+    files = [job.file(rank, "failure") for rank in range(job.num_ranks)]
+    failures = {rank: pickle.loads(file.read_bytes()) for rank, file in enumerate(files) if file.exists()}
+    died = [rank for rank, code in enumerate(codes) if rank == error.error_index or code not in (0, -signal.SIGTERM)]
+    silent = [rank for rank in died if rank not in failures]
+    if silent:
+        rank = error.error_index if error.error_index in silent else silent[0]
+        code = codes[rank] or 0
+        how = f"with exit code {code}" if code > 0 else f"(killed by signal {-code})"
+        how = "(killed by signal 9, as when memory runs out)" if code == -9 else how
+        return RankError(f"rank {rank} died {how}, and all ranks were ended:\n{_log(job, rank, _NEVER_BEGAN)}")
+    first: Exception = min(failures.values(), key=lambda failure: failure[0])[1]
+    return first
 
 
-def _raise_first(places: Sequence[_Place], processes: Sequence[SpawnProcess], timeout_s: float) -> None:
-    """Raise the first failure, which caused the others. A rank that died could not report anything."""
-    failures = {
-        place.rank: pickle.loads(place.file("failure").read_bytes())
-        for place in places
-        if place.file("failure").exists()
-    }
-    for place, process in zip(places, processes, strict=True):
-        code = process.exitcode
-        if code and place.rank not in failures:
-            how = f"with exit code {code}" if code > 0 else f"(killed by signal {-code})"
-            how = "(killed by signal 9, as when memory runs out)" if code == -9 else how
-            raise RankError(
-                f"rank {place.rank} died {how}, and all ranks were ended:\n{_log(place, never=_NEVER_BEGAN)}"
-            )
-    if failures:
-        raise min(failures.values(), key=lambda failure: failure[0])[1]
-    running = [place for place, process in zip(places, processes, strict=True) if process.is_alive()]
-    if running:
-        named = ", ".join(str(place.rank) for place in running)
-        raise RankError(
-            f"rank(s) {named} took more than {timeout_s:g} s and were ended; they wait for each other, or need more "
-            f"time (timeout_s):\n{_log(running[0], never='(it had not begun: it was still importing)')}"
-        )
+def _late(job: _Job, running: Sequence[int]) -> RankError:
+    told = _log(job, running[0], "(it had not begun: it was still importing)") if running else ""
+    return RankError(
+        f"rank(s) {', '.join(map(str, running))} took more than {job.timeout_s:g} s and were ended; they wait for each "
+        f"other, or need more time (timeout_s):\n{told}"
+    )
 
 
-def _log(place: _Place, never: str) -> str:
-    path = place.file("log")
-    if not path.exists():
-        return never
-    return _short(path.read_text(errors="replace")) or "(it wrote nothing)"
+def _log(job: _Job, rank: int, never: str) -> str:
+    path = job.file(rank, "log")
+    return (_short(path.read_text(errors="replace")) or "(it wrote nothing)") if path.exists() else never
 
 
 def _short(text: str) -> str:
     text = text.strip()
     return text if len(text) <= _SHOWN else f"...{text[-_SHOWN:]}"
-
-
-def _end(process: SpawnProcess) -> None:
-    if process.pid is None:
-        return
-    if process.is_alive():
-        process.kill()
-    process.join()
-    process.close()

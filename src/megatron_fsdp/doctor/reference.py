@@ -33,7 +33,6 @@ class Reference:
         backward_order: Parameters in the order in which their gradients came.
         losses_of_ranks: Loss of each rank's samples in step 1.
         of_ranks: Gradients of each rank's samples alone, in step 1.
-        of_microbatches: Gradients of each microbatch alone, in step 1, divided as in the whole.
         stale: Losses and gradients at the weights before the last update, of each step after the first.
         spread: How far a weight, or optimizer state, moves in each step when gradients change by what rounding may
             change them.
@@ -51,7 +50,6 @@ class Reference:
     backward_order: tuple[str, ...] = ()
     losses_of_ranks: tuple[float, ...] = ()
     of_ranks: tuple[Values, ...] = ()
-    of_microbatches: tuple[Values, ...] = ()
     stale: Mapping[Place, Values] = field(default_factory=dict)
     spread: tuple[Values, ...] = ()
     excused: frozenset[str] = frozenset()
@@ -119,8 +117,6 @@ class _OneProcess:
         of_ranks = [
             self._try([self.task.parts_of_rank(microbatches, rank, self.num_ranks)]) for rank in range(self.num_ranks)
         ]
-        parts = self.task.parts_whole(microbatches)
-        of_microbatches = [self._try([[part]]) for part in parts] if len(parts) > 1 else []
         slices = self._try(self.task.parts_of_all(microbatches, self.num_ranks))
         not_a_mean = _differing(whole, slices, self.tolerance)
         order = _watch_backward(self.trainee)
@@ -142,7 +138,6 @@ class _OneProcess:
             backward_order=tuple(dict.fromkeys(order)),
             losses_of_ranks=tuple(each.loss for each in of_ranks),
             of_ranks=gradients_of_ranks,
-            of_microbatches=tuple(each.gradients for each in of_microbatches),
             stale=stale,
             spread=self._spread(values, gradients_of_ranks, stale),
             excused=frozenset(

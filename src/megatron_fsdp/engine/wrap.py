@@ -18,10 +18,10 @@ from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic, has_values
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
+from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, HangSettings, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.engine.collective_log import FOLDER_VARIABLE, HangSettings, resolve_hang_log
 from megatron_fsdp.engine.domains import Sharding, make_domain
 from megatron_fsdp.engine.engine import Engine, EngineParts, StructureCheck
 from megatron_fsdp.engine.expert_state import find_expert_names

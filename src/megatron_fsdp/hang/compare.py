@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.hang.state import Operation
+from megatron_fsdp.hang.log_file import Record
+from megatron_fsdp.hang.reading import ON_REQUEST
 
-Operations = Mapping[int, Operation]
-
-BESIDE = frozenset(phase.value for phase in (Phase.AGREE, Phase.NORM, Phase.WHOLE))
-"""Phases that the caller asks for, outside of forward and backward too."""
+Operations = Mapping[int, Record]
 
 
-class Difference(Enum):
-    """The property in which operations differ."""
+class Kind(Enum):
+    """The kind of a finding."""
 
-    SKIPPED = "skipped"
-    ORDER = "order"
-    BYTES = "bytes"
-    EARLIER = "earlier"  # before the first operation in the logs
-    EXTRA = "extra"  # something that the caller asks for, which takes all ranks
+    NOTHING = "nothing is odd"
+    MISSING = "a rank has no log"
+    DIED = "a process died"
+    RAISED = "a rank raised an error"
+    ENDED = "a rank ended its program"
+    SKIPPED = "a rank skipped a unit"
+    ORDER = "ranks communicate in another order"
+    BYTES = "ranks communicate another number of bytes"
+    RESET = "not all ranks were reset"
+    ELSEWHERE = "a rank is busy elsewhere"
+    ALONE = "a rank does alone what takes all"
+    BEHIND = "a rank is behind"
+    EQUAL = "all ranks wait for the same"
 
 
 @dataclass(frozen=True)
@@ -30,20 +36,20 @@ class Mismatch:
     """The first operation in which ranks differ.
 
     Attributes:
-        difference: In what.
+        kind: How: SKIPPED, ORDER, BYTES or ALONE.
         number: Which operation.
         odd: The ranks that do something else than most.
         others: The ranks that do what most do.
         odd_does: What the first odd rank does.
-        others_do: What the others do.
+        others_do: What the others do; the same where ranks differed before the first operation in the logs.
     """
 
-    difference: Difference
+    kind: Kind
     number: int
     odd: tuple[int, ...]
     others: tuple[int, ...]
-    odd_does: Operation
-    others_do: Operation
+    odd_does: Record
+    others_do: Record
 
 
 def first_mismatch(by_rank: Mapping[int, Operations]) -> Mismatch | None:
@@ -60,46 +66,38 @@ def first_mismatch(by_rank: Mapping[int, Operations]) -> Mismatch | None:
         there = {rank: operations[number] for rank, operations in logs.items() if number in operations}
         if len(there) < 2:
             return None
-        if len({operation.kind for operation in there.values()}) > 1:
-            return _judged(number, there, logs)
-        if len({operation.hash for operation in there.values()}) > 1:
-            odd, others = _sides(there, lambda operation: operation.hash)
-            return _mismatch(Difference.EARLIER, number, odd, others, there)
+        kinds = {rank: operation.kind for rank, operation in there.items()}
+        hashes = {rank: operation.hash for rank, operation in there.items()}
+        differs = len(set(kinds.values())) > 1
+        if differs or len(set(hashes.values())) > 1:
+            odd, others = _sides(kinds if differs else hashes)
+            if differs and len(odd) == len(others) and _is_odd(number, logs[others[0]], logs[odd[0]]):
+                odd, others = others, odd
+            kind = _kind(number, logs[odd[0]], logs[others[0]])
+            return Mismatch(kind, number, odd, others, there[odd[0]], there[others[0]])
     return None
 
 
-def _sides(there: Mapping[int, Operation], key: object) -> tuple[list[int], list[int]]:
+def _sides(by_rank: Mapping[int, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Split ranks into minority and majority; in a tie, the lowest rank belongs to the majority."""
-    assert callable(key)
     camps: dict[object, list[int]] = {}
-    for rank in sorted(there):
-        camps.setdefault(key(there[rank]), []).append(rank)
+    for rank in sorted(by_rank):
+        camps.setdefault(by_rank[rank], []).append(rank)
     others = max(camps.values(), key=len)  # the first of equals, which has the lowest rank
-    return [rank for rank in sorted(there) if rank not in others], others
+    return tuple(rank for rank in sorted(by_rank) if rank not in others), tuple(others)
 
 
-def _judged(number: int, there: Mapping[int, Operation], logs: Mapping[int, Operations]) -> Mismatch:
-    odd, others = _sides(there, lambda operation: operation.kind)
-    if len(odd) == len(others) and _is_odd(number, logs[others[0]], logs[odd[0]]):
-        odd, others = others, odd
-    mine, theirs = there[odd[0]], there[others[0]]
-    if (mine.phase, mine.unit) == (theirs.phase, theirs.unit):
-        return _mismatch(Difference.BYTES, number, odd, others, there)
-    difference = Difference.ORDER
-    if _is_extra(number, logs[odd[0]], logs[others[0]]):
-        difference = Difference.EXTRA
-    elif _skips(number, logs[odd[0]], logs[others[0]]):
-        difference = Difference.SKIPPED
-    return _mismatch(difference, number, odd, others, there)
+def _kind(number: int, odd: Operations, others: Operations) -> Kind:
+    if odd[number].kind == others[number].kind:
+        return Kind.ORDER
+    if _what(odd[number]) == _what(others[number]):
+        return Kind.BYTES
+    if _is_extra(number, odd, others):
+        return Kind.ALONE
+    return Kind.SKIPPED if _skips(number, odd, others) else Kind.ORDER
 
 
-def _mismatch(
-    difference: Difference, number: int, odd: Sequence[int], others: Sequence[int], there: Mapping[int, Operation]
-) -> Mismatch:
-    return Mismatch(difference, number, tuple(odd), tuple(others), there[odd[0]], there[others[0]])
-
-
-def _what(operation: Operation) -> tuple[str, int]:
+def _what(operation: Record) -> tuple[Phase, int]:
     return operation.phase, operation.unit
 
 
@@ -115,12 +113,12 @@ def _is_odd(number: int, one: Operations, other: Operations) -> bool:
     one_skips, other_skips = _skips_surely(number, one, other), _skips_surely(number, other, one)
     if one_skips != other_skips:
         return one_skips
-    if (one[number].phase in BESIDE) != (other[number].phase in BESIDE):
-        return one[number].phase in BESIDE
+    if (one[number].phase in ON_REQUEST) != (other[number].phase in ON_REQUEST):
+        return one[number].phase in ON_REQUEST
     return _is_ahead(one[number], other[number])
 
 
-def _came_next_before(number: int, operations: Operations) -> tuple[str, int] | None:
+def _came_next_before(number: int, operations: Operations) -> tuple[Phase, int] | None:
     """Return what followed, the last time, after the operation that precedes this one."""
     place = _last_time(number, operations)
     return None if place is None else _what(operations[place])
@@ -144,7 +142,7 @@ def _is_extra(number: int, one: Operations, other: Operations) -> bool:
     If the other does it later, or `one` did it later the last time, `one` skips what precedes it instead.
     """
     mine = one[number]
-    if mine.phase not in BESIDE or other[number].phase in BESIDE or _what(mine) in _after(number, other):
+    if mine.phase not in ON_REQUEST or other[number].phase in ON_REQUEST or _what(mine) in _after(number, other):
         return False
     place = _last_time(number, one)
     if place is None:
@@ -152,7 +150,7 @@ def _is_extra(number: int, one: Operations, other: Operations) -> bool:
     return _what(one[place]) == _what(mine) or _what(mine) not in _after(place - 1, one)
 
 
-def _after(number: int, operations: Operations) -> set[tuple[str, int]]:
+def _after(number: int, operations: Operations) -> set[tuple[Phase, int]]:
     """Return what is done after operation `number`, in the same step."""
     step = operations[number].step
     return {_what(later) for place, later in operations.items() if place > number and later.step == step}
@@ -167,12 +165,12 @@ def _skips(number: int, one: Operations, other: Operations) -> bool:
     """Return whether `one` seems to skip what the other does."""
     if _what(other[number]) in _after(number, one):
         return False
-    if other[number].phase in BESIDE:
-        return one[number].phase in BESIDE or one[number].step > other[number].step
+    if other[number].phase in ON_REQUEST:
+        return one[number].phase in ON_REQUEST or one[number].step > other[number].step
     return _what(one[number]) in _after(number, other) or _is_ahead(one[number], other[number])
 
 
-def _is_ahead(one: Operation, other: Operation) -> bool:
+def _is_ahead(one: Record, other: Record) -> bool:
     """Return whether a pass that visits units in order, forward or backward, reaches `one` later.
 
     Operations of the whole model (unit 0, apart from its own gather) stand at the end of a pass.

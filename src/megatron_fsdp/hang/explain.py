@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from functools import partial
 
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.hang.compare import BESIDE, Difference, Mismatch, first_mismatch
-from megatron_fsdp.hang.reading import Logs, RankLog
-from megatron_fsdp.hang.state import Doing, Operation, State, communicates, state_of
-from megatron_fsdp.hang.writer import UnitFacts
+from megatron_fsdp.hang.compare import Kind, Mismatch, first_mismatch
+from megatron_fsdp.hang.log_file import Record, UnitFacts
+from megatron_fsdp.hang.reading import ON_REQUEST, Doing, Logs, State, state_of
 
 _UNSURE_S = 1.5
 """Uncertainty of clocks and heartbeats, in seconds."""
 _SILENT_S = 5.0
 """Seconds by which a rank on another machine must fall silent before the others to count as gone."""
-
-
 _TAKES_ALL = (
     "what compares ranks, takes a norm or puts whole tensors together has to be called on every rank, or on none"
 )
+_ADVICE = "every rank has to call the same units in the same order (docs/ranks.md)"
 _ROWS_SHOWN = 16
 _FLIGHTS_SHOWN = 2
 _FRAMES_SHOWN = 4
@@ -53,27 +49,8 @@ _DONE = {
     Phase.NORM: "computes the norm of all gradients",
     Phase.WHOLE: "puts whole tensors together",
 }
-_BETWEEN = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE, Phase.INSTALL, Phase.REDUCE, Phase.RETIRE})
+_BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
 _ENDS_BACKWARD = frozenset({Phase.BACKWARD, Phase.COPY, Phase.REDUCE, Phase.REDUCE_OUTER, Phase.RETIRE, Phase.FINALISE})
-_BY_NAME = {phase.value: phase for phase in Phase}
-
-
-class Kind(Enum):
-    """The kind of a finding."""
-
-    NOTHING = "nothing is odd"
-    MISSING = "a rank has no log"
-    DIED = "a process died"
-    RAISED = "a rank raised an error"
-    ENDED = "a rank ended its program"
-    SKIPPED = "a rank skipped a unit"
-    ORDER = "ranks communicate in another order"
-    BYTES = "ranks communicate another number of bytes"
-    RESET = "not all ranks were reset"
-    ELSEWHERE = "a rank is busy elsewhere"
-    ALONE = "a rank does alone what takes all"
-    BEHIND = "a rank is behind"
-    EQUAL = "all ranks wait for the same"
 
 
 @dataclass(frozen=True)
@@ -152,52 +129,39 @@ def explain(logs: Logs, after_s: float) -> Explanation:
         after_s: How long nothing may happen on a rank that waits before that is called a hang, in seconds.
     """
     states = [state_of(log) for log in logs.ranks]
-    sets: dict[tuple[int, tuple[int, ...]], dict[int, tuple[RankLog, State]]] = {}
-    for log, state in zip(logs.ranks, states, strict=True):
-        sets.setdefault((log.writer.model, log.writer.peers), {})[log.writer.rank] = (log, state)
+    sets: dict[tuple[int, tuple[int, ...]], list[State]] = {}
+    for state in states:
+        sets.setdefault((state.log.writer.model, state.log.writer.peers), []).append(state)
     findings = {key: _Ranks(key[1], members, after_s).find() for key, members in sets.items()}
-    rows = [
-        Row(
-            log.writer.rank,
-            log.writer.model,
-            log.writer.rank in findings[log.writer.model, log.writer.peers].ranks,
-            doing_told(state, log.writer.units),
-            state.quiet_s,
-            state.count,
-            _process_told(log, state),
-        )
-        for log, state in zip(logs.ranks, states, strict=True)
-    ]
+    rows = [_row(state, findings[state.log.writer.model, state.log.writer.peers]) for state in states]
     recorded = [log for log in logs.ranks if log.flight][:_FLIGHTS_SHOWN]
     flights = [f"flight recorder of rank {log.writer.rank}: {line}" for log in recorded for line in log.flight]
     return Explanation(tuple(findings.values()), tuple(rows), (*logs.remarks, *flights))
 
 
-def _process_told(log: RankLog, state: State) -> str:
-    if state.said_goodbye:
-        return "ended"
-    if state.was_terminated:
-        return "SIGTERM"
-    return {True: "alive", False: "dead", None: "elsewhere"}[log.alive]
+def _row(state: State, finding: Finding) -> Row:
+    process = {True: "alive", False: "dead", None: "elsewhere"}[state.log.alive]
+    process = "ended" if state.said_goodbye else "SIGTERM" if state.was_terminated else process
+    writer = state.log.writer
+    doing = doing_told(state, writer.units)
+    return Row(writer.rank, writer.model, writer.rank in finding.ranks, doing, state.quiet_s, state.count, process)
 
 
 class _Ranks:
     """The ranks that share one model."""
 
-    def __init__(self, peers: Sequence[int], members: Mapping[int, tuple[RankLog, State]], after_s: float) -> None:
+    def __init__(self, peers: Sequence[int], members: Sequence[State], after_s: float) -> None:
         self.peers = peers
-        self.logs = {rank: log for rank, (log, _) in members.items()}
-        self.states = {rank: state for rank, (_, state) in members.items()}
+        self.states = {state.rank: state for state in members}
         self.after_s = after_s
-        self.units: Sequence[UnitFacts] = next(iter(self.logs.values())).writer.units
+        self.units = members[0].log.writer.units
         self.newest_ns = max(state.seen_ns for state in self.states.values())
 
     def find(self) -> Finding:
         """Find what is odd; causes come before their consequences."""
         # Differences come before ends: back ends end a process that receives what it does not expect.
-        steps = (self._missing, self._different, self._over, partial(self._elsewhere, self._stuck()))
-        for step in steps:
-            finding = step()
+        for look in (self._missing, self._different, self._over, self._elsewhere):
+            finding = look()
             if finding is not None:
                 return replace(finding, sentences=tuple(dict.fromkeys(finding.sentences)))
         return Finding(Kind.NOTHING)
@@ -222,8 +186,8 @@ class _Ranks:
     # ---- ranks that are not there -------------------------------------------------------------------------------
 
     def _missing(self) -> Finding | None:
-        missing = tuple(rank for rank in self.peers if rank not in self.logs)
-        began_ns = max(log.writer.started_ns for log in self.logs.values())
+        missing = tuple(rank for rank in self.peers if rank not in self.states)
+        began_ns = max(state.log.writer.started_ns for state in self.states.values())
         if not missing or (self.newest_ns - began_ns) / 1e9 < self.after_s:
             return None
         told = (
@@ -238,7 +202,7 @@ class _Ranks:
         A rank that stood still before its process died, while others waited, is reported as standing still.
         """
         stuck = self._stuck()
-        own = {rank: at for rank in self.states if (at := self._own_error_ns(rank)) is not None}
+        own = {rank: at for rank, state in self.states.items() if (at := _own_error_ns(state)) is not None}
         dead = {rank: self.states[rank] for rank in self._gone()}
         gone = {rank: state.seen_ns for rank, state in dead.items() if not (stuck and self._stands_still(state))}
         first_own = min(own.values(), default=None)
@@ -255,20 +219,13 @@ class _Ranks:
             return Finding(Kind.ENDED, ended, (told, *self._others_told(ended)))
         return None
 
-    def _own_error_ns(self, rank: int) -> int | None:
-        """Return when a rank raised an error that did not come from communication."""
-        state, log = self.states[rank], self.logs[rank]
-        if state.failed_ns is not None:
-            return None if communicates(state.failed_in) else state.failed_ns
-        return state.since_ns if state.doing is Doing.ENDED and log.words else None
-
     def _gone(self) -> list[int]:
         """Return the ranks whose process died before those of others; none where all died together.
 
         A rank whose communication failed first is not the cause, however it ended.
         """
         if all(state.is_gone for state in self.states.values()):
-            unsuspecting = [rank for rank, state in self.states.items() if state.failed_ns is None]
+            unsuspecting = [rank for rank, state in self.states.items() if state.failure is None]
             if 0 < len(unsuspecting) < len(self.states):  # the others still saw communication fail
                 return unsuspecting
             return [rank for rank, state in self.states.items() if self._silent_s(state) > 2 * _UNSURE_S]
@@ -284,15 +241,14 @@ class _Ranks:
         return (self.newest_ns - state.seen_ns) / 1e9
 
     def _raised(self, ranks: tuple[int, ...]) -> Finding:
-        state, log = self.states[ranks[0]], self.logs[ranks[0]]
-        place = f"outside of the model {after(state.step, state.in_backward, state.phase)}"
-        is_inside = state.failed_ns is not None or state.is_inside
+        state = self.states[ranks[0]]
+        place = f"outside of the model {after(state)}"
+        is_inside = state.failure is not None or state.is_inside
         if is_inside:
             # A hook of autograd fails untold, in the backward of a unit that never ends.
-            doing = phase_told(state.failed_in or state.phase, state.unit, self.units)
-            place = f"while it {doing} {where(state.step, state.in_backward, state.phase)}"
+            place = f"while it {phase_told(state, self.units)} {where(state.last.step, state)}"
         told = f"{listed(ranks)} raised an error {place}"
-        words = tuple(f"  {line}" for line in log.words.splitlines())
+        words = tuple(f"  {line}" for line in state.log.words.splitlines())
         unit = self._unit_line(state) if is_inside else ()
         return Finding(Kind.RAISED, ranks, (f"{told}:", *words, *unit, *self._others_told(ranks)))
 
@@ -304,7 +260,7 @@ class _Ranks:
 
     def _death_told(self, rank: int) -> str:
         """Say how the process of a rank ended, as the predicate of a sentence."""
-        process = self.logs[rank].writer.process
+        process = self.states[rank].log.writer.process
         which = f"(process {process.pid} on {process.host})"
         if self.states[rank].was_terminated:
             return f"was ended by SIGTERM {which}"
@@ -312,73 +268,65 @@ class _Ranks:
 
     def _stack_told(self, rank: int) -> tuple[str, ...]:
         """Return the Python stack of a rank when SIGTERM ended it."""
-        stack = self.logs[rank].termination.rpartition("(most recent call first)")[2].splitlines()
+        stack = self.states[rank].log.termination.rpartition("(most recent call first)")[2].splitlines()
         frames = [line for line in stack if line.startswith("  File ")][:_FRAMES_SHOWN]
         return ("when SIGTERM came it ran, innermost first:", *frames) if frames else ()
 
     # ---- ranks that do something else ---------------------------------------------------------------------------
 
     def _different(self) -> Finding | None:
-        epochs = {state.epoch for state in self.states.values()}
+        epochs = {state.last.epoch for state in self.states.values()}
         if len(epochs) > 1:
             return self._reset_alone() if self._stuck() else None
         found = first_mismatch({rank: state.operations for rank, state in self.states.items()})
         if found is None:
             return None
-        kind = {
-            Difference.SKIPPED: Kind.SKIPPED,
-            Difference.ORDER: Kind.ORDER,
-            Difference.BYTES: Kind.BYTES,
-            Difference.EARLIER: Kind.ORDER,
-            Difference.EXTRA: Kind.ALONE,
-        }[found.difference]
         named = found.others_do
-        place = f"(operation {found.number}, {where(named.step, named.in_backward, named.phase)})"
-        if found.difference is Difference.EARLIER:
+        place = f"(operation {found.number}, {where(named.step, named)})"
+        if found.odd_does.kind == named.kind:
             told = (
                 f"{listed(found.odd)} did something else than {listed(found.others)} before operation {found.number}, "
                 "the first that all logs hold"
             )
-            return Finding(kind, found.odd, (told, *self._advice()))
+            return Finding(found.kind, found.odd, (told, _ADVICE))
         both = (
             f"it {operation_told(found.odd_does, self.units)} where {subject(found.others)} "
             f"{operation_told(named, self.units)} {place}"
         )
         told = f"{listed(found.odd)} {self._accused(found)}: {both}"
-        if BESIDE & {named.phase, found.odd_does.phase}:
-            return Finding(kind, found.odd, (told, *self._stuck_told(), _TAKES_ALL))
-        return Finding(kind, found.odd, (told, unit_told(self.units[named.unit]), *self._stuck_told(), *self._advice()))
+        if ON_REQUEST & {named.phase, found.odd_does.phase}:
+            return Finding(found.kind, found.odd, (told, *self._stuck_told(), _TAKES_ALL))
+        unit = unit_told(self.units[named.unit])
+        return Finding(found.kind, found.odd, (told, unit, *self._stuck_told(), _ADVICE))
 
     def _reset_alone(self) -> Finding:
         by_epoch: dict[int, list[int]] = {}
         for rank, state in self.states.items():
-            by_epoch.setdefault(state.epoch, []).append(rank)
+            by_epoch.setdefault(state.last.epoch, []).append(rank)
         fewest = min(by_epoch.values(), key=len)
         odd = tuple(fewest)
         told = f"{listed(odd)} called reset() a different number of times than the other ranks; call it on every rank"
         return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
 
     def _accused(self, found: Mismatch) -> str:
-        if found.difference is Difference.EXTRA:
+        if found.kind is Kind.ALONE:
             return "does alone what takes all ranks"
-        if found.difference is Difference.SKIPPED and found.others_do.phase in BESIDE:
+        if found.kind is Kind.SKIPPED and found.others_do.phase in ON_REQUEST:
             return "did not take part"
-        if found.difference is Difference.SKIPPED:
+        if found.kind is Kind.SKIPPED:
             return f"skipped {self.units[found.others_do.unit].label}"
-        if found.difference is Difference.BYTES:
+        if found.kind is Kind.BYTES:
             return f"communicates another number of bytes for {self.units[found.others_do.unit].label}"
         return "communicates in another order"
 
-    def _advice(self) -> tuple[str, ...]:
-        return ("every rank has to call the same units in the same order (docs/ranks.md)",)
-
     # ---- ranks that do not come ---------------------------------------------------------------------------------
 
-    def _elsewhere(self, stuck: Sequence[State]) -> Finding | None:
+    def _elsewhere(self) -> Finding | None:
+        stuck = self._stuck()
         if not stuck:
             return None
         elsewhere = [state for state in self.states.values() if not state.waits and not state.waited_in_vain]
-        if elsewhere and len(elsewhere) > len(stuck) and all(state.phase in BESIDE for state in stuck):
+        if elsewhere and len(elsewhere) > len(stuck) and all(state.phase in ON_REQUEST for state in stuck):
             return self._alone(stuck)
         if elsewhere:
             ranks = tuple(state.rank for state in elsewhere)
@@ -428,8 +376,7 @@ class _Ranks:
             doing.setdefault(doing_told(state, self.units), []).append(state)
         lines = []
         for what, alike in doing.items():
-            last = max(alike[0].operations.values(), key=lambda o: o.number, default=None)
-            number = f" (operation {last.number})" if last is not None and alike[0].waits else ""
+            number = f" (operation {alike[0].count})" if alike[0].count and alike[0].waits else ""
             quiet = seconds(max(state.quiet_s for state in alike))
             lines.append(f"{subject(state.rank for state in alike)} {what}{number} since {quiet}")
         waiting = [state for state in states if state.waits or state.waited_in_vain]
@@ -437,7 +384,14 @@ class _Ranks:
 
     def _unit_line(self, state: State) -> tuple[str, ...]:
         """Say what the unit of a rank's operation holds, if it has one."""
-        return (unit_told(self.units[state.unit]),) if state.phase and state.phase not in BESIDE else ()
+        return (unit_told(self.units[state.unit]),) if state.phase is not None and state.phase not in ON_REQUEST else ()
+
+
+def _own_error_ns(state: State) -> int | None:
+    """Return when a rank raised an error that did not come from communication."""
+    if state.failure is not None:
+        return None if state.waited_in_vain else state.failure.time_ns
+    return state.last.time_ns if state.doing is Doing.ENDED and state.log.words else None
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -469,61 +423,47 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s"
 
 
-def where(step: int, in_backward: bool, phase: str = "") -> str:
-    """Name a place, such as `in the forward of step 3`; steps count from 0, as optimizer steps do.
-
-    Args:
-        step: The step.
-        in_backward: Whether autograd ran.
-        phase: What was under way; some phases also stand between forward and backward.
-    """
-    if not in_backward and _BY_NAME.get(phase) in _BETWEEN:
+def where(step: int, at: Record | State) -> str:
+    """Name the place of an event, such as `in the forward of step 3`; steps count from 0, as optimizer steps do."""
+    if not at.in_backward and at.phase in _BETWEEN:
         return f"in step {step}"
-    return f"in the {'backward' if in_backward else 'forward'} of step {step}"
+    return f"in the {'backward' if at.in_backward else 'forward'} of step {step}"
 
 
-def after(step: int, in_backward: bool, phase: str) -> str:
-    """Name a place outside of the model, such as `after the backward of step 3`.
-
-    Args:
-        step: The step.
-        in_backward: Whether autograd ran when the model was last heard of.
-        phase: What it did then.
-    """
-    last = _BY_NAME.get(phase)
-    if last is Phase.INSTALL:
+def after(state: State) -> str:
+    """Name the place outside of the model where a rank is, such as `after the backward of step 3`."""
+    step = state.last.step
+    if state.phase is Phase.INSTALL:
         return f"before the forward of step {step}"
-    if in_backward or last in _ENDS_BACKWARD:
+    if state.in_backward or state.phase in _ENDS_BACKWARD:
         return f"after the backward of step {step}"
-    return f"in step {step}" if phase in BESIDE else f"after the forward of step {step}"
+    return f"in step {step}" if state.phase in ON_REQUEST else f"after the forward of step {step}"
 
 
-def operation_told(operation: Operation, units: Sequence[UnitFacts]) -> str:
+def operation_told(operation: Record, units: Sequence[UnitFacts]) -> str:
     """Describe an operation, as the predicate of a sentence about one rank."""
-    phase = _BY_NAME.get(operation.phase)
-    template = _DONE.get(phase, operation.phase) if phase is not None else operation.phase
+    template = _DONE.get(operation.phase, operation.phase.value)
     return template.format(unit=units[operation.unit].label, bytes=operation.num_bytes)
 
 
 def doing_told(state: State, units: Sequence[UnitFacts]) -> str:
     """Describe what a rank is doing, as the predicate of a sentence about it."""
-    if state.doing is Doing.NOTHING_YET:
+    if state.phase is None:
         return "has not called the model yet"
     if state.doing is Doing.ENDED:
         return "has ended its program"
+    doing = phase_told(state, units)
     if state.doing is Doing.FAILED:
-        return f"raised an error while it {phase_told(state.failed_in, state.unit, units)}"
+        return f"raised an error while it {doing}"
     if state.doing is Doing.OUTSIDE:
-        last = phase_told(state.phase, state.unit, units)
-        return f"runs code outside of the model (the last it did there: {last}, step {state.step})"
-    return f"{phase_told(state.phase, state.unit, units)} {where(state.step, state.in_backward, state.phase)}"
+        return f"runs code outside of the model (the last it did there: {doing}, step {state.last.step})"
+    return f"{doing} {where(state.last.step, state)}"
 
 
-def phase_told(name: str, unit: int, units: Sequence[UnitFacts]) -> str:
-    """Describe a phase, as the predicate of a sentence."""
-    phase = _BY_NAME.get(name)
-    template = _WAITING[phase] if phase is not None else f"is in {name} of {{unit}}"
-    return template.format(unit=units[unit].label)
+def phase_told(state: State, units: Sequence[UnitFacts]) -> str:
+    """Describe the phase of a rank, as the predicate of a sentence."""
+    assert state.phase is not None
+    return _WAITING[state.phase].format(unit=units[state.unit].label)
 
 
 def unit_told(unit: UnitFacts) -> str:

@@ -1,4 +1,4 @@
-"""Logs of a folder, and dumps of PyTorch's flight recorder beside them, as frozen data.
+"""The logs of a folder, dumps of PyTorch's flight recorder beside them, and what each rank was doing.
 
 What cannot be read is left out, with a remark. Of the flight recorder, which records the last collectives of a
 process, of any library, only the JSON form is read; dumps in pickle, which could run code, are left alone.
@@ -10,54 +10,28 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from torch._C import _distributed_c10d
 
-from megatron_fsdp.engine.collective_log import (
-    Beat,
-    Record,
-    read_beat,
-    read_head,
-    read_records,
-    read_termination,
-    read_words,
-)
+from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang.writer import Writer, is_alive, is_log_name, writer_from_json
+from megatron_fsdp.hang.log_file import (
+    NO_NUMBER,
+    Mark,
+    RankLog,
+    Record,
+    Writer,
+    parse_log,
+    parse_writer,
+    rank_and_model,
+)
 
-MOST_FILE_BYTES = 1 << 28
-_MOST_FLIGHT_BYTES = 1 << 26
+_MOST_BYTES = 1 << 28
 _FLIGHTS_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class RankLog:
-    """The last records of one rank.
-
-    Attributes:
-        writer: Who it is.
-        records: The last ones, oldest first.
-        torn: Places of the ring that hold no whole record.
-        beat: The last heartbeat; None: there was none.
-        words: The last error that was logged; empty: none.
-        alive: Whether the process runs; None: it is on another machine.
-        flight: What PyTorch's flight recorder had, one line per collective; empty where there is no dump.
-        read_ns: When it was read, in nanoseconds since 1970.
-        termination: What Python ran when SIGTERM came last; empty: none came.
-    """
-
-    writer: Writer
-    records: tuple[Record, ...]
-    torn: int = 0
-    beat: Beat | None = None
-    words: str = ""
-    alive: bool | None = None
-    flight: tuple[str, ...] = ()
-    read_ns: int = 0
-    termination: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +54,7 @@ def read_writer(path: Path) -> Writer:
         ValueError: The file is none, or damaged; says how.
         OSError: It cannot be read.
     """
-    return writer_from_json(read_head(_content(path))[0])
+    return parse_writer(_content(path))
 
 
 def read_log(path: Path) -> RankLog:
@@ -90,31 +64,19 @@ def read_log(path: Path) -> RankLog:
         ValueError: The file is none, or damaged; says how.
         OSError: It cannot be read.
     """
-    alive = is_alive(read_writer(path).process)
-    content = _content(path)  # again: of a process that is dead, this is the last
-    who, places = read_head(content)
-    writer = writer_from_json(who)
-    records, torn = read_records(content, places)
-    known = [r for r in records if r.unit in range(len(writer.units)) and r.phase < len(writer.phases)]
-    return RankLog(
-        writer,
-        tuple(known),
-        torn + len(records) - len(known),
-        read_beat(content, places),
-        read_words(content, places),
-        alive,
-        read_flight(path.with_name(flight_name(writer.rank, writer.model))),
-        time.time_ns(),
-        read_termination(content, places),
-    )
+    writer = read_writer(path)
+    alive = writer.process.is_alive
+    log = parse_log(_content(path))  # again: of a process that is dead, this is the last
+    flight = read_flight(path.with_name(flight_name(writer)))
+    return replace(log, alive=alive, flight=flight, read_ns=time.time_ns())
 
 
 def _content(path: Path) -> bytes:
     """Read all of a regular file; a pipe or a device could block, or never end."""
     if not path.is_file():
         raise ValueError("it is no regular file")
-    if path.stat().st_size > MOST_FILE_BYTES:
-        raise ValueError(f"it has more than {MOST_FILE_BYTES} bytes")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     return path.read_bytes()
 
 
@@ -133,48 +95,49 @@ def read_folder(folder: Path, run: str | None = None) -> Logs:
     found: list[RankLog] = []
     remarks: list[str] = []
     for path in sorted(folder.iterdir()):
-        if not is_log_name(path.name):
-            continue
-        try:
-            found.append(read_log(path))
-        except (ValueError, OSError) as error:
-            remarks.append(f"{path.name} was left out: {error}")
+        if rank_and_model(path.name) is not None:
+            try:
+                found.append(read_log(path))
+            except (ValueError, OSError) as error:
+                remarks.append(f"{path.name} was left out: {error}")
     if not found:
         told = f" ({'; '.join(remarks)})" if remarks else ""
         raise ConfigurationError(
             f"{folder} holds no log of a rank{told}; train with MFSDP_HANG_LOG={folder}, or call "
             "model.log_for_hangs(folder) on every rank"
         )
-    return _of_run(folder, found, run or max(found, key=lambda log: log.writer.started_ns).writer.run, remarks)
-
-
-def _of_run(folder: Path, found: Sequence[RankLog], run: str, remarks: Sequence[str]) -> Logs:
+    run = run or max(found, key=lambda log: log.writer.started_ns).writer.run
     ranks = sorted((log for log in found if log.writer.run == run), key=lambda log: (log.writer.model, log.writer.rank))
     if not ranks:
         raise ConfigurationError(f"{folder} holds logs of other runs only; give each job its own folder")
     # SIGTERM is noted in the newest log of a process only.
     terminations = {log.writer.process: log.termination for log in ranks if log.termination}
-    ranks = [replace(log, termination=terminations.get(log.writer.process, "")) for log in ranks]
-    began_ns = min(log.writer.started_ns for log in ranks)
-    others: dict[str, set[int]] = {}
-    for log in found:
-        if log.writer.run != run:
-            which = "another run that still lives" if log.alive else "an earlier run"
-            which = "a later run" if log.writer.started_ns > began_ns and not log.alive else which
-            others.setdefault(which, set()).add(log.writer.rank)
-    told = [
-        f"logs of rank {', '.join(map(str, sorted(those)))} are of {which} and were left out"
-        for which, those in others.items()
+    remarks += _others_told(
+        [log for log in found if log.writer.run != run], min(log.writer.started_ns for log in ranks)
+    )
+    return Logs(
+        tuple(replace(log, termination=terminations.get(log.writer.process, "")) for log in ranks), tuple(remarks)
+    )
+
+
+def _others_told(others: Sequence[RankLog], began_ns: int) -> list[str]:
+    """Say which ranks have logs of other runs."""
+    by_run: dict[str, set[int]] = {}
+    for log in others:
+        which = "a later run" if log.writer.started_ns > began_ns else "an earlier run"
+        by_run.setdefault("another run that still lives" if log.alive else which, set()).add(log.writer.rank)
+    return [
+        f"logs of rank {', '.join(map(str, sorted(ranks)))} are of {which} and were left out"
+        for which, ranks in by_run.items()
     ]
-    return Logs(tuple(ranks), (*remarks, *told))
 
 
 # ---- the flight recorder ---------------------------------------------------------------------------------------------
 
 
-def flight_name(rank: int, model: int) -> str:
+def flight_name(writer: Writer) -> str:
     """Return the file name of a dump."""
-    return f"rank-{rank:05d}{f'.model-{model}' if model else ''}.flight.json"
+    return f"rank-{writer.rank:05d}{f'.model-{writer.model}' if writer.model else ''}.flight.json"
 
 
 def dump_flight(folder: Path, writer: Writer) -> bool:
@@ -185,24 +148,22 @@ def dump_flight(folder: Path, writer: Writer) -> bool:
     dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None) or getattr(
         _distributed_c10d, "_dump_nccl_trace_json", None
     )
-    if dump is None:
-        return False
     with contextlib.suppress(OSError, RuntimeError):
-        text = dump()
-        if not last_entries(text):
-            return False
-        beside = folder / f"{flight_name(writer.rank, writer.model)}.{writer.process.pid}"
-        beside.write_bytes(text)
-        beside.replace(folder / flight_name(writer.rank, writer.model))
-        return True
+        text = b"" if dump is None else dump()
+        if last_entries(text):
+            path = folder / flight_name(writer)
+            beside = path.with_name(f"{path.name}.{writer.process.pid}")
+            beside.write_bytes(text)
+            beside.replace(path)
+            return True
     return False
 
 
 def read_flight(path: Path) -> tuple[str, ...]:
     """Read the last collectives of a dump, one line each; nothing where there is none, or it cannot be read."""
     try:
-        return last_entries(path.read_bytes()) if path.is_file() and path.stat().st_size <= _MOST_FLIGHT_BYTES else ()
-    except OSError:
+        return last_entries(_content(path))
+    except (ValueError, OSError):
         return ()
 
 
@@ -213,8 +174,7 @@ def last_entries(text: bytes) -> tuple[str, ...]:
         text: As `torch._C._distributed_c10d._dump_fr_trace_json` gives it; anything else gives nothing.
     """
     try:
-        found = json.loads(text)
-        entries = found.get("entries", [])
+        entries = json.loads(text).get("entries", [])
         return tuple(_flight_told(entry) for entry in entries[-_FLIGHTS_SHOWN:])
     except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
         return ()
@@ -228,3 +188,157 @@ def _flight_told(entry: Mapping[str, Any]) -> str:
         f"{entry['profiling_name']} number {entry.get('collective_seq_id', '?')} of group {group}: "
         f"{entry.get('state', 'state unknown')}, {entry.get('input_sizes')} to {entry.get('output_sizes')}"
     )
+
+
+# ---- what a rank was doing -------------------------------------------------------------------------------------------
+
+ON_REQUEST = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
+"""Phases that take all ranks and that the caller asks for, outside of forward and backward too."""
+_COMMUNICATES = ON_REQUEST | {
+    Phase.GATHER,
+    Phase.WAIT,
+    Phase.REDUCE,
+    Phase.FINALISE,
+    Phase.GATHER_OUTER,
+    Phase.REDUCE_OUTER,
+    Phase.RETIRE,
+}
+
+
+class Doing(Enum):
+    """What a rank is doing."""
+
+    NOTHING_YET = "has not called the model"
+    OUTSIDE = "outside of the model"
+    COMPUTES = "computes"
+    WAITS = "communicates"
+    FAILED = "raised an error"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank was doing when it was last seen.
+
+    Attributes:
+        log: Its log.
+        doing: What it is about.
+        phase: The innermost phase; the last one where none is under way; None: it has not called the model.
+        unit: Its unit.
+        in_backward: Whether autograd ran.
+        operations: The phases that communicated, since the last reset, by number.
+        failure: The event in which it failed; None: it did not.
+        is_inside: Whether a phase is open, or was when the log was closed.
+    """
+
+    log: RankLog
+    doing: Doing
+    phase: Phase | None = None
+    unit: int = 0
+    in_backward: bool = False
+    operations: Mapping[int, Record] = field(default_factory=dict)
+    failure: Record | None = None
+    is_inside: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.log.writer.rank
+
+    @property
+    def last(self) -> Record:
+        """The last event; without any, one of the moment when the log was begun."""
+        began = Record(0, self.log.writer.started_ns, 0, 0, Phase.FORWARD, Mark.RESET)
+        return self.log.records[-1] if self.log.records else began
+
+    @property
+    def seen_ns(self) -> int:
+        """When it was last known to be there, in nanoseconds since 1970."""
+        beat_ns = self.log.beat.time_ns if self.log.beat is not None else 0
+        return max(self.last.time_ns, beat_ns, self.log.read_ns if self.log.alive else 0)
+
+    @property
+    def said_goodbye(self) -> bool:
+        """Whether its process ended, or its log was stopped; also after a failure."""
+        return self.last.mark is Mark.GOODBYE
+
+    @property
+    def is_gone(self) -> bool | None:
+        """Whether its process died without closing its log; None: not known on this machine."""
+        return False if self.said_goodbye else None if self.log.alive is None else not self.log.alive
+
+    @property
+    def was_terminated(self) -> bool:
+        """Whether its process is dead, and SIGTERM had come."""
+        return bool(self.log.termination) and not self.log.alive
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank communicates."""
+        return self.doing is Doing.WAITS
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether communication ended in an error, such as that of a time limit."""
+        return self.failure is not None and self.failure.phase in _COMMUNICATES
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds without any event before the rank was last seen."""
+        return (self.seen_ns - self.last.time_ns) / 1e9
+
+    @property
+    def count(self) -> int:
+        """Operations started since the start or the last reset."""
+        return max(self.operations, default=0)
+
+
+def state_of(log: RankLog) -> State:
+    """Derive from a log what its rank was doing."""
+    if not log.records:
+        return State(log, Doing.NOTHING_YET)
+    open_phases, failure = _unwind(log.records)
+    over = next((record for record in reversed(log.records) if record.mark is not Mark.GOODBYE), log.records[-1])
+    innermost = failure or (open_phases[-1] if open_phases else over)
+    phase, unit, doing = innermost.phase, innermost.unit, Doing.OUTSIDE
+    if failure is not None:  # how it ended follows from that
+        doing = Doing.FAILED
+    elif log.records[-1].mark is Mark.GOODBYE:
+        doing = Doing.ENDED
+    elif open_phases:
+        doing = Doing.WAITS if phase in _COMMUNICATES else Doing.COMPUTES
+    if doing in (Doing.OUTSIDE, Doing.COMPUTES) and log.beat is not None and log.beat.collective != NO_NUMBER:
+        doing, phase, unit = Doing.WAITS, log.beat.phase, log.beat.unit
+    return State(
+        log, doing, phase, unit, innermost.in_backward, _operations(log.records), failure, is_inside=bool(open_phases)
+    )
+
+
+def _unwind(records: Sequence[Record]) -> tuple[list[Record], Record | None]:
+    """Return the open phases, outermost first, and the failure that was not recovered from."""
+    stack: list[Record] = []
+    failure: Record | None = None
+    for record in records:
+        if record.mark is Mark.BEGINS:
+            stack.append(record)
+        elif record.mark in (Mark.ENDS, Mark.FAILED):
+            for place in reversed(range(len(stack))):
+                if (stack[place].phase, stack[place].unit) == (record.phase, record.unit):
+                    del stack[place:]
+                    break
+            if record.mark is Mark.FAILED:
+                failure = failure or record
+        elif record.mark is Mark.RESET:
+            stack.clear()
+            failure = None
+    return stack, failure
+
+
+def _operations(records: Sequence[Record]) -> dict[int, Record]:
+    found: dict[int, Record] = {}
+    for record in records:
+        if record.mark is Mark.RESET:
+            found.clear()
+        elif record.mark is Mark.LAUNCHES:
+            found[record.counted] = record
+    return found

@@ -8,34 +8,37 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_fsdp.engine.collective_log import NO_NUMBER, PHASES, Ring, RingLog
+from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.executor import communicated_bytes
+from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
-from megatron_fsdp.hang.reading import dump_flight, flight_name, read_folder, read_writer
-from megatron_fsdp.hang.state import state_of
-from megatron_fsdp.hang.writer import Process, UnitFacts, Writer, file_name, is_alive, rank_and_model, this_process
+from megatron_fsdp.hang.log_file import Mark, Process, Ring, UnitFacts, Writer, file_name, rank_and_model, this_process
+from megatron_fsdp.hang.reading import ON_REQUEST, dump_flight, flight_name, read_folder, read_writer, state_of
 
 _RUN_KEY = "megatron_fsdp_hang_log_run"
+_MOST_HANDLES = 1024
 _BEAT_S = 1.0
 _NOTE_AFTER_S = 1.0
 """Seconds without progress that explain an error that ended a wait; the other ranks may be ending too."""
 
 
-class HangLog(RingLog):
+class HangLog(Observer):
     """The log of a model on this rank, with a thread that writes heartbeats and watches for a hang.
 
     Waiting ranks all see the same logs, so the lowest waiting rank of the folder explains, once for each standstill,
     and the others are silent. Where each machine has a folder of its own, one rank of each machine does.
-    Nothing is stopped: what looks like a hang may be a slow step.
+    Nothing is stopped: what looks like a hang may be a slow step. The log is closed when this is deleted or the process
+    ends.
 
     Args:
         folder: Where the logs are.
@@ -44,11 +47,17 @@ class HangLog(RingLog):
     """
 
     def __init__(self, folder: Path, engine: Engine, timeout_s: float | None) -> None:
-        ring, self.writer = _open_ring(folder, engine)
-        super().__init__(ring, engine.units, keeps_handles=engine.device.type != "cpu")
-        ring.note_terminations()
         self.folder = folder
-        self.timeout_s = timeout_s
+        self.ring, self.writer = _open_ring(folder, engine)
+        self.ring.note_terminations()
+        self.close = weakref.finalize(self, self.ring.close)
+        self._timeout_s = timeout_s
+        self._units = engine.units
+        # On accelerators the host goes on before a collective is complete; its handle then says whether it is.
+        self._keeps_handles = engine.device.type != "cpu"
+        self._handles: deque[tuple[dist.Work, int, Phase, int]] = deque(maxlen=_MOST_HANDLES)
+        self._open: list[tuple[Phase, int, bool]] = []  # phase, unit, and whether it has been counted
+        self._error = 0  # id of the last error written: it passes through many phases
         self._explained_at = -1
         over = threading.Event()
         threading.Thread(
@@ -56,26 +65,51 @@ class HangLog(RingLog):
         ).start()
         weakref.finalize(self, over.set)
 
-    def look(self) -> float:
-        """Write a heartbeat, and explain if nothing has happened for too long.
-
-        Returns:
-            Seconds until the next look.
-        """
-        beat = self.beat()
-        if self.timeout_s is None:
-            return _BEAT_S
-        quiet_s = (time.time_ns() - self.ring.last_ns) / 1e9
-        waits = self.is_open or beat.unfinished != NO_NUMBER
-        if waits and quiet_s >= self.timeout_s and self._explained_at != self.ring.written:
-            self._explained_at = self.ring.written
-            self._speak_up(quiet_s)
-        return min(_BEAT_S, self.timeout_s / 4)
-
     def withdraw(self) -> None:
         """Remove the log: another rank could not begin its own, and numbers of models are the same on all ranks."""
         self.close()
         self.ring.path.unlink(missing_ok=True)
+
+    # ---- what the model tells ------------------------------------------------------------------------------------
+
+    def begins(self, phase: Phase, unit: int) -> None:
+        """Write that a phase begins."""
+        self.ring.step += phase is Phase.INSTALL
+        self._open.append((phase, unit, False))
+        self.ring.add(Mark.BEGINS, phase, unit)
+        if phase in ON_REQUEST:  # these communicate beside the lanes
+            self._launch()
+
+    def ends(self, phase: Phase, unit: int) -> None:
+        """Write that a phase has ended."""
+        self._leave(phase, unit)
+        self.ring.add(Mark.ENDS, phase, unit)
+
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:
+        """Write that a phase has failed. An error that passes through several phases belongs to the innermost."""
+        self._leave(phase, unit)
+        if id(error) == self._error:
+            self.ring.add(Mark.ENDS, phase, unit)
+            return
+        self._error = id(error)
+        self.ring.say(error)
+        self.ring.add(Mark.FAILED, phase, unit)
+
+    def forgets(self) -> None:
+        """Write a reset."""
+        self._open.clear()
+        self._handles.clear()
+        self._error = 0
+        self.ring.reset()
+
+    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
+        """Count a launch, and keep the handle of a collective that the host does not wait for."""
+        if moment is Moment.LAUNCHES:
+            self.ring.collective = number
+            self._launch()
+        elif moment is Moment.LAUNCHED and work is not None and self._keeps_handles and self._open:
+            phase, unit, _ = self._open[-1]
+            self._handles.append((work, number, phase, unit))
 
     def explains(self) -> str:
         """Return an explanation of what is odd, or an empty string (see `Observer`)."""
@@ -84,6 +118,40 @@ class HangLog(RingLog):
             return str(found) if found.is_odd else ""
         return ""
 
+    def _launch(self) -> None:
+        """Record that the innermost phase communicates; counted once, however many collectives it takes."""
+        if self._open and not self._open[-1][2]:
+            phase, unit, _ = self._open[-1]
+            self._open[-1] = phase, unit, True
+            self.ring.launch(phase, unit, communicated_bytes(phase, self._units[unit]))
+
+    def _leave(self, phase: Phase, unit: int) -> None:
+        """Remove a phase, and those inside of it that were never ended."""
+        for place in reversed(range(len(self._open))):
+            if self._open[place][:2] == (phase, unit):
+                del self._open[place:]
+                return
+
+    # ---- the thread ----------------------------------------------------------------------------------------------
+
+    def look(self) -> float:
+        """Write a heartbeat, and explain if nothing has happened for too long.
+
+        Returns:
+            Seconds until the next look.
+        """
+        while self._handles and self._handles[0][0].is_completed():
+            self._handles.popleft()
+        unfinished = list(self._handles)[:1]
+        self.ring.beat(*(unfinished[0][1:] if unfinished else ()))
+        if self._timeout_s is None:
+            return _BEAT_S
+        quiet_s = (time.time_ns() - self.ring.last_ns) / 1e9
+        if (self._open or unfinished) and quiet_s >= self._timeout_s and self._explained_at != self.ring.written:
+            self._explained_at = self.ring.written
+            self._speak_up(quiet_s)
+        return min(_BEAT_S, self._timeout_s / 4)
+
     def _speak_up(self, quiet_s: float) -> None:
         dump_flight(self.folder, self.writer)
         try:
@@ -91,12 +159,11 @@ class HangLog(RingLog):
         except (MegatronFSDPError, OSError) as error:
             text = f"the logs cannot be read: {error}"
         else:
-            waiting = [
-                log.writer.rank for log in logs.ranks if log.writer.model == self.writer.model and state_of(log).waits
-            ]
+            same_model = [log for log in logs.ranks if log.writer.model == self.writer.model]
+            waiting = [log.writer.rank for log in same_model if state_of(log).waits]
             if waiting and min(waiting) < self.writer.rank:
                 return
-            text = str(explain(logs, self.timeout_s or 0.0))
+            text = str(explain(logs, self._timeout_s or 0.0))
         sys.stderr.write(f"[rank {self.writer.rank}] nothing has happened for {quiet_s:.1f} s\n{text}\n")
         sys.stderr.flush()
 
@@ -125,26 +192,23 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
         ConfigurationError: The folder cannot be written, or a job that still runs keeps its logs there.
     """
     is_distributed = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+    rank = dist.get_rank() if is_distributed else 0
     group = engine.reaching_all[0]
     process = this_process()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         run = _run() if is_distributed else uuid.uuid4().hex
-        model = _first_free(folder, rank, run, process)
         writer = Writer(
             rank,
-            world,
             tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,),
-            model,
+            _first_free(folder, rank, run, process),
             run,
             time.time_ns(),
             process,
             _facts(engine.units),
-            tuple(phase.value for phase in PHASES),
         )
-        (folder / flight_name(rank, model)).unlink(missing_ok=True)  # of an earlier run
-        return Ring(folder / file_name(rank, model), asdict(writer)), writer
+        (folder / flight_name(writer)).unlink(missing_ok=True)  # of an earlier run
+        return Ring(folder / file_name(rank, writer.model), writer), writer
     except OSError as error:
         raise ConfigurationError(
             f"the log for hangs cannot be written to {folder} ({type(error).__name__}: {error}); name a folder that "
@@ -167,7 +231,7 @@ def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
             continue
         if writer.process == process:
             return model + 1
-        if writer.run != run and is_alive(writer.process):
+        if writer.run != run and writer.process.is_alive:
             raise ConfigurationError(
                 f"{folder} holds the log of rank {rank} of another job, which still runs (process "
                 f"{writer.process.pid} on {writer.process.host}); give each job its own folder for logs of hangs"

@@ -3,7 +3,7 @@
 from megatron_fsdp.trace.files import chrome_events, read_timelines, write_chrome, write_timeline
 from megatron_fsdp.trace.picture import timeline_png
 from megatron_fsdp.trace.recorder import Recorder, trace
-from megatron_fsdp.trace.summary import Comparison, Summary, compare, summarise
+from megatron_fsdp.trace.summary import Comparison, Row, Summary, compare, summarise
 from megatron_fsdp.trace.timeline import Collective, MemorySample, Span, StepWindow, Timeline
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Comparison",
     "MemorySample",
     "Recorder",
+    "Row",
     "Span",
     "StepWindow",
     "Summary",

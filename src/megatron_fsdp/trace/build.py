@@ -228,7 +228,6 @@ class _Builder:
             axis=next(n for n, b, a in zip(self._axes, life.before, life.after, strict=True) if a != b),
             lane=life.lane,
             num_bytes=gather_bytes + reduce_bytes,
-            count=gathers + reductions,
             launch_ns=life.moments[Moment.LAUNCHES],
             launched_ns=life.moments[Moment.LAUNCHED],
             done_ns=arrived_ns if life.done_ns is None else life.done_ns,

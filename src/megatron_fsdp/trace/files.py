@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.errors import TraceError
-from megatron_fsdp.trace.timeline import (
-    BLOCKED,
-    LANES,
-    OPTIMIZER,
-    Collective,
-    MemorySample,
-    Span,
-    StepWindow,
-    Timeline,
-)
+from megatron_fsdp.trace.timeline import BLOCKED, LANES, OPTIMIZER, TABLES, Collective, MemorySample, Span, Timeline
 
 STEPS_THREAD, COMPUTE_THREAD = 0, 1
 _FIRST_LANE_THREAD = 100
@@ -38,14 +29,8 @@ Event = dict[str, Any]
 KEY = "megatronFsdpTimeline"
 """The key of the data in the file; viewers ignore it."""
 
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"trace-rank(\d+)\.json")
-_TABLES: dict[str, type] = {
-    "steps": StepWindow,
-    "spans": Span,
-    "collectives": Collective,
-    "memory": MemorySample,
-}
 
 
 def write_timeline(folder: str | os.PathLike[str], timeline: Timeline) -> Path:
@@ -116,13 +101,13 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 def _to_json(timeline: Timeline) -> dict[str, Any]:
     """Return tables as rows of their fields, everything else by name."""
-    told = {key: value for key, value in asdict(timeline).items() if key not in _TABLES}
+    told = {key: value for key, value in asdict(timeline).items() if key not in TABLES}
     tables = {
         name: {
             "columns": [field.name for field in fields(row)],
             "rows": [[getattr(item, field.name) for field in fields(row)] for item in getattr(timeline, name)],
         }
-        for name, row in _TABLES.items()
+        for name, row in TABLES.items()
     }
     return {"format": FORMAT, **told, **tables}
 
@@ -148,7 +133,7 @@ def _read(path: Path, rank: int) -> Timeline:
 
 def _from_json(data: dict[str, Any]) -> Timeline:
     values = {field.name: data[field.name] for field in fields(Timeline)}
-    for name, row in _TABLES.items():
+    for name, row in TABLES.items():
         columns = [field.name for field in fields(row)]
         if data[name]["columns"] != columns:
             raise ValueError(f"the columns of {name} are {data[name]['columns']}, not {columns}")

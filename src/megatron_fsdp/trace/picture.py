@@ -99,17 +99,10 @@ def _bars(timeline: Timeline, steps: Sequence[int]) -> tuple[list[_Bar], dict[fl
     around = _that_hold_compute(timeline.spans)
     for place, span in enumerate(timeline.spans):  # nested spans come later, and are drawn on top
         if span.step in steps:
-            kind = COLUMNS[span.phase]
-            is_named = kind == "compute" and place not in around
-            bars.append(
-                _Bar(
-                    0,
-                    2,
-                    span.phase if kind == "compute" else kind,
-                    (span.start_ns, span.end_ns),
-                    timeline.units[span.unit] if is_named else "",
-                )
-            )
+            computes = COLUMNS[span.phase] == "compute"
+            label = timeline.units[span.unit] if computes and place not in around else ""
+            kind = span.phase if computes else COLUMNS[span.phase]
+            bars.append(_Bar(0, 2, kind, (span.start_ns, span.end_ns), label))
     for lane in LANES:
         flying = [
             (one, one.in_flight)
@@ -140,26 +133,19 @@ def _that_hold_compute(spans: Sequence[Span]) -> set[int]:
 
 def _draw(axes: Axes, bars: Sequence[_Bar], ticks: dict[float, str], window: Interval) -> None:
     start_ns, end_ns = window
-    grouped: dict[tuple[float, float, str, int], list[tuple[float, float]]] = defaultdict(list)
-    order = 0
-    last: tuple[float, str] | None = None
+    rows: dict[tuple[float, float], list[_Bar]] = defaultdict(list)
     for bar in bars:
-        order += (bar.row, bar.kind) != last  # one collection for neighbours of one kind preserves the order of drawing
-        last = bar.row, bar.kind
-        place = (bar.interval[0] - start_ns) / _MS
-        grouped[bar.row, bar.height, bar.kind, order].append((place, (bar.interval[1] - bar.interval[0]) / _MS))
-    for (row, height, kind, _), stretches in grouped.items():
-        axes.broken_barh(
-            stretches, (row - 0.45, height - 0.1), facecolors=COLOURS[kind], edgecolors="white", linewidth=0.25
-        )
-    for bar in bars:
+        rows[bar.row, bar.height].append(bar)
         _write(axes, bar, window)
+    for (row, height), here in rows.items():
+        stretches = [((bar.interval[0] - start_ns) / _MS, (bar.interval[1] - bar.interval[0]) / _MS) for bar in here]
+        colours = [COLOURS[bar.kind] for bar in here]
+        axes.broken_barh(stretches, (row - 0.45, height - 0.1), facecolors=colours, edgecolors="white", linewidth=0.25)
     axes.set_xlim(0, (end_ns - start_ns) / _MS)
     axes.set_ylim(1 + max((bar.row + bar.height - 1 for bar in bars), default=0) - 0.4, -0.6)
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
 

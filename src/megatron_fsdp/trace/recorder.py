@@ -38,7 +38,7 @@ _profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class ProfilerRanges:
-    """Opens and closes ranges named such as "mfsdp/gather layers.3".
+    """Opens and closes ranges of torch's profiler, named such as "mfsdp/gather layers.3".
 
     Args:
         labels: Of all units.
@@ -61,19 +61,15 @@ class ProfilerRanges:
 
     def ends(self, phase: Phase, unit: int) -> None:
         """Close a range if it is open, and the ranges that an exception left open inside of it."""
-        if any((phase, unit) == opened[:2] for opened in self._open):
-            while self._close_last() != (phase, unit):
-                pass
+        for place in reversed(range(len(self._open))):
+            if self._open[place][:2] == (phase, unit):
+                self.close(place)
+                return
 
-    def close(self) -> None:
-        """Close all ranges, innermost first."""
-        while self._open:
-            self._close_last()
-
-    def _close_last(self) -> tuple[Phase, int]:
-        phase, unit, opened = self._open.pop()
-        opened.__exit__(None, None, None)
-        return phase, unit
+    def close(self, down_to: int = 0) -> None:
+        """Close ranges, innermost first, all unless told otherwise."""
+        while len(self._open) > down_to:
+            self._open.pop()[2].__exit__(None, None, None)
 
 
 class Recorder(Observer):

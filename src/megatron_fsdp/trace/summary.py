@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from megatron_fsdp.errors import TraceError
 from megatron_fsdp.trace.timeline import (
@@ -15,10 +16,9 @@ from megatron_fsdp.trace.timeline import (
     LOCAL_SUM,
     OPTIMIZER,
     REDUCE,
-    Collective,
+    TABLES,
     Interval,
     Span,
-    StepWindow,
     Timeline,
 )
 
@@ -43,6 +43,7 @@ COLUMNS: dict[str, str] = {
     "whole tensors": "other",
 }
 """Phase -> the column of its time without nested phases, so that no time counts twice."""
+_SUMMED = ("duration_ns", "communication_ns", "exposed_ns", "collectives", "gather_bytes", "reduce_bytes")
 
 
 @dataclass(frozen=True)
@@ -79,60 +80,54 @@ class Times:
 
 
 @dataclass(frozen=True)
-class UnitStep:
-    """One unit in one step.
+class Row:
+    """Where time, bytes and memory went: of a unit or of all, in a step or in the mean of several.
 
     Attributes:
-        step: The step.
-        unit: Index of the unit.
-        times: Where the time went.
-        exposed_ns: How long communication was in flight and the compute side waited for this unit's or, on the CPU,
-            launched it.
-        gather_bytes: What this rank sent for it in gathers launched in this step.
-        reduce_bytes: What this rank sent for it in reductions launched in this step.
+        rank: Whose; None: the mean of several.
+        unit: Index of the unit; None: all units together.
+        step: The step; None: the mean of several.
+        times: Where the time of the compute side went.
+        duration_ns: From the step's first phase to that of the next step; of a unit, the sum of its times.
+        communication_ns: How long some collective was in flight; of a unit, 0: it is counted for all units only.
+        exposed_ns: How long communication was in flight and the compute side waited for a collective (of this unit) or,
+            on the CPU, launched one.
+        collectives: Launched in the step.
+        gather_bytes: What a rank sent in gathers launched in the step.
+        reduce_bytes: What a rank sent in reductions launched in the step.
         memory_bytes: The largest sample; None without one.
     """
 
-    step: int
-    unit: int
+    rank: int | None
+    unit: int | None
+    step: int | None
     times: Times
-    exposed_ns: int
-    gather_bytes: int
-    reduce_bytes: int
-    memory_bytes: int | None
+    duration_ns: float = 0
+    communication_ns: float = 0
+    exposed_ns: float = 0
+    collectives: float = 0
+    gather_bytes: float = 0
+    reduce_bytes: float = 0
+    memory_bytes: int | None = None
 
+    @property
+    def own_ns(self) -> float:
+        """Time without waits. Collectives make steps of all ranks equally long; the slowest rank waits least."""
+        return self.duration_ns - self.times.wait
 
-@dataclass(frozen=True)
-class StepSummary:
-    """One step.
+    @property
+    def outside_ns(self) -> float:
+        """The rest of the training loop: what phases do not take of a step."""
+        return self.duration_ns - self.times.total
 
-    Attributes:
-        step: Which one.
-        duration_ns: From its first phase to that of the next step.
-        times: Where the time went, all units together.
-        outside_ns: What is left: the rest of the training loop.
-        communication_ns: How long some collective was in flight.
-        exposed_ns: How much of that was not hidden behind other work.
-        collectives: Launched in it.
-        gather_bytes: Sent in gathers launched in it.
-        reduce_bytes: Sent in reductions launched in it.
-        memory_bytes: The largest sample; None without one.
-    """
-
-    step: int
-    duration_ns: int
-    times: Times
-    outside_ns: int
-    communication_ns: int
-    exposed_ns: int
-    collectives: int
-    gather_bytes: int
-    reduce_bytes: int
-    memory_bytes: int | None
+    @property
+    def sent_bytes(self) -> float:
+        """What a rank sent."""
+        return self.gather_bytes + self.reduce_bytes
 
     @property
     def hidden(self) -> float | None:
-        """The fraction of this step's communication that was hidden (see `hidden_part`)."""
+        """The fraction of communication that was hidden (see `hidden_part`)."""
         return hidden_part((self,))
 
 
@@ -141,14 +136,12 @@ class Summary:
     """A timeline in numbers.
 
     Attributes:
-        rank: Whose.
         units: By step, then by unit; those that did something.
         steps: By time.
     """
 
-    rank: int
-    units: tuple[UnitStep, ...]
-    steps: tuple[StepSummary, ...]
+    units: tuple[Row, ...]
+    steps: tuple[Row, ...]
 
     @property
     def hidden(self) -> float | None:
@@ -156,7 +149,7 @@ class Summary:
         return hidden_part(self.steps)
 
 
-def hidden_part(steps: Iterable[StepSummary]) -> float | None:
+def hidden_part(steps: Iterable[Row]) -> float | None:
     """Return the fraction of communication that was hidden behind other work: 1 - exposed / communication.
 
     Communication is the time in which at least one collective was in flight, from its launch until its data had
@@ -184,18 +177,13 @@ def summarise(timeline: Timeline) -> Summary:
     """
     flights = union(one.in_flight for one in timeline.collectives if one.in_flight is not None)
     units = _of_units(timeline, flights)
-    by_step: dict[int, list[UnitStep]] = defaultdict(list)
-    for unit in units:
-        by_step[unit.step].append(unit)
-    launched = Counter(one.step for one in timeline.collectives for _ in range(one.count))
-    return Summary(
-        timeline.rank,
-        units,
-        tuple(
-            _of_step(window, by_step[window.index], covered((window.start_ns, window.end_ns), flights), launched)
-            for window in timeline.steps
-        ),
-    )
+    steps = []
+    for window in timeline.steps:
+        step = _total([unit for unit in units if unit.step == window.index], 1, rank=timeline.rank, step=window.index)
+        start_ns, end_ns = window.start_ns, window.end_ns
+        communication_ns = covered((start_ns, end_ns), flights)
+        steps.append(replace(step, duration_ns=end_ns - start_ns, communication_ns=communication_ns))
+    return Summary(units, tuple(steps))
 
 
 def own_times(spans: Sequence[Span]) -> list[int]:
@@ -215,15 +203,16 @@ def own_times(spans: Sequence[Span]) -> list[int]:
     return own
 
 
-def _of_units(timeline: Timeline, flights: Sequence[Interval]) -> tuple[UnitStep, ...]:
+def _of_units(timeline: Timeline, flights: Sequence[Interval]) -> tuple[Row, ...]:
     times: dict[tuple[int, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for span, own_ns in zip(timeline.spans, own_times(timeline.spans), strict=True):
         times[span.step, span.unit][COLUMNS[span.phase]] += own_ns
-    exposed: dict[tuple[int, int], int] = defaultdict(int)
-    sent: dict[tuple[int, int, str], int] = defaultdict(int)
+    exposed: Counter[tuple[int, int]] = Counter()
+    launched: Counter[tuple[int, int]] = Counter()
+    sent: Counter[tuple[int, int, str]] = Counter()
     for one in timeline.collectives:
+        launched[one.step, one.unit] += 1
         sent[one.step, one.unit, one.purpose] += one.num_bytes
-        times[one.step, one.unit]  # it did something
         if timeline.clock == HOST:
             exposed[one.step, one.unit] += covered(one.launch, flights)
         if one.blocked is not None and one.wait_step is not None:
@@ -233,34 +222,30 @@ def _of_units(timeline: Timeline, flights: Sequence[Interval]) -> tuple[UnitStep
         key = sample.step, sample.unit
         memory[key] = max(sample.num_bytes, memory.get(key, 0))
     return tuple(
-        UnitStep(
-            *key,
-            Times(**times[key]),
-            exposed[key],
-            sent[*key, GATHER],
-            sent[*key, REDUCE],
-            memory.get(key),
+        Row(
+            timeline.rank,
+            unit,
+            step,
+            Times(**times[step, unit]),
+            duration_ns=sum(times[step, unit].values()),
+            exposed_ns=exposed[step, unit],
+            collectives=launched[step, unit],
+            gather_bytes=sent[step, unit, GATHER],
+            reduce_bytes=sent[step, unit, REDUCE],
+            memory_bytes=memory.get((step, unit)),
         )
-        for key in sorted(times.keys() | exposed.keys() | memory.keys())
+        for step, unit in sorted({*times, *exposed, *launched, *memory})
     )
 
 
-def _of_step(
-    window: StepWindow, units: Sequence[UnitStep], communication_ns: int, launched: Mapping[int, int]
-) -> StepSummary:
-    times, duration_ns = Times.sum(unit.times for unit in units), window.end_ns - window.start_ns
-    return StepSummary(
-        step=window.index,
-        duration_ns=duration_ns,
-        times=times,
-        outside_ns=duration_ns - times.total,
-        communication_ns=communication_ns,
-        exposed_ns=sum(unit.exposed_ns for unit in units),
-        collectives=launched[window.index],
-        gather_bytes=sum(unit.gather_bytes for unit in units),
-        reduce_bytes=sum(unit.reduce_bytes for unit in units),
-        memory_bytes=max((unit.memory_bytes for unit in units if unit.memory_bytes is not None), default=None),
-    )
+def _total(
+    rows: Sequence[Row], count: int, *, rank: int | None = None, unit: int | None = None, step: int | None = None
+) -> Row:
+    """Return the sum of rows divided by `count`, with the largest of their memory."""
+    summed = {name: sum(getattr(row, name) for row in rows) / count for name in _SUMMED}
+    times = Times(*(value // count for value in astuple(Times.sum(row.times for row in rows))))
+    memory = max((row.memory_bytes for row in rows if row.memory_bytes is not None), default=None)
+    return Row(rank, unit, step, times, **summed, memory_bytes=memory)
 
 
 # ---- sets of moments as sorted, disjoint intervals ------------------------------------------------------------------
@@ -299,55 +284,6 @@ def covered(interval: Interval, moments: Sequence[Interval]) -> int:
 
 
 @dataclass(frozen=True)
-class RankMean:
-    """Means of one rank over the compared steps.
-
-    Attributes:
-        rank: Which one.
-        step_ns: Length of a step.
-        own_ns: Time in it without waits. Collectives make steps of all ranks equally long, so the slowest rank
-            is the one that waits least.
-        times: Where the time went.
-        communication_ns: How long some collective was in flight.
-        exposed_ns: How much of that was not hidden.
-        hidden: 1 - exposed / communication; None where nothing was sent.
-        sent_bytes: What it sent.
-        memory_bytes: The largest sample of all these steps; None without one.
-    """
-
-    rank: int
-    step_ns: float
-    own_ns: float
-    times: Times
-    communication_ns: float
-    exposed_ns: float
-    hidden: float | None
-    sent_bytes: float
-    memory_bytes: int | None
-
-
-@dataclass(frozen=True)
-class UnitMean:
-    """Means of one unit over the compared steps and ranks.
-
-    Attributes:
-        unit: Its label.
-        times: Where the time went.
-        exposed_ns: Communication that was not hidden.
-        sent_bytes: What a rank sent for it.
-        memory_bytes: The largest sample; None without one.
-        skew_ns: Between the ranks that spent most and least time on it, waits left out.
-    """
-
-    unit: str
-    times: Times
-    exposed_ns: float
-    sent_bytes: float
-    memory_bytes: int | None
-    skew_ns: float
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Means and differences of several ranks over the same steps.
 
@@ -357,8 +293,9 @@ class Comparison:
         is_aligned: Whether their times may be compared to better than their wall clocks allow.
         is_cut: Whether some recording lacks something for want of room.
         hidden: How much of communication was hidden, over all ranks; None where nothing was sent.
-        ranks: Each rank.
-        units: Each unit that did something, in the order of the model.
+        ranks: Each rank, in the mean of the steps.
+        units: Each unit that did something, in the order of the model, in the mean of steps and ranks.
+        unit_skews_ns: Of each of these, between the ranks that spent most and least time on it, waits left out.
         slowest_rank: The one that waited least.
         skew_ns: How much longer it worked than the rank that worked least.
         slowest_unit: The one that took most time, without optimizers and without waits, which another may cause.
@@ -369,8 +306,9 @@ class Comparison:
     is_aligned: bool
     is_cut: bool
     hidden: float | None
-    ranks: tuple[RankMean, ...]
-    units: tuple[UnitMean, ...]
+    ranks: tuple[Row, ...]
+    units: tuple[Row, ...]
+    unit_skews_ns: tuple[float, ...]
     slowest_rank: int
     skew_ns: float
     slowest_unit: str
@@ -390,21 +328,30 @@ def compare(timelines: Sequence[Timeline], step: int | None = None) -> Compariso
         TraceError: No rank is given, or not all recorded that step.
     """
     steps = common_steps(timelines, step)
-    summaries = [_only(summarise(timeline), steps) for timeline in timelines]
-    ranks = tuple(_rank_mean(summary) for summary in summaries)
-    units = tuple(_unit_means(timelines[0].units, summaries, len(steps)))
+    summaries = [summarise(timeline) for timeline in timelines]
+    by_rank = [[row for row in summary.steps if row.step in steps] for summary in summaries]
+    found = [row for summary in summaries for row in summary.units if row.step in steps]
+    ranks = [_total(rows, len(steps), rank=rows[0].rank) for rows in by_rank]
+    units, skews = [], []
+    for index in sorted({row.unit for row in found if row.unit is not None}):
+        rows = [row for row in found if row.unit == index]
+        units.append(_total(rows, len(steps) * len(timelines), unit=index))
+        own = [sum(row.own_ns for row in rows if row.rank == rank.rank) / len(steps) for rank in ranks]
+        skews.append(max(own) - min(own))
     slowest = max(ranks, key=lambda rank: rank.own_ns)
+    slowest_unit = max(units, key=lambda unit: unit.own_ns - unit.times.update, default=None)
     return Comparison(
         steps=steps,
         world_size=timelines[0].world_size,
         is_aligned=all(timeline.is_aligned for timeline in timelines),
         is_cut=any(timeline.is_cut for timeline in timelines),
-        hidden=hidden_part(found for summary in summaries for found in summary.steps),
-        ranks=ranks,
-        units=units,
-        slowest_rank=slowest.rank,
+        hidden=hidden_part(row for rows in by_rank for row in rows),
+        ranks=tuple(ranks),
+        units=tuple(units),
+        unit_skews_ns=tuple(skews),
+        slowest_rank=slowest.rank or 0,
         skew_ns=slowest.own_ns - min(rank.own_ns for rank in ranks),
-        slowest_unit=max(units, key=_own_ns, default=_NOBODY).unit,
+        slowest_unit="" if slowest_unit is None else timelines[0].units[slowest_unit.unit or 0],
     )
 
 
@@ -439,75 +386,11 @@ def on_one_clock(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
 
 
 def _shifted(timeline: Timeline, by_ns: int) -> Timeline:
-    return replace(
-        timeline,
-        steps=tuple(replace(one, start_ns=one.start_ns + by_ns, end_ns=one.end_ns + by_ns) for one in timeline.steps),
-        spans=tuple(replace(one, start_ns=one.start_ns + by_ns) for one in timeline.spans),
-        collectives=tuple(_later(one, by_ns) for one in timeline.collectives),
-        memory=tuple(replace(one, time_ns=one.time_ns + by_ns) for one in timeline.memory),
-    )
+    later: dict[str, Any] = {name: tuple(_later(row, by_ns) for row in getattr(timeline, name)) for name in TABLES}
+    return replace(timeline, **later)
 
 
-_TIMES_OF_COLLECTIVE = ("launch_ns", "launched_ns", "done_ns", "arrived_ns", "wait_ns", "waited_ns")
-
-
-def _later(one: Collective, by_ns: int) -> Collective:
-    known = {name: getattr(one, name) for name in _TIMES_OF_COLLECTIVE}
-    return replace(one, **{name: value + by_ns for name, value in known.items() if value is not None})
-
-
-def _only(summary: Summary, steps: Sequence[int]) -> Summary:
-    return replace(
-        summary,
-        units=tuple(unit for unit in summary.units if unit.step in steps),
-        steps=tuple(step for step in summary.steps if step.step in steps),
-    )
-
-
-_NOBODY = UnitMean("", Times(), 0, 0, None, 0)
-
-
-def _own_ns(unit: UnitMean) -> int:
-    return unit.times.total - unit.times.update - unit.times.wait
-
-
-def _rank_mean(summary: Summary) -> RankMean:
-    steps: Sequence[StepSummary] = summary.steps
-    count = len(steps)
-    return RankMean(
-        rank=summary.rank,
-        step_ns=sum(step.duration_ns for step in steps) / count,
-        own_ns=sum(step.duration_ns - step.times.wait for step in steps) / count,
-        times=_mean((step.times for step in steps), count),
-        communication_ns=sum(step.communication_ns for step in steps) / count,
-        exposed_ns=sum(step.exposed_ns for step in steps) / count,
-        hidden=summary.hidden,
-        sent_bytes=sum(step.gather_bytes + step.reduce_bytes for step in steps) / count,
-        memory_bytes=_most(step.memory_bytes for step in steps),
-    )
-
-
-def _unit_means(labels: Sequence[str], summaries: Sequence[Summary], steps: int) -> Iterator[UnitMean]:
-    for index, label in enumerate(labels):
-        by_rank = [[unit for unit in summary.units if unit.unit == index] for summary in summaries]
-        found = [unit for units in by_rank for unit in units]
-        if not found:
-            continue
-        own = [sum(unit.times.total - unit.times.wait for unit in units) / steps for units in by_rank]
-        count = steps * len(summaries)
-        yield UnitMean(
-            unit=label,
-            times=_mean((unit.times for unit in found), count),
-            exposed_ns=sum(unit.exposed_ns for unit in found) / count,
-            sent_bytes=sum(unit.gather_bytes + unit.reduce_bytes for unit in found) / count,
-            memory_bytes=_most(unit.memory_bytes for unit in found),
-            skew_ns=max(own) - min(own),
-        )
-
-
-def _mean(times: Iterable[Times], count: int) -> Times:
-    return Times(*(value // count for value in astuple(Times.sum(times))))
-
-
-def _most(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
+def _later(row: Any, by_ns: int) -> Any:
+    """Shift all times of a row of a timeline; a duration is none."""
+    known = {name: value for name, value in vars(row).items() if name.endswith("_ns") and name != "duration_ns"}
+    return replace(row, **{name: value + by_ns for name, value in known.items() if value is not None})

@@ -66,7 +66,6 @@ class Collective:
         axis: Name of the mesh dimension.
         lane: One of `LANES`.
         num_bytes: What this rank sends, as `megatron_fsdp.comm.axis` counts.
-        count: How many collectives that counts as; 1.
         launch_ns: It was about to be started.
         launched_ns: The back end had it.
         done_ns: The data had arrived: as the back end reports it to the host, else as the wait found it.
@@ -83,7 +82,6 @@ class Collective:
     axis: str
     lane: str
     num_bytes: int
-    count: int
     launch_ns: int
     launched_ns: int
     done_ns: int | None
@@ -169,3 +167,7 @@ class Timeline:
     spans: tuple[Span, ...]
     collectives: tuple[Collective, ...]
     memory: tuple[MemorySample, ...]
+
+
+TABLES: dict[str, type] = {"steps": StepWindow, "spans": Span, "collectives": Collective, "memory": MemorySample}
+"""Fields of a `Timeline` that are rows of one class each."""

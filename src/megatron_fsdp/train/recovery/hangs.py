@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from megatron_fsdp.config.hang_log import FOLDER_VARIABLE
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
-from megatron_fsdp.hang.reading import Logs, read_folder, read_writer
-from megatron_fsdp.hang.state import state_of
-from megatron_fsdp.hang.writer import is_log_name
+from megatron_fsdp.hang.log_file import rank_and_model
+from megatron_fsdp.hang.reading import Logs, read_folder, read_writer, state_of
 from megatron_fsdp.train.launch.failures import EXIT_HUNG, HungError, report_failure
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 FOLDER = "hang"
 REPORT_FILE = "report.txt"
-LOG_VARIABLE = "MFSDP_HANG_LOG"
 _MOST_PAUSE_S = 1.0
 _TURN_S = 0.2
 _MOST_TURNS = 10
@@ -104,7 +103,7 @@ class HangWatch:
         """
         if trained.inside is None:
             return
-        told = os.environ.get(LOG_VARIABLE)
+        told = os.environ.get(FOLDER_VARIABLE)
         if told is None:
             trained.inside.log_for_hangs(self._place)
             self._trained = trained
@@ -130,7 +129,7 @@ class HangWatch:
         with suppress(OSError):
             for path in self._place.iterdir():
                 with suppress(ValueError):
-                    if is_log_name(path.name) and read_writer(path).process.pid == os.getpid():
+                    if rank_and_model(path.name) is not None and read_writer(path).process.pid == os.getpid():
                         path.unlink()
             self._place.rmdir()  # where it is empty
 

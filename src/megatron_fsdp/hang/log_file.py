@@ -1,0 +1,463 @@
+"""The log of one rank: a file mapped into memory that holds its latest events, to explain a hang.
+
+The pages belong to the operating system, so they survive `kill -9`, and others may read them at any time. An event
+costs one packed record of 64 bytes. All numbers are little-endian:
+
+    0       magic, version, sizes (`_HEAD`), and a checksum over the text that follows
+    64      the writer: JSON, padded to a multiple of 64 bytes
+    ...     the heartbeat: a record
+    ...     the last error: 4 bytes of length, 4 of checksum, then UTF-8
+    ...     the ring: record number n lies at place n modulo their count
+    ...     after the end: what `faulthandler` appends for each SIGTERM: the stack of Python at that moment
+
+Each record ends with a checksum over its other bytes, so that a half-written one is recognised.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_fsdp.engine.observer import Phase
+
+SUFFIX = ".mfsdplog"
+RECORD_BYTES = 64
+WORDS_BYTES = 4096
+RECORDS = 4096
+NO_NUMBER = -1
+"""A collective's number where there is none."""
+
+_MAGIC = b"MFSDPLOG"
+_VERSION = 2
+_HEAD = struct.Struct("<8sIIIII")  # magic, version, length of the text, its checksum, records, checksum of `_PHASES`
+_RECORD = struct.Struct("<QqIiBBBBqQQQ")
+_WORDS = struct.Struct("<II")
+_CHECK = struct.Struct("<I")
+_PHASES = tuple(Phase)
+_PHASES_CHECK = zlib.crc32(repr(_PHASES).encode())
+_NUMBER_OF = {phase: number for number, phase in enumerate(_PHASES)}
+_FRAMES_SHOWN = 4
+_NAME = re.compile(r"rank-(\d{5,})(?:\.model-(\d+))?" + re.escape(SUFFIX))
+_START_FIELD = 19  # field 22 of proc(5), counted after the name in parentheses, which may hold anything
+
+
+class Mark(IntEnum):
+    """The kind of an event."""
+
+    BEGINS = 0
+    ENDS = 1
+    LAUNCHES = 2  # the phase has started to communicate; counted, and folded into the hash
+    FAILED = 3  # it raised an exception
+    RESET = 4  # the model was reset after an exception
+    GOODBYE = 5  # the process ends, or the log is closed
+    BEAT = 6  # a heartbeat, which stands outside of the ring
+
+
+class Record(NamedTuple):
+    """One event on one rank.
+
+    Attributes:
+        number: Its number, from 0.
+        time_ns: Nanoseconds since 1970 by this rank's clock.
+        step: How many times weights had been installed.
+        unit: The unit's index.
+        phase: What was under way.
+        mark: Kind of the event.
+        in_backward: Whether autograd ran.
+        epoch: How often the model was reset, modulo 256; `counted` and `hash` restart each time.
+        collective: Number of the collective that was launched last, `NO_NUMBER` before the first. In a heartbeat, the
+            oldest collective that an accelerator has not completed, by `phase` of `unit`; `NO_NUMBER`: none, or the
+            host waits for collectives itself, so that events show it.
+        num_bytes: What the phase communicates, in bytes; 0 for phases that send a few numbers.
+        counted: How many phases have communicated, this one included.
+        hash: Over (phase, unit, bytes) of all of these.
+    """
+
+    number: int
+    time_ns: int
+    step: int
+    unit: int
+    phase: Phase
+    mark: Mark
+    in_backward: bool = False
+    epoch: int = 0
+    collective: int = NO_NUMBER
+    num_bytes: int = 0
+    counted: int = 0
+    hash: int = 0
+
+    @property
+    def kind(self) -> tuple[Phase, int, int]:
+        """What communicated: this must be equal on all ranks."""
+        return self.phase, self.unit, self.num_bytes
+
+
+def fold(so_far: int, phase: Phase, unit: int, num_bytes: int) -> int:
+    """Hash a sequence with one more operation: a polynomial in the operations, modulo the prime 2 ** 61 - 1.
+
+    Ranks compare such hashes to find out whether they did the same.
+
+    Args:
+        so_far: The hash before it; 0 for an empty sequence.
+        phase: What communicates.
+        unit: Index of the unit, 0 or more.
+        num_bytes: Its bytes.
+    """
+    for part in (_NUMBER_OF[phase], unit, num_bytes):
+        so_far = (so_far * 1_000_003 + part + 1) % (2**61 - 1)
+    return so_far
+
+
+# ---- who writes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, told from all others, on any machine and at any time.
+
+    Attributes:
+        host: Name of its machine.
+        pid: Its number there.
+        started: When it began, in clock ticks since the machine did; None where the system does not say.
+        namespace: Where its number counts, where the system says (containers number their processes anew).
+    """
+
+    host: str
+    pid: int
+    started: int | None = None
+    namespace: str = ""
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether it still runs, zombies left out; None if it belongs to another machine or container."""
+        if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return _started(self.pid) == self.started and _stat(self.pid)[:1] != ["Z"]
+
+
+def this_process() -> Process:
+    """Return the current process."""
+    return Process(socket.gethostname(), os.getpid(), _started(os.getpid()), _namespace())
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _started(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[_START_FIELD]) if len(fields) > _START_FIELD else None
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """A unit, for messages.
+
+    Attributes:
+        label: Its name.
+        parameters: Canonical names of its parameters.
+        num_bytes: Of all its parameters on one rank that holds them whole, as they are computed with.
+    """
+
+    label: str
+    parameters: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Who wrote a log.
+
+    Attributes:
+        rank: Global rank.
+        peers: Global ranks that share the model's parameters, itself included.
+        model: Which model of the process, from 0.
+        run: Name of the run, the same on all its ranks and never used again.
+        started_ns: When the log was begun, in nanoseconds since 1970.
+        process: Which process it is.
+        units: All units, root first.
+    """
+
+    rank: int
+    peers: tuple[int, ...]
+    model: int
+    run: str
+    started_ns: int
+    process: Process
+    units: tuple[UnitFacts, ...]
+
+
+def file_name(rank: int, model: int) -> str:
+    """Return the file name of a model's log on a rank; the first model of a process needs no number."""
+    return f"rank-{rank:05d}{f'.model-{model}' if model else ''}{SUFFIX}"
+
+
+def rank_and_model(name: str) -> tuple[int, int] | None:
+    """Parse rank and model from a log's file name; None where it is not a log's name."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2] or 0))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """The last records of one rank.
+
+    Attributes:
+        writer: Who it is.
+        records: The last ones, oldest first.
+        beat: The last heartbeat; None: there was none.
+        words: The last error that was logged; empty: none.
+        termination: What Python ran when SIGTERM came last; empty: none came.
+        alive: Whether the process runs; None: it is on another machine.
+        flight: What PyTorch's flight recorder had, one line per collective; empty where there is no dump.
+        read_ns: When it was read, in nanoseconds since 1970.
+    """
+
+    writer: Writer
+    records: tuple[Record, ...]
+    beat: Record | None = None
+    words: str = ""
+    termination: str = ""
+    alive: bool | None = None
+    flight: tuple[str, ...] = ()
+    read_ns: int = 0
+
+
+class _Places(NamedTuple):
+    """The offsets of the parts of a file, in bytes, and how many records the ring holds."""
+
+    beat: int
+    words: int
+    ring: int
+    capacity: int
+
+    def record(self, number: int) -> int:
+        return self.ring + number % self.capacity * RECORD_BYTES
+
+    @property
+    def end(self) -> int:
+        return self.ring + self.capacity * RECORD_BYTES
+
+
+def _places(text_bytes: int, capacity: int) -> _Places:
+    beat = RECORD_BYTES * (1 + -(-text_bytes // RECORD_BYTES))
+    words = beat + RECORD_BYTES
+    return _Places(beat, words, words + WORDS_BYTES, capacity)
+
+
+def _head(content: bytes) -> tuple[bytes, _Places]:
+    """Read the text about the writer, and the offsets of the parts.
+
+    Raises:
+        ValueError: It is no log, one of another version, or damaged; says which.
+    """
+    if len(content) < RECORD_BYTES or content[: len(_MAGIC)] != _MAGIC:
+        raise ValueError("it does not begin as a log does")
+    _, version, length, check, capacity, phases = _HEAD.unpack_from(content)
+    if (version, phases) != (_VERSION, _PHASES_CHECK):
+        raise ValueError("another version of this package wrote it; read it with that one")
+    text = bytes(content[RECORD_BYTES : RECORD_BYTES + length])
+    if len(text) < length or zlib.crc32(text) != check or not capacity:
+        raise ValueError("its header is damaged or cut off")
+    return text, _places(length, capacity)
+
+
+def parse_writer(content: bytes) -> Writer:
+    """Parse who wrote a log.
+
+    Raises:
+        ValueError: It is no log, or damaged; says how.
+    """
+    try:
+        found: Mapping[str, Any] = json.loads(_head(content)[0])
+        units = (UnitFacts(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in found["units"])
+        known = {"peers": tuple(found["peers"]), "process": Process(**found["process"]), "units": tuple(units)}
+        return Writer(**{**found, **known})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its header is incomplete ({error})") from None
+
+
+def parse_log(content: bytes) -> RankLog:
+    """Parse the content of a log; a record that was being written is left out.
+
+    Raises:
+        ValueError: It is no log, or damaged; says how.
+    """
+    writer, places = parse_writer(content), _head(content)[1]
+    whole = ((place, _record(content, places.record(place), writer)) for place in range(places.capacity))
+    found = [record for place, record in whole if record is not None and record.number % places.capacity == place]
+    newest = max((record.number for record in found), default=0)
+    length, check = _WORDS.unpack_from(content, places.words) if len(content) >= places.ring else (0, 0)
+    said = content[places.words + _WORDS.size :][: min(length, WORDS_BYTES)]
+    return RankLog(
+        writer,
+        tuple(sorted(record for record in found if record.number > newest - places.capacity)),
+        _record(content, places.beat, writer),
+        said.decode("utf-8", "replace") if zlib.crc32(said) == check else "",
+        content[places.end :].decode("utf-8", "replace").strip()[-WORDS_BYTES:],
+    )
+
+
+def _record(content: bytes, at: int, writer: Writer) -> Record | None:
+    """Return the record at an offset; None where there is no whole one of a unit of this model."""
+    raw = content[at : at + RECORD_BYTES]
+    if len(raw) < RECORD_BYTES or _CHECK.unpack_from(raw, _RECORD.size)[0] != zlib.crc32(raw[: _RECORD.size]):
+        return None
+    values: list[Any] = list(_RECORD.unpack_from(raw))
+    try:
+        values[4], values[5], values[6] = _PHASES[values[4]], Mark(values[5]), bool(values[6])
+    except (ValueError, IndexError):
+        return None
+    record = Record(*values)
+    return record if 0 <= record.unit < len(writer.units) else None
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class Ring:
+    """The writing side of a log; it counts and hashes what communicates.
+
+    Args:
+        path: Where; an existing file is replaced.
+        writer: Who writes.
+        capacity: Records to hold.
+
+    Attributes:
+        path: As given.
+        written: Records so far.
+        last_ns: When the last one was written; when the file was made, before the first.
+        step: How many times weights have been installed.
+        collective: Number of the collective that was launched last.
+    """
+
+    def __init__(self, path: Path, writer: Writer, capacity: int = RECORDS) -> None:
+        self.path = path
+        self.written = 0
+        self.last_ns = time.time_ns()
+        self.step, self.collective = 0, NO_NUMBER
+        self._count = self._hash = self._epoch = 0
+        self._has_words = False
+        self._pid = os.getpid()
+        text = json.dumps(asdict(writer), ensure_ascii=False).encode()
+        self._places = _places(len(text), capacity)
+        head = _HEAD.pack(_MAGIC, _VERSION, len(text), zlib.crc32(text), capacity, _PHASES_CHECK)
+        # Renamed into place: a reader of an old file keeps its pages, and none ever sees half a header.
+        beside = path.with_name(f"{path.name}.{self._pid}")
+        beside.write_bytes((head.ljust(RECORD_BYTES, b"\0") + text).ljust(self._places.end, b"\0"))
+        with beside.open("r+b") as file:
+            self._memory: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
+        beside.replace(path)
+
+    def note_terminations(self) -> None:
+        """Append Python's stack to the file when SIGTERM comes, before what SIGTERM does otherwise.
+
+        It works while this process waits in a collective, where a handler in Python would have to wait too, and would
+        keep the process from ending. Of several logs of a process the last that asked gets it. A handler that is
+        installed later replaces this one.
+        """
+        if hasattr(faulthandler, "register"):  # not on Windows
+            file = self.path.open("ab", buffering=0)  # `faulthandler` keeps it open
+            faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
+            os.register_at_fork(after_in_child=_forget_terminations)
+
+    def add(self, mark: Mark, phase: Phase, unit: int = 0, num_bytes: int = 0) -> None:
+        """Write an event."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        now_ns = time.time_ns()
+        after = self._epoch, self.collective, num_bytes, self._count, self._hash
+        self._write(
+            self._places.record(self.written),
+            Record(self.written, now_ns, self.step, unit, phase, mark, in_backward, *after),
+        )
+        self.written += 1
+        self.last_ns = now_ns
+
+    def launch(self, phase: Phase, unit: int, num_bytes: int) -> None:
+        """Write that a phase communicates."""
+        self._count += 1
+        self._hash = fold(self._hash, phase, unit, num_bytes)
+        self.add(Mark.LAUNCHES, phase, unit, num_bytes)
+
+    def reset(self) -> None:
+        """Write a reset, and restart count and hash, because ranks may have been stopped at different points."""
+        self._count = self._hash = 0
+        self._epoch = (self._epoch + 1) % 256
+        self._has_words = False
+        self.add(Mark.RESET, Phase.FORWARD)
+
+    def beat(self, collective: int = NO_NUMBER, phase: Phase = Phase.FORWARD, unit: int = 0) -> None:
+        """Write a heartbeat, with the oldest collective that has not been completed."""
+        now_ns = time.time_ns()
+        self._write(self._places.beat, Record(0, now_ns, 0, unit, phase, Mark.BEAT, collective=collective))
+
+    def say(self, error: BaseException) -> None:
+        """Write an error as the last one: the code it came through, innermost last, then its type and message.
+
+        Of a text that is too long the end is kept, since it names the error.
+        """
+        if self._memory is None:
+            return
+        self._has_words = True
+        frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]
+        lines = [f"  {Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+        text = "\n".join([*lines, "".join(traceback.format_exception_only(error)).strip()])
+        said = text.encode("utf-8", "backslashreplace")[-(WORDS_BYTES - _WORDS.size) :]
+        at = self._places.words + _WORDS.size
+        self._memory[at : at + len(said)] = said
+        self._memory[self._places.words : at] = _WORDS.pack(len(said), zlib.crc32(said))
+
+    def close(self) -> None:
+        """Write the last record, and the error that ends the process if one does; later events are not written."""
+        if self._memory is None or os.getpid() != self._pid:  # a forked child shares the pages and must not write
+            return
+        error = getattr(sys, "last_value", None)  # set by the interpreter for an uncaught error
+        if isinstance(error, BaseException) and not self._has_words:
+            self.say(error)
+        self.add(Mark.GOODBYE, Phase.FORWARD)
+        self._memory = None  # not closed: another thread may be writing a heartbeat
+
+    def _write(self, at: int, record: Record) -> None:
+        if self._memory is not None:
+            packed = _RECORD.pack(*record[:4], _NUMBER_OF[record.phase], *record[5:])
+            self._memory[at : at + RECORD_BYTES] = packed + _CHECK.pack(zlib.crc32(packed))
+
+
+def _forget_terminations() -> None:
+    faulthandler.unregister(signal.SIGTERM)
