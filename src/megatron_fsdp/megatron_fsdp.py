@@ -296,7 +296,9 @@ class MegatronFSDP(nn.Module):
     def _is_accelerate_prepared(self) -> bool:
         """Tell `Accelerator.prepare` to leave the model as it is; it would put DistributedDataParallel around it."""
         accelerate = sys.modules.get("accelerate.state")
-        precision = accelerate.AcceleratorState().mixed_precision if accelerate is not None else "no"
+        # Not `AcceleratorState()`, which would set accelerate up where the program has not.
+        known = {} if accelerate is None else accelerate.AcceleratorState._shared_state
+        precision = known.get("_mixed_precision", "no")
         if precision != "no":
             raise ConfigurationError(
                 f"Accelerator(mixed_precision={precision!r}) has no effect on a sharded model; leave it out, and build "

@@ -48,15 +48,6 @@ def test_what_is_said_twice_is_refused() -> None:
         DistributedSetup.build(tp=2)
     with pytest.raises(ConfigurationError, match="Unknown strategy 'fsdp'"):
         DistributedSetup.build("fsdp")
-    setup = DistributedSetup.build(MegatronFSDPConfig(backend="gloo"))
-    others: list[dict[str, Any]] = [
-        {"tp_size": 1},
-        {"distributed_config": setup.config},
-        {"pipeline_config": PipelineConfig()},
-    ]
-    for other in others:
-        with pytest.raises(ConfigurationError, match="distributed_setup stands in place of"):
-            AutoModelForCausalLM.from_pretrained("no folder", distributed_setup=setup, **other)
 
 
 def load_in_three_ways(folder: str) -> None:
@@ -74,6 +65,10 @@ def load_in_three_ways(folder: str) -> None:
             assert model.mesh_context.sizes == ParallelSizes(tp=2)
             assert_trained_alike(train(model, steps=1, data_rank=0, data_ranks=1), reference("llama", steps=1))
         assert model.mesh_context.device_mesh is bare
+        setup = ways[0]["distributed_setup"]
+        for other in ({"tp_size": 1}, {"distributed_config": config}, {"pipeline_config": PipelineConfig()}):
+            with pytest.raises(ConfigurationError, match="distributed_setup stands in place of"):
+                AutoModelForCausalLM.from_pretrained(folder, distributed_setup=setup, **other)
         with pytest.raises(ConfigurationError, match="stand in place of sizes, and tp_size is given"):
             AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=mesh, tp_size=2)
         with pytest.raises(ConfigurationError, match="moe_mesh alone is given"):

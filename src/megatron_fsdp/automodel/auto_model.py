@@ -239,12 +239,21 @@ class AutoModelForImageTextToText(_AutoModel):
 
 @dataclass(frozen=True)
 class _Ranks:
-    """What the arguments say about ranks: the strategy, and sizes or meshes."""
+    """What the arguments say about ranks: the strategy, and sizes or meshes; and what contradicts itself there."""
 
     strategy: DistributedConfig
     sizes: ParallelismSizes
     pipeline_config: PipelineConfig | None
     meshes: tuple[DeviceMesh | None, DeviceMesh | None]
+    problem: str | None = None
+
+    def check(self) -> None:
+        """Refuse contradictions, and sizes that do not fit."""
+        if self.problem is not None:
+            raise ConfigurationError(self.problem)
+        check_config(self.strategy)
+        if self.meshes[0] is None:
+            resolve_sizes(self.strategy, dist.get_world_size(), **vars(self.sizes))
 
     def context(self) -> MeshContext:
         """Build the meshes, or describe those that are given."""
@@ -261,21 +270,21 @@ def _ranks(
     pipeline_config: PipelineConfig | None,
     meshes: tuple[DeviceMesh | None, DeviceMesh | None],
 ) -> _Ranks:
-    """Take what is said in one of the ways, and refuse what is said in two."""
-    given = [name for name, size in vars(sizes).items() if size is not None]
+    """Take what is said in one of the ways, and note what is said in two."""
+    given, problem = [name for name, size in vars(sizes).items() if size is not None], None
     if meshes != (None, None) and (given or meshes[0] is None):
-        raise ConfigurationError(
+        problem = (
             f"device_mesh and moe_mesh stand in place of sizes, and {', '.join(given) or 'moe_mesh alone'} is given; "
             "give sizes, or device_mesh with the moe_mesh that belongs to it"
         )
     if setup is None:
-        return _Ranks(FSDP2Config() if config is None else config, sizes, pipeline_config, meshes)
+        return _Ranks(FSDP2Config() if config is None else config, sizes, pipeline_config, meshes, problem)
     if given or config is not None or pipeline_config is not None or meshes != (None, None):
-        raise ConfigurationError(
+        problem = (
             "distributed_setup stands in place of distributed_config, sizes, meshes and pipeline_config, and some of "
             "these are given; leave them out, or pass **distributed_setup.arguments() and change that"
         )
-    return _Ranks(setup.config, ParallelismSizes(**setup.sizes), setup.pipeline_config, meshes)
+    return _Ranks(setup.config, ParallelismSizes(**setup.sizes), setup.pipeline_config, meshes, problem)
 
 
 def _fill(
@@ -429,9 +438,7 @@ def _agree(
     set_up_ranks(str(getattr(ranks.strategy, "backend", "gloo")))
 
     def check() -> tuple[Path | None, Any]:
-        check_config(ranks.strategy)
-        if ranks.meshes[0] is None:
-            resolve_sizes(ranks.strategy, dist.get_world_size(), **vars(ranks.sizes))
+        ranks.check()
         return find()
 
     given = {"distributed_config": ranks.strategy, **vars(ranks.sizes), "device_mesh": ranks.meshes, **options}
