@@ -78,30 +78,31 @@ def kept_bytes(model: Any) -> int:
     return sum(kept.values())
 
 
-def recompute() -> list[int]:
+def recompute() -> tuple[list[int], list[int]]:
     with groups_destroyed():
-        sizes = []
+        sizes, products = [], []
         for flag in (False, "selective", "full"):
             model = parallel(strategy("fsdp2", activation_checkpointing=flag))
             assert sorted(name for name, _ in model.named_parameters()) == sorted(
                 dict(build("llama").named_parameters())
             )
             parts = {"attention": model.model.layers[0].self_attn, "mlp": model.model.layers[3].mlp}
-            with counted(parts) as counts:
+            with counted(parts) as counts, Calls() as calls:
                 sizes.append(kept_bytes(model))
+            products.append(sum(name == "mm" for name, _ in calls.seen))
             assert counts == Counter(attention=1 + bool(flag), mlp=1 + bool(flag))
             with counted(parts) as counts, torch.no_grad():
                 model(input_ids=own_tokens(), use_cache=False)
             assert counts == Counter(attention=1, mlp=1)
             assert_trained_alike(train(model), reference("llama"))
             assert model.config.use_cache is (not flag)
-        return sizes
+        return sizes, products
 
 
 def test_activation_checkpointing_runs_layers_again_and_keeps_less(run_ranks: RunRanks) -> None:
-    for plain, selective, full in run_ranks(2, recompute):
-        assert full < selective < plain
-        assert full < plain / 2
+    for (kept, _, kept_of_full), (products, products_of_selective, products_of_full) in run_ranks(2, recompute):
+        assert kept_of_full < kept / 2
+        assert products < products_of_selective < products_of_full
 
 
 def reshard() -> None:

@@ -24,6 +24,7 @@ class _Config:
     """What the dataclasses of the three strategies share."""
 
     backend: str
+    activation_checkpointing: bool | str
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name; values are the same objects, not copies."""
@@ -45,7 +46,7 @@ class _Config:
                     f"{kind}.{name}={value!r} is a {type(value).__name__}; give a {kinds[name].__name__} or None "
                     "(from YAML, see load_distributed_config)"
                 )
-        recomputed: Any = getattr(self, "activation_checkpointing")  # noqa: B009 - a field of each
+        recomputed = self.activation_checkpointing
         if not isinstance(recomputed, bool) and recomputed not in ("full", "selective"):
             raise ConfigurationError(
                 f"{kind}.activation_checkpointing={recomputed!r}; give True, False, 'full' or 'selective'"
