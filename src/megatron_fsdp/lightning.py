@@ -19,10 +19,10 @@ from megatron_fsdp.optional_packages import require
 
 require("lightning", "megatron_fsdp.lightning")
 
-from lightning.fabric.strategies import DDPStrategy as FabricStrategy  # noqa: E402 - checked before
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricStrategy  # noqa: E402 - checked before
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
 from lightning.pytorch import Trainer  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy as TrainerStrategy  # noqa: E402
+from lightning.pytorch.strategies.ddp import DDPStrategy as TrainerStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 
