@@ -103,9 +103,8 @@ def trainer(folder: str, strategy: int, **options: Any) -> Any:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        gradient_clip_val=0.5,
         use_distributed_sampler=False,
-        **{"enable_checkpointing": False, **options},
+        **{"gradient_clip_val": 0.5, "enable_checkpointing": False, **options},
     )
 
 
@@ -150,8 +149,10 @@ def accumulate_and_keep_the_best(folder: str) -> None:
         assert Path(best.best_model_path).is_dir()
         assert len(list(Path(folder).glob("*.ckpt"))) == 1
         runner.validate(runner.lightning_module, data(), ckpt_path=best.best_model_path, verbose=False)
+        several, runner = Regression(num_optimizers=2), trainer(folder, 3, max_epochs=1, gradient_clip_val=None)
+        several.automatic_optimization = False
         with pytest.raises(ConfigurationError, match="2 optimizers"):
-            trainer(folder, 3, max_epochs=1).fit(Regression(num_optimizers=2), data())
+            runner.fit(several, data())
 
 
 def test_accumulation_communicates_once_and_callbacks_keep_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:
