@@ -36,7 +36,8 @@ class MegatronFSDPStrategy(TrainerStrategy):
         sharding: Arguments of `fully_shard_model`. Without `device_mesh` the model is sharded over all ranks.
 
     Raises:
-        ConfigurationError: At `fit`: the module has several optimizers, or an argument cannot be honoured.
+        ConfigurationError: At `fit`: the module optimizes by itself (`automatic_optimization=False`, which several
+            optimizers need), or an argument cannot be honoured.
     """
 
     def __init__(self, **sharding: Any) -> None:
@@ -59,12 +60,13 @@ class MegatronFSDPStrategy(TrainerStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Build the optimizer on the shards, and connect it."""
-        super().setup_optimizers(trainer)
-        if len(self.optimizers) > 1:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
             raise ConfigurationError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, and MegatronFSDPStrategy trains "
-                "with one; give it several parameter groups"
+                f"{type(self.lightning_module).__name__} sets automatic_optimization=False, and its backward would run "
+                "inside of the forward of the sharded model; leave it True, or write the loop with Fabric"
             )
+        super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             fully_shard_optimizer(optimizer)
 

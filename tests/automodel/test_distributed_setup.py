@@ -24,6 +24,7 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import build, reference
 from tests.automodel.test_auto_model import save
+from tests.automodel.test_gradients import accumulate_like_the_whole_batch
 from tests.automodel.training import assert_trained_alike, managed, strategy, train
 from tests.conftest import RunRanks
 
@@ -124,6 +125,15 @@ def flags_of_ddp() -> None:
 
 def test_flags_of_ddp_have_their_effect_and_train_as_one_process(run_ranks: RunRanks) -> None:
     run_ranks(2, flags_of_ddp)
+
+
+def accumulate_with_a_static_graph() -> list[list[int]]:
+    return accumulate_like_the_whole_batch("ddp", 2, static_graph=True)
+
+
+def test_a_static_graph_accumulates_with_a_reduction_each_time(run_ranks: RunRanks) -> None:
+    for steps in run_ranks(2, accumulate_with_a_static_graph):
+        assert all(reductions > 0 for step in steps for reductions in step)
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,10 @@ def data() -> torch.utils.data.DataLoader[Any]:
 
 
 class Regression(lightning.LightningModule):
-    def __init__(self, num_optimizers: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         with fixed_seed(0):
             self.blocks = nn.Sequential(Block(), Block())
-        self.num_optimizers = num_optimizers
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         loss = F.mse_loss(self.blocks(batch[0]), batch[1])
@@ -63,8 +62,8 @@ class Regression(lightning.LightningModule):
         self.log("eval_loss", F.mse_loss(self.blocks(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.AdamW(self.parameters(), lr=1e-2) for _ in range(self.num_optimizers)]
-        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
 def one_process(steps: int, *, clip: float | None = None) -> dict[str, Tensor]:
@@ -149,10 +148,10 @@ def accumulate_and_keep_the_best(folder: str) -> None:
         assert Path(best.best_model_path).is_dir()
         assert len(list(Path(folder).glob("*.ckpt"))) == 1
         runner.validate(runner.lightning_module, data(), ckpt_path=best.best_model_path, verbose=False)
-        several, runner = Regression(num_optimizers=2), trainer(folder, 3, max_epochs=1, gradient_clip_val=None)
-        several.automatic_optimization = False
-        with pytest.raises(ConfigurationError, match="2 optimizers"):
-            runner.fit(several, data())
+        by_hand, runner = Regression(), trainer(folder, 3, max_epochs=1, gradient_clip_val=None)
+        by_hand.automatic_optimization = False
+        with pytest.raises(ConfigurationError, match="Regression sets automatic_optimization=False"):
+            runner.fit(by_hand, data())
 
 
 def test_accumulation_communicates_once_and_callbacks_keep_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ class DDPConfig(_Config):
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
         find_unused_parameters: Look in every step which parameters have no gradient. False spares the look, for models
             that use all of them in every step.
-        static_graph: Find out in the first step which parameters are used, and how often; it must stay so.
+        static_graph: Find out in the first step which parameters are used, and how often; it must stay so. With
+            gradient accumulation every microbatch is then reduced.
         bucket_cap_mb: Size of the buckets in which gradients are reduced, in MiB; None: torch's default.
     """
 
