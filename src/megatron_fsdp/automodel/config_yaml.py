@@ -127,6 +127,7 @@ class DistributedSetup:
 
 
 DistributedSection = DistributedSetup
+"""What it was called before."""
 
 
 def load_distributed_config(source: str | os.PathLike[str]) -> DistributedSetup:
