@@ -284,23 +284,11 @@ def ddp_around_the_module_inside_no_shard() -> None:
     TorchDDP(shard(zero_dp_strategy=0).module)
 
 
-def accelerator_prepares_the_model() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    with pytest.MonkeyPatch.context() as patch:
-        ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": 2}
-        for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
-            patch.setenv(name, str(value))
-        try:
-            accelerate.Accelerator(cpu=True).prepare(shard())
-        finally:
-            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 AROUND_DDP = (
     "ConfigurationError",
     (
         "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded",
-        "train the sharded model as it is, and hand it to nothing that wraps models (accelerator.prepare, ",
+        "train the sharded model as it is, and hand it to nothing that wraps models (docs/clients.md",
     ),
 )
 
@@ -462,7 +450,6 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     ddp_around_optim_grads: AROUND_DDP,
     ddp_around_a_module_around_the_model: AROUND_DDP,
     ddp_around_the_module_inside_no_shard: AROUND_DDP,
-    accelerator_prepares_the_model: AROUND_DDP,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,6 +110,9 @@ class MegatronFSDP(nn.Module):
         ConfigurationError: An argument, a combination or the model cannot be honoured.
         NotSupportedYetError: An argument that this version does not implement is not at its default.
     """
+
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None
+    _is_wrapped = False
 
     @explains_arguments()
     def __init__(
@@ -217,6 +221,10 @@ class MegatronFSDP(nn.Module):
         self._log_as_told()
         for line in self._assembly.plan_lines:
             logger.info(line)
+        if options.strategy is ShardingStrategy.optim_grads_params:
+            # `generate` of transformers then goes on until all ranks are done, and layers that it drops by chance run.
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        self._is_wrapped = True
 
     # ---- properties that clients read ----------------------------------------------------------------------------
 
@@ -254,6 +262,53 @@ class MegatronFSDP(nn.Module):
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return mesh and process groups."""
         return self.dist_index
+
+    # ---- attributes of the wrapped model -----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of this object, or else of the wrapped model, such as `config` or `generate`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or hasattr(type(self), name):  # not wrapped yet, or a property of this class has raised
+                raise
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither {type(self).__name__} nor the {type(module).__name__} that it wraps has an attribute "
+                f"{name!r} ({error})",
+                name=name,
+                obj=self,
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; where only the wrapped model has it, there: its forward reads it there."""
+        if self._is_wrapped and name != "module" and name not in vars(self) and not hasattr(type(self), name):
+            module = self.module
+            if any(name in names for names in (vars(module), module._parameters, module._buffers, module._modules)):
+                setattr(module, name, value)
+                return
+        super().__setattr__(name, value)
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Tell `Accelerator.prepare` to leave the model as it is; it would put DistributedDataParallel around it."""
+        accelerate = sys.modules.get("accelerate.state")
+        # Not `AcceleratorState()`, which would set accelerate up where the program has not.
+        known = {} if accelerate is None else accelerate.AcceleratorState._shared_state
+        precision = known.get("_mixed_precision", "no")
+        if precision != "no":
+            raise ConfigurationError(
+                f"Accelerator(mixed_precision={precision!r}) has no effect on a sharded model; leave it out, and build "
+                "the model in the dtype to compute in (MixedPrecisionPolicy keeps main weights in float32)"
+            )
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, _: bool) -> None:
+        """Ignore what accelerate notes itself."""
 
     # ---- forward, backward, step --------------------------------------------------------------------------------
 

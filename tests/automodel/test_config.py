@@ -33,7 +33,7 @@ FSDP2_FIELDS: dict[str, tuple[Any, Any]] = {
     "mp_policy": (Optional[MixedPrecisionPolicy], None),
     "offload_policy": (Optional[CPUOffloadPolicy], None),
     "autocast_dtype": (Optional[torch.dtype], None),
-    "activation_checkpointing": (bool, False),
+    "activation_checkpointing": (bool | str, False),
     "defer_fsdp_grad_sync": (bool, True),
     "backend": (str, "nccl"),
     "enable_async_tensor_parallel": (bool, False),
@@ -41,6 +41,7 @@ FSDP2_FIELDS: dict[str, tuple[Any, Any]] = {
     "enable_fsdp2_prefetch": (bool, False),
     "fsdp2_backward_prefetch_depth": (int, 2),
     "fsdp2_forward_prefetch_depth": (int, 1),
+    "reshard_after_forward": (Optional[bool], None),
 }
 MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "sequence_parallel": (bool, False),
@@ -58,10 +59,16 @@ MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "keep_fp8_transpose_cache": (bool, False),
     "nccl_ub": (bool, False),
     "fsdp_double_buffer": (bool, False),
-    "activation_checkpointing": (bool, False),
+    "activation_checkpointing": (bool | str, False),
     "backend": (str, "nccl"),
 }
-DDP_FIELDS: dict[str, tuple[Any, Any]] = {"activation_checkpointing": (bool, False), "backend": (str, "nccl")}
+DDP_FIELDS: dict[str, tuple[Any, Any]] = {
+    "activation_checkpointing": (bool | str, False),
+    "backend": (str, "nccl"),
+    "find_unused_parameters": (bool, True),
+    "static_graph": (bool, False),
+    "bucket_cap_mb": (Optional[int], None),
+}
 
 PUBLISHED = [(FSDP2Config, FSDP2_FIELDS), (MegatronFSDPConfig, MEGATRON_FIELDS), (DDPConfig, DDP_FIELDS)]
 ALL = [FSDP2Config, MegatronFSDPConfig, DDPConfig]

@@ -78,29 +78,46 @@ def kept_bytes(model: Any) -> int:
     return sum(kept.values())
 
 
-def recompute() -> tuple[int, int]:
+def recompute() -> tuple[list[int], list[int]]:
     with groups_destroyed():
-        sizes = []
-        for flag in (False, True):
+        sizes, products = [], []
+        for flag in (False, "selective", "full"):
             model = parallel(strategy("fsdp2", activation_checkpointing=flag))
             assert sorted(name for name, _ in model.named_parameters()) == sorted(
                 dict(build("llama").named_parameters())
             )
             parts = {"attention": model.model.layers[0].self_attn, "mlp": model.model.layers[3].mlp}
-            with counted(parts) as counts:
+            with counted(parts) as counts, Calls() as calls:
                 sizes.append(kept_bytes(model))
-            assert counts == Counter(attention=1 + flag, mlp=1 + flag)
+            products.append(sum(name == "mm" for name, _ in calls.seen))
+            assert counts == Counter(attention=1 + bool(flag), mlp=1 + bool(flag))
             with counted(parts) as counts, torch.no_grad():
                 model(input_ids=own_tokens(), use_cache=False)
             assert counts == Counter(attention=1, mlp=1)
             assert_trained_alike(train(model), reference("llama"))
             assert model.config.use_cache is (not flag)
-        return sizes[0], sizes[1]
+        return sizes, products
 
 
 def test_activation_checkpointing_runs_layers_again_and_keeps_less(run_ranks: RunRanks) -> None:
-    for plain, recomputed in run_ranks(2, recompute):
-        assert recomputed < plain / 2
+    for (kept, _, kept_of_full), (products, products_of_selective, products_of_full) in run_ranks(2, recompute):
+        assert kept_of_full < kept / 2
+        assert products < products_of_selective < products_of_full
+
+
+def reshard() -> None:
+    with groups_destroyed():
+        for flag, gathered_after in ((None, [3]), (True, []), (False, [0, 1, 2, 3])):
+            model = parallel(strategy("fsdp2", reshard_after_forward=flag))
+            loss = model(input_ids=own_tokens(), use_cache=False).logits.sum()
+            assert gathered(model) == gathered_after
+            loss.backward()
+            model.zero_grad()
+            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+
+
+def test_layers_are_resharded_after_forward_as_told(run_ranks: RunRanks) -> None:
+    run_ranks(2, reshard)
 
 
 def ahead(model: Any, direction: str) -> list[list[int]]:
@@ -239,7 +256,7 @@ def autocast_and_recompute() -> None:
     """Recomputation runs under the same autocast: otherwise saved and recomputed tensors differ in dtype."""
     gradients = []
     with groups_destroyed():
-        for flag in (False, True):
+        for flag in (False, "selective", "full"):
             model = parallel(strategy("fsdp2", autocast_dtype=BF16, activation_checkpointing=flag))
             gradients.append(train(model, steps=1).gradients[0])
         assert not torch.is_autocast_enabled("cpu")

@@ -1,8 +1,6 @@
 """`ShardedTrainer` beside a plain `transformers.Trainer` on one process, with the same data in the same order."""
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import VOCABULARY, build
 from tests.automodel.training import STRATEGIES, assert_close, parameters_of, strategy
+from tests.clients.test_accelerate import forget_accelerate, started
 from tests.conftest import RunRanks
 from tests.support.parity import fixed_seed
 
@@ -84,31 +83,6 @@ def logged(trainer: Any) -> list[dict[str, float]]:
     """Losses and norms, without times."""
     names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_logit", "step")
     return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
-
-
-def forget_accelerate() -> None:
-    """A worker has several trainers one after another; accelerate keeps one state per process."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
-@contextlib.contextmanager
-def started(by_torchrun: bool) -> Iterator[None]:
-    """The environment of one of torchrun's ranks, or of a program that was started alone, in a worker of the tests."""
-    before = dict(os.environ)
-    ranks = {"LOCAL_WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    try:
-        if by_torchrun:
-            os.environ.update(ranks)
-        else:
-            for name in (*ranks, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-                os.environ.pop(name, None)
-        forget_accelerate()
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        forget_accelerate()
 
 
 def one_process(folder: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:

@@ -192,14 +192,14 @@ def test_generation_gives_the_same_tokens(run_ranks: RunRanks, name: str, strate
 
 def _generate_and_train(model: MegatronFSDP, count: int) -> None:
     prompt = torch.full((1, 3), 5)
-    lengths = {"max_new_tokens": count, "min_new_tokens": count}
+    settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "synced_gpus": False}
     with torch.no_grad():
-        model.module.generate(prompt, do_sample=False, attention_mask=torch.ones_like(prompt), **lengths)
+        model.module.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
     loss_of(model, make_batch(2, torch.Generator().manual_seed(5))).backward()
 
 
 def generate_until_done() -> str:
-    """Rank 1 is done earlier, and goes on to train."""
+    """Rank 1 is done earlier, and goes on to train, as `synced_gpus=False` lets it."""
     _, model = _wrap(build_llama, 0, 3, verify_ranks=20.0)
     with pytest.raises(ScheduleError) as raised:
         _generate_and_train(model, 4 - 2 * dist.get_rank())
@@ -220,7 +220,7 @@ def generate_in_step() -> bool:
     settings = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False}
     settings["attention_mask"] = torch.ones_like(prompt)
     with torch.no_grad():
-        found = model.module.generate(prompt, **settings)
+        found = model.module.generate(prompt, synced_gpus=False, **settings)
         for _ in range(4 - count):
             model.take_part()
         wanted = plain.generate(prompt, **settings)

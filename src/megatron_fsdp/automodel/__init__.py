@@ -15,11 +15,13 @@ from megatron_fsdp.automodel.config import (
     DistributedConfig,
     FSDP2Config,
     MegatronFSDPConfig,
+    ParallelismSizes,
     ParallelSizes,
     resolve_sizes,
 )
 from megatron_fsdp.automodel.config_yaml import (
     DistributedSection,
+    DistributedSetup,
     load_distributed_config,
     parse_distributed_section,
 )
@@ -44,12 +46,14 @@ __all__ = [
     "DDPManager",
     "DistributedConfig",
     "DistributedSection",
+    "DistributedSetup",
     "FSDP2Config",
     "FSDP2Manager",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
     "MeshContext",
     "ParallelSizes",
+    "ParallelismSizes",
     "Pipeline",
     "PipelineConfig",
     "accumulation_context",

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.automodel.adapters import add_adapters, fill_adapters, without_copies
 from megatron_fsdp.automodel.config import (
@@ -24,13 +25,14 @@ from megatron_fsdp.automodel.config import (
     DistributedConfig,
     FSDP2Config,
     MegatronFSDPConfig,
-    SizeArguments,
+    ParallelismSizes,
     check_config,
     resolve_sizes,
 )
+from megatron_fsdp.automodel.config_yaml import DistributedSetup
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
-from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, set_up_ranks
+from megatron_fsdp.automodel.meshes import MeshContext, set_up_ranks
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig, build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import merge_stages
 from megatron_fsdp.automodel.saving import let_save
@@ -84,6 +86,9 @@ class _AutoModel:
         pp_size: int | None = None,
         cp_size: int | None = None,
         ep_size: int | None = None,
+        device_mesh: DeviceMesh | None = None,
+        moe_mesh: DeviceMesh | None = None,
+        distributed_setup: DistributedSetup | None = None,
         pipeline_config: PipelineConfig | None = None,
         peft_config: Any = None,
         dtype: torch.dtype | str | None = "auto",
@@ -111,6 +116,9 @@ class _AutoModel:
             pp_size: Pipeline-parallel ranks; `FSDP2Config` only.
             cp_size: Context-parallel ranks.
             ep_size: Expert-parallel ranks; `FSDP2Config` only.
+            device_mesh: In place of sizes: a mesh of `create_device_mesh`, or one with the same axes.
+            moe_mesh: The mesh of experts that belongs to it.
+            distributed_setup: In place of `distributed_config`, sizes and `pipeline_config`.
             pipeline_config: With `pp_size` > 1, how microbatches pass through; None: its defaults.
             peft_config: A configuration of peft; the adapters are added before sharding, and the rest is frozen.
             dtype: Of the weights; "auto" or None: what the config says, else the files.
@@ -138,9 +146,12 @@ class _AutoModel:
             found = _find_folder(pretrained_model_name_or_path)
             return found, _config_of(found, config, config_overrides)
 
-        options = _Options(pipeline_config, peft_config, dtype, attn_implementation, prepare_model, key_mapping, strict)
-        sizes = _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
-        return cls._make(find, distributed_config, sizes, options)
+        sizes = ParallelismSizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
+        ranks = _ranks(distributed_setup, distributed_config, sizes, pipeline_config, (device_mesh, moe_mesh))
+        options = _Options(
+            ranks.pipeline_config, peft_config, dtype, attn_implementation, prepare_model, key_mapping, strict
+        )
+        return cls._make(find, ranks, options)
 
     @classmethod
     def from_config(
@@ -154,6 +165,9 @@ class _AutoModel:
         pp_size: int | None = None,
         cp_size: int | None = None,
         ep_size: int | None = None,
+        device_mesh: DeviceMesh | None = None,
+        moe_mesh: DeviceMesh | None = None,
+        distributed_setup: DistributedSetup | None = None,
         pipeline_config: PipelineConfig | None = None,
         peft_config: Any = None,
         dtype: torch.dtype | str | None = "auto",
@@ -180,21 +194,21 @@ class _AutoModel:
             is_folder = isinstance(config, str | Path)
             return None, _config_of(_find_folder(config) if is_folder else None, None if is_folder else config, {})
 
-        options = _Options(pipeline_config, peft_config, dtype, attn_implementation, prepare_model)
-        sizes = _sizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
-        return cls._make(find, distributed_config, sizes, options)
+        sizes = ParallelismSizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
+        ranks = _ranks(distributed_setup, distributed_config, sizes, pipeline_config, (device_mesh, moe_mesh))
+        options = _Options(ranks.pipeline_config, peft_config, dtype, attn_implementation, prepare_model)
+        return cls._make(find, ranks, options)
 
     @classmethod
     def _make(
         cls,
         find: Callable[[], tuple[Path | None, Any]],
-        strategy: DistributedConfig | None,
-        sizes: SizeArguments,
+        ranks: _Ranks,
         options: _Options,
     ) -> nn.Module | Pipeline:
         """Agree on the model over the ranks, and build it: on the meta device, parallel, with its weights."""
-        strategy = FSDP2Config() if strategy is None else strategy
-        context, folder, config = _agree(strategy, sizes, find, options.facts())
+        strategy = ranks.strategy
+        context, folder, config = _agree(ranks, find, options.facts())
         attention = options.attn_implementation
         more = {} if attention is None else {"attn_implementation": attention}
         dtype = _resolve_dtype(options.dtype, config, folder)
@@ -223,8 +237,54 @@ class AutoModelForImageTextToText(_AutoModel):
     _transformers_class = "AutoModelForImageTextToText"
 
 
-def _sizes(dp: int | None, copies: int | None, tp: int | None, pp: int | None, cp: int | None, ep: int | None) -> Any:
-    return SizeArguments(dp_size=dp, dp_replicate_size=copies, tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep)
+@dataclass(frozen=True)
+class _Ranks:
+    """What the arguments say about ranks: the strategy, and sizes or meshes; and what contradicts itself there."""
+
+    strategy: DistributedConfig
+    sizes: ParallelismSizes
+    pipeline_config: PipelineConfig | None
+    meshes: tuple[DeviceMesh | None, DeviceMesh | None]
+    problem: str | None = None
+
+    def check(self) -> None:
+        """Refuse contradictions, and sizes that do not fit."""
+        if self.problem is not None:
+            raise ConfigurationError(self.problem)
+        check_config(self.strategy)
+        if self.meshes[0] is None:
+            resolve_sizes(self.strategy, dist.get_world_size(), **vars(self.sizes))
+
+    def context(self) -> MeshContext:
+        """Build the meshes, or describe those that are given."""
+        mesh, moe_mesh = self.meshes
+        if mesh is None:
+            return MeshContext.build(self.strategy, self.sizes)
+        return MeshContext.from_meshes(self.strategy, mesh, moe_mesh)
+
+
+def _ranks(
+    setup: DistributedSetup | None,
+    config: DistributedConfig | None,
+    sizes: ParallelismSizes,
+    pipeline_config: PipelineConfig | None,
+    meshes: tuple[DeviceMesh | None, DeviceMesh | None],
+) -> _Ranks:
+    """Take what is said in one of the ways, and note what is said in two."""
+    given, problem = [name for name, size in vars(sizes).items() if size is not None], None
+    if meshes != (None, None) and (given or meshes[0] is None):
+        problem = (
+            f"device_mesh and moe_mesh stand in place of sizes, and {', '.join(given) or 'moe_mesh alone'} is given; "
+            "give sizes, or device_mesh with the moe_mesh that belongs to it"
+        )
+    if setup is None:
+        return _Ranks(FSDP2Config() if config is None else config, sizes, pipeline_config, meshes, problem)
+    if given or config is not None or pipeline_config is not None or meshes != (None, None):
+        problem = (
+            "distributed_setup stands in place of distributed_config, sizes, meshes and pipeline_config, and some of "
+            "these are given; leave them out, or pass **distributed_setup.arguments() and change that"
+        )
+    return _Ranks(setup.config, ParallelismSizes(**setup.sizes), setup.pipeline_config, meshes, problem)
 
 
 def _fill(
@@ -365,8 +425,7 @@ def canonical_text(value: Any) -> str:
 
 
 def _agree(
-    strategy: DistributedConfig,
-    sizes: SizeArguments,
+    ranks: _Ranks,
     find: Callable[[], tuple[Path | None, Any]],
     options: Mapping[str, Any],
 ) -> tuple[MeshContext, Path | None, Any]:
@@ -376,17 +435,17 @@ def _agree(
         ConfigurationError: Ranks were given different arguments, or one of them is wrong; on every rank.
         CheckpointError: Only some ranks have the folder; on every rank, and names them.
     """
-    set_up_ranks(str(getattr(strategy, "backend", "gloo")))
+    set_up_ranks(str(getattr(ranks.strategy, "backend", "gloo")))
 
     def check() -> tuple[Path | None, Any]:
-        resolve_sizes(check_config(strategy), dist.get_world_size(), **sizes)
+        ranks.check()
         return find()
 
-    given = {"distributed_config": strategy, **sizes, **options}
+    given = {"distributed_config": ranks.strategy, **vars(ranks.sizes), "device_mesh": ranks.meshes, **options}
     folder, config = together("finding the model", check, facts=canonical_facts(given))
     of_config = {f"config.{name}": value for name, value in config.to_diff_dict().items()}
     together("comparing configs", lambda: None, facts=canonical_facts(of_config))
-    return build_mesh_context(strategy, **sizes), folder, config
+    return ranks.context(), folder, config
 
 
 # ---- the model on the meta device ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ NeMo AutoModel's `components.distributed.config`.
 from __future__ import annotations
 
 from dataclasses import Field, InitVar, dataclass, fields
-from typing import Any, List, Optional, TypeAlias, TypedDict, Union  # noqa: UP035 (the published annotations)
+from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the published annotations)
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -24,6 +24,7 @@ class _Config:
     """What the dataclasses of the three strategies share."""
 
     backend: str
+    activation_checkpointing: bool | str
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name; values are the same objects, not copies."""
@@ -45,6 +46,11 @@ class _Config:
                     f"{kind}.{name}={value!r} is a {type(value).__name__}; give a {kinds[name].__name__} or None "
                     "(from YAML, see load_distributed_config)"
                 )
+        recomputed = self.activation_checkpointing
+        if not isinstance(recomputed, bool) and recomputed not in ("full", "selective"):
+            raise ConfigurationError(
+                f"{kind}.activation_checkpointing={recomputed!r}; give True, False, 'full' or 'selective'"
+            )
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"{kind}.backend={self.backend!r}; give 'nccl' (accelerators) or 'gloo' (CPUs)")
 
@@ -63,7 +69,8 @@ class FSDP2Config(_Config):
         mp_policy: Dtypes of FSDP2. None: compute and outputs in bfloat16, reduction in float32.
         offload_policy: Keep sharded parameters, gradients and optimizer state in host memory.
         autocast_dtype: Run forward under `torch.autocast` of the device in this dtype. None: no autocast.
-        activation_checkpointing: Recompute the decoder layers in backward.
+        activation_checkpointing: True or "full": recompute the decoder layers in backward. "selective": recompute them,
+            but keep the results of attention and of every second matrix product.
         defer_fsdp_grad_sync: With gradient accumulation, reduce gradients after the last microbatch only; read by
             `accumulation_context` from the model.
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
@@ -73,6 +80,8 @@ class FSDP2Config(_Config):
         enable_fsdp2_prefetch: Gather layers ahead of their use in a fixed order rather than one ahead.
         fsdp2_backward_prefetch_depth: How many layers ahead in backward; 0: as FSDP2 does by itself.
         fsdp2_forward_prefetch_depth: The same in forward.
+        reshard_after_forward: Release the weights of a layer after forward, and gather them again in backward. None: of
+            all layers but the last of each list, whose backward comes first, and of none with pipeline stages.
     """
 
     sequence_parallel: bool = False
@@ -81,7 +90,7 @@ class FSDP2Config(_Config):
     mp_policy: Optional[MixedPrecisionPolicy] = None  # noqa: UP045
     offload_policy: Optional[CPUOffloadPolicy] = None  # noqa: UP045
     autocast_dtype: Optional[torch.dtype] = None  # noqa: UP045
-    activation_checkpointing: bool = False
+    activation_checkpointing: Union[bool, str] = False  # noqa: UP007
     defer_fsdp_grad_sync: bool = True
     backend: str = "nccl"
     enable_async_tensor_parallel: bool = False
@@ -89,6 +98,7 @@ class FSDP2Config(_Config):
     enable_fsdp2_prefetch: bool = False
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
+    reshard_after_forward: Optional[bool] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         """Fill in the default policy and check values.
@@ -96,7 +106,12 @@ class FSDP2Config(_Config):
         Raises:
             ConfigurationError: A value is of another type or out of range.
         """
-        self._check(mp_policy=MixedPrecisionPolicy, offload_policy=CPUOffloadPolicy, autocast_dtype=torch.dtype)
+        self._check(
+            mp_policy=MixedPrecisionPolicy,
+            offload_policy=CPUOffloadPolicy,
+            autocast_dtype=torch.dtype,
+            reshard_after_forward=bool,
+        )
         if self.autocast_dtype not in (None, torch.bfloat16, torch.float16):
             raise ConfigurationError(
                 f"FSDP2Config.autocast_dtype={self.autocast_dtype} has no effect; give torch.bfloat16 or torch.float16"
@@ -146,7 +161,9 @@ class MegatronFSDPConfig(_Config):
         keep_fp8_transpose_cache: Not supported.
         nccl_ub: Not supported.
         fsdp_double_buffer: Gather into two buffers that are kept.
-        activation_checkpointing: Recompute the MLP (or mixture of experts) of each decoder layer in backward.
+        activation_checkpointing: True: recompute the MLP (or mixture of experts) of each decoder layer in backward.
+            "full": the whole layers. "selective": these, but keep the results of attention and of every second matrix
+            product.
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
     """
 
@@ -166,7 +183,7 @@ class MegatronFSDPConfig(_Config):
     keep_fp8_transpose_cache: bool = False
     nccl_ub: bool = False
     fsdp_double_buffer: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: Union[bool, str] = False  # noqa: UP007
     backend: str = "nccl"
 
     def __post_init__(self, tp_plan: Optional[dict]) -> None:  # type: ignore[type-arg]  # noqa: UP045
@@ -198,20 +215,30 @@ class DDPConfig(_Config):
     """PyTorch's DistributedDataParallel: whole replicas; no parallelism but that of the data.
 
     Attributes:
-        activation_checkpointing: Recompute the decoder layers in backward.
+        activation_checkpointing: As of `FSDP2Config`.
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
+        find_unused_parameters: Look in every step which parameters have no gradient. False spares the look, for models
+            that use all of them in every step.
+        static_graph: Find out in the first step which parameters are used, and how often; it must stay so. With
+            gradient accumulation every microbatch is then reduced.
+        bucket_cap_mb: Size of the buckets in which gradients are reduced, in MiB; None: torch's default.
     """
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: Union[bool, str] = False  # noqa: UP007
     backend: str = "nccl"
+    find_unused_parameters: bool = True
+    static_graph: bool = False
+    bucket_cap_mb: Optional[int] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         """Check values.
 
         Raises:
-            ConfigurationError: A value is of another type.
+            ConfigurationError: A value is of another type or out of range.
         """
-        self._check()
+        self._check(bucket_cap_mb=int)
+        if self.bucket_cap_mb is not None and (self.bucket_cap_mb is True or self.bucket_cap_mb < 1):
+            raise ConfigurationError(f"DDPConfig.bucket_cap_mb={self.bucket_cap_mb!r}; give MiB, 1 or more, or None")
 
 
 DistributedConfig: TypeAlias = Union[FSDP2Config, MegatronFSDPConfig, DDPConfig]  # noqa: UP007
@@ -232,20 +259,20 @@ def check_config(config: object) -> DistributedConfig:
     return config
 
 
-SIZE_NAMES = ("dp_size", "dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size")
+@dataclass(frozen=True)
+class ParallelismSizes:
+    """The sizes that a user gives, by the names of the arguments of `resolve_sizes`; None: left out."""
+
+    dp_size: int | None = None
+    dp_replicate_size: int | None = None
+    tp_size: int | None = None
+    pp_size: int | None = None
+    cp_size: int | None = None
+    ep_size: int | None = None
+
+
+SIZE_NAMES = tuple(field.name for field in fields(ParallelismSizes))
 """The arguments that carry sizes."""
-
-
-class SizeArguments(TypedDict, total=False):
-    """The arguments of `resolve_sizes` by keyword."""
-
-    dp_size: int | None
-    dp_replicate_size: int | None
-    tp_size: int | None
-    pp_size: int | None
-    cp_size: int | None
-    ep_size: int | None
-
 
 _ALLOWED = {
     FSDP2Config: SIZE_NAMES,

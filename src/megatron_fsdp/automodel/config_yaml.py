@@ -23,7 +23,15 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from megatron_fsdp.automodel.config import SIZE_NAMES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.config import (
+    SIZE_NAMES,
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    ParallelismSizes,
+    check_config,
+)
 from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
 from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -71,8 +79,8 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class DistributedSection:
-    """What a section says.
+class DistributedSetup:
+    """A strategy and the sizes, as a section of YAML says them: `from_pretrained(path, distributed_setup=setup)`.
 
     Attributes:
         config: The strategy.
@@ -84,15 +92,45 @@ class DistributedSection:
     sizes: Mapping[str, int] = field(default_factory=dict)
     pipeline_config: PipelineConfig | None = None
 
+    @classmethod
+    def build(
+        cls,
+        strategy: DistributedConfig | str = "fsdp2",
+        sizes: ParallelismSizes | None = None,
+        pipeline_config: PipelineConfig | None = None,
+        **size_arguments: int | None,
+    ) -> DistributedSetup:
+        """Put a setup together in code.
+
+        Args:
+            strategy: A config, or its name in YAML.
+            sizes: In one object; or one by one, as `size_arguments`.
+            pipeline_config: How microbatches pass through stages.
+            size_arguments: `dp_size`, `dp_replicate_size`, `tp_size`, `pp_size`, `cp_size` and `ep_size`.
+
+        Raises:
+            ConfigurationError: The strategy has no such name, or sizes are given in both ways.
+            TypeError: There is no such size.
+        """
+        if sizes is not None and size_arguments:
+            raise ConfigurationError(f"sizes and {', '.join(size_arguments)} are both given; keep one")
+        config = _strategy(strategy, None)() if isinstance(strategy, str) else check_config(strategy)
+        chosen = vars(sizes or ParallelismSizes(**size_arguments))
+        return cls(config, {name: size for name, size in chosen.items() if size is not None}, pipeline_config)
+
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for `from_pretrained(path, **section.arguments())` and `from_config`."""
+        """Return the arguments for `from_pretrained(path, **setup.arguments())` and `from_config`."""
         found: dict[str, Any] = {"distributed_config": self.config, **self.sizes}
         if self.pipeline_config is not None:
             found["pipeline_config"] = self.pipeline_config
         return found
 
 
-def load_distributed_config(source: str | os.PathLike[str]) -> DistributedSection:
+DistributedSection = DistributedSetup
+"""What it was called before."""
+
+
+def load_distributed_config(source: str | os.PathLike[str]) -> DistributedSetup:
     """Read a strategy from YAML.
 
     Args:
@@ -111,7 +149,7 @@ def load_distributed_config(source: str | os.PathLike[str]) -> DistributedSectio
         raise type(error)(f"{where}{error}") from None
 
 
-def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSection:
+def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSetup:
     """Build a strategy from a mapping; the mapping is not changed.
 
     Args:
@@ -133,7 +171,7 @@ def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSection:
     _drop_experts(values.pop("moe", None), sizes)
     _check_names(kind, values)
     built = {name: _build(kind, name, value) for name, value in values.items()}
-    return DistributedSection(kind(**built), sizes, pipeline)
+    return DistributedSetup(kind(**built), sizes, pipeline)
 
 
 def dtype_from_str(name: str | torch.dtype | None, default: torch.dtype = torch.bfloat16) -> torch.dtype:

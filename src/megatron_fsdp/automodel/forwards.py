@@ -17,25 +17,29 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan.recompute import keeping_every_second_product
 
 Forward = Callable[..., Any]
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 _MARK = "_models_without_packed_sequences"
 
 
-def recompute_in_backward(module: nn.Module) -> None:
+def recompute_in_backward(module: nn.Module, *, is_selective: bool = False) -> None:
     """Keep only the inputs of a module's forward, and run it again in backward (non-reentrant).
+
+    `is_selective`: keep the results of attention and of every second matrix product, too.
 
     Hooks of the module, such as those that gather its weights, run outside: once in forward, and for recomputation
     the weights are gathered by the hooks of backward.
     """
     forward = _unbound(module)
+    options: dict[str, Any] = {"context_fn": keeping_every_second_product} if is_selective else {}
 
     @functools.wraps(forward)
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return forward(self, *args, **kwargs)
-        return checkpoint(forward, self, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, self, *args, use_reentrant=False, **options, **kwargs)
 
     module.forward = MethodType(recomputed, module)
 
@@ -70,14 +74,14 @@ def _unbound(module: nn.Module) -> Forward:
     return called
 
 
-def checkpoint_layers(model: nn.Module) -> None:
-    """Recompute each decoder layer: what stays from forward is one hidden state per layer.
+def checkpoint_layers(model: nn.Module, *, is_selective: bool = False) -> None:
+    """Recompute each decoder layer: what stays from forward is one hidden state per layer, unless selective.
 
     Raises:
         ConfigurationError: The model has no layers.
     """
     for layer in find_layers(model).modules():
-        recompute_in_backward(layer)
+        recompute_in_backward(layer, is_selective=is_selective)
     _switch_cache_off(model)
 
 

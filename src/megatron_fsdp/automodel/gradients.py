@@ -90,6 +90,7 @@ def accumulation_context(
         is_last_microbatch: Whether the optimizer steps after this one.
         defer_grad_sync: False: reduce after every microbatch (less memory, more communication). None: what
             `FSDP2Config.defer_fsdp_grad_sync` said when the model was made parallel; True for the other strategies.
+            With `DDPConfig.static_graph` every microbatch is reduced.
 
     Raises:
         ConfigurationError: The model is of none of the strategies.
@@ -108,6 +109,8 @@ def accumulation_context(
         finally:
             model.set_requires_gradient_sync(True)
     elif isinstance(model, MegatronFSDP | nn.parallel.DistributedDataParallel):
+        # With a static graph torch's reducer fails where its first backward follows one that does not reduce.
+        reduces = reduces or (isinstance(model, nn.parallel.DistributedDataParallel) and model.static_graph)
         with contextlib.nullcontext() if reduces else model.no_sync():
             yield
     else:

@@ -72,7 +72,7 @@ def shard_by_layers(
     mp_policy: FSDP2Policy,
     offload_policy: CPUOffloadPolicy | None,
     layer_policy: FSDP2Policy | None = None,
-    stays_gathered: bool = False,
+    reshard_after_forward: bool | None = None,
 ) -> list[list[FSDPModule]]:
     """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
 
@@ -82,8 +82,8 @@ def shard_by_layers(
         mp_policy: Dtypes.
         layer_policy: Those of the layers, where they differ from the root's.
         offload_policy: None: parameters stay on the device.
-        stays_gathered: Keep layers gathered from forward to backward, as pipelines want it, whose microbatches would
-            gather them again and again.
+        reshard_after_forward: Of the layers; None: of all but the last of each list. Pipelines want False: their
+            microbatches would gather layers again and again.
 
     Returns:
         The units of each list, in order.
@@ -94,8 +94,7 @@ def shard_by_layers(
     lists = [list(found.children()) for found in lists_of_layers(model)]
     for layers in lists:
         for layer in layers:
-            is_next_in_backward = layer is layers[-1]
-            reshards = not (stays_gathered or is_next_in_backward)
+            reshards = layer is not layers[-1] if reshard_after_forward is None else reshard_after_forward
             fsdp2_shard(layer, mp_policy=layer_policy or mp_policy, reshard_after_forward=reshards, **options)
     fsdp2_shard(model, mp_policy=mp_policy, reshard_after_forward=False, **options)
     model.register_forward_pre_hook(_make_room_outside_of_inference_mode, prepend=True)
@@ -214,7 +213,7 @@ class FSDP2Manager:
         if mesh["cp"].size() > 1:
             enable_context_parallel(model, mesh["cp"])
         if config.activation_checkpointing:
-            checkpoint_layers(model)
+            checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
         self.maybe_compile(model)
         if config.autocast_dtype is not None:
             run_under_autocast(model, mesh.device_type, config.autocast_dtype)
@@ -246,7 +245,9 @@ class FSDP2Manager:
         config = self.config
         assert config.mp_policy is not None  # __post_init__ sets it
         layer_policy = _policy_between_layers(config.mp_policy, config.autocast_dtype is not None)
-        has_stages = self.device_mesh["pp"].size() > 1
+        reshards = config.reshard_after_forward
+        if reshards is None and self.device_mesh["pp"].size() > 1:
+            reshards = False
         if self.moe_mesh is not None:
             shard_experts(
                 model,
@@ -254,7 +255,7 @@ class FSDP2Manager:
                 self.moe_mesh["ep_shard"],
                 mp_policy=layer_policy,
                 offload_policy=config.offload_policy or OffloadPolicy(),
-                reshard_after_forward=not has_stages,
+                reshard_after_forward=reshards is not False,
                 gradient_divisor=self.moe_mesh.size(),
             )
         lists = shard_by_layers(
@@ -263,7 +264,7 @@ class FSDP2Manager:
             mp_policy=config.mp_policy,
             layer_policy=layer_policy,
             offload_policy=config.offload_policy,
-            stays_gathered=has_stages,
+            reshard_after_forward=reshards,
         )
         if config.enable_fsdp2_prefetch:
             for units in lists:
@@ -322,8 +323,10 @@ class MegatronFSDPManager:
             )
         if mesh["cp"].size() > 1:
             enable_context_parallel(model, mesh["cp"])
-        if self.config.activation_checkpointing:
+        if self.config.activation_checkpointing is True:
             checkpoint_mlps(model)
+        elif self.config.activation_checkpointing:
+            checkpoint_layers(model, is_selective=self.config.activation_checkpointing == "selective")
         arguments = dict(self.engine_arguments())
         if leaves_empty:
             arguments["init_model_with_meta_device"] = EMPTY
@@ -419,8 +422,15 @@ class DDPManager:
             )
         if not any(param.requires_grad for param in model.parameters()):
             raise ConfigurationError("no parameter of the model requires a gradient; DDP has nothing to average")
-        if self.config.activation_checkpointing:
-            checkpoint_layers(model)
+        config = self.config
+        if config.activation_checkpointing:
+            checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
         on_device = model.to(self.device)
-        ids = None if self.device.type == "cpu" else [self.device]
-        return _Replica(on_device, device_ids=ids, find_unused_parameters=True, init_sync=sends_weights)
+        return _Replica(
+            on_device,
+            device_ids=None if self.device.type == "cpu" else [self.device],
+            find_unused_parameters=config.find_unused_parameters and not config.static_graph,
+            static_graph=config.static_graph,
+            bucket_cap_mb=config.bucket_cap_mb,
+            init_sync=sends_weights,
+        )

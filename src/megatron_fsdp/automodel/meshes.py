@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,8 @@ from megatron_fsdp.automodel.config import (
     DDPConfig,
     DistributedConfig,
     FSDP2Config,
+    ParallelismSizes,
     ParallelSizes,
-    SizeArguments,
     check_config,
     resolve_sizes,
 )
@@ -55,6 +54,49 @@ class MeshContext:
     moe_mesh: DeviceMesh | None
     device: torch.device
 
+    @classmethod
+    def build(cls, config: DistributedConfig, sizes: ParallelismSizes | None = None) -> MeshContext:
+        """Call `build_mesh_context` with the sizes in one object."""
+        return build_mesh_context(config, **vars(sizes or ParallelismSizes()))
+
+    @classmethod
+    def from_meshes(
+        cls, config: DistributedConfig, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None
+    ) -> MeshContext:
+        """Describe meshes that exist; collective where a flattened axis is missing.
+
+        Args:
+            config: The strategy.
+            device_mesh: Of all ranks, with the axes of the attribute `device_mesh` for this strategy.
+            moe_mesh: (ep_shard, ep), for `FSDP2Config`.
+
+        Raises:
+            ConfigurationError: A mesh has other axes, or DDP is given one.
+            ParallelSizeError: The sizes of the axes do not fit the strategy or the ranks.
+        """
+        axes = FSDP2_AXES if isinstance(config, FSDP2Config) else MEGATRON_AXES
+        names = [None if mesh is None else mesh.mesh_dim_names for mesh in (device_mesh, moe_mesh)]
+        if isinstance(config, DDPConfig) or names[0] != axes or names[1] not in (None, EXPERT_AXES):
+            raise ConfigurationError(
+                f"device_mesh has the axes {names[0]} and moe_mesh {names[1]}, and {type(config).__name__} takes "
+                f"{'none' if isinstance(config, DDPConfig) else f'{axes} and {EXPERT_AXES} or None'}; make them by "
+                "create_device_mesh(config, ...), or give sizes"
+            )
+        length = {name: device_mesh[name].size() for name in axes}
+        copies = length.get("dp_replicate", 1)
+        sizes = resolve_sizes(
+            config,
+            dist.get_world_size(),
+            dp_size=copies * length["dp_shard"] if "dp_shard" in length else length["dp"],
+            dp_replicate_size=copies,
+            tp_size=length["tp"],
+            pp_size=length.get("pp"),
+            cp_size=length["cp"],
+            ep_size=None if moe_mesh is None else moe_mesh["ep"].size(),
+        )
+        _add_flattened(device_mesh)
+        return cls(sizes, device_mesh, moe_mesh, set_up_ranks(config.backend))
+
     def axis(self, name: str) -> DeviceMesh:
         """Return one axis, flattened ones included.
 
@@ -86,7 +128,7 @@ class MeshContext:
         return self.axis("dp" if is_engine and self.sizes.cp == 1 else "dp_cp")
 
 
-def build_mesh_context(config: DistributedConfig, **sizes: Unpack[SizeArguments]) -> MeshContext:
+def build_mesh_context(config: DistributedConfig, **sizes: int | None) -> MeshContext:
     """Check the sizes and build the meshes; collective. Process groups are set up where there are none.
 
     Args:
@@ -102,7 +144,7 @@ def build_mesh_context(config: DistributedConfig, **sizes: Unpack[SizeArguments]
 
 
 def create_device_mesh(
-    config: DistributedConfig, *, world_size: int | None = None, **sizes: Unpack[SizeArguments]
+    config: DistributedConfig, *, world_size: int | None = None, **sizes: int | None
 ) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Build the mesh and the mesh of experts, as `build_mesh_context` does; (None, None) for DDP.
 
@@ -212,7 +254,14 @@ def _meshes(
 
 def _mesh_with_flattened(device_type: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes)
-    for name, parts in _FLATTENED[axes].items():
-        if axes != MEGATRON_AXES or mesh["cp"].size() > 1:
-            mesh[parts]._flatten(name)
+    _add_flattened(mesh)
     return mesh
+
+
+def _add_flattened(mesh: DeviceMesh) -> None:
+    """Add the axes across several, where they are not there yet."""
+    axes = mesh.mesh_dim_names
+    assert axes is not None
+    for name, parts in _FLATTENED[axes].items():
+        if name not in mesh._get_root_mesh()._flatten_mapping and (axes != MEGATRON_AXES or mesh["cp"].size() > 1):
+            mesh[parts]._flatten(name)

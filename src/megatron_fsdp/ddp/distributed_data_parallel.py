@@ -128,7 +128,6 @@ class DistributedDataParallel(MegatronFSDP):
             grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode)
             self._wrap(module, index, resolved.engine_config, options, grouping, device, sync_model_each_microbatch)
             self._bucket_numel = resolved.bucket_numel
-            self.fsdp_unit_modules = None
         self.resolved = resolved
         self.ddp_config = config
         for notice in resolved.notices:

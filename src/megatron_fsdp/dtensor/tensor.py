@@ -89,9 +89,21 @@ class UnevenDTensor(DTensor):
             raise ConfigurationError(
                 "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded and whose "
                 "gradients it reduces; train the sharded model as it is, and hand it to nothing that wraps models "
-                '(accelerator.prepare, Fabric.setup and the strategy "ddp" of Lightning do): only data loaders'
+                "(docs/clients.md has recipes for accelerate, Lightning and Fabric)"
             )
         return super().detach()
+
+    def storage(self) -> Any:
+        """Refuse; accelerate and safetensors ask for it before they write tensors to a file.
+
+        Raises:
+            ShardOperationError: Always.
+        """
+        raise ShardOperationError(
+            "a sharded tensor has no storage of all its elements, so that one rank's file (such as that of "
+            "accelerator.save_state) would lack those of the others; save with save_checkpoint of "
+            "megatron_fsdp.checkpoint, as docs/clients.md shows"
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's elements; a gradient that comes back is this rank's gradient.

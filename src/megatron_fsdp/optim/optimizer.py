@@ -184,13 +184,12 @@ class _StepHooks:
         kwargs = dict(kwargs)
         syncs = kwargs.pop(SYNC_KEYWORD, True)
         self._installs = kwargs.pop(INSTALL_KEYWORD, True)
-        model = _alive(self._model)
-        if syncs and (not model.model_auto_sync or model.has_deferred_gradients):
-            model.finish_grad_sync()
         if len(args) > 1 and callable(args[1]):
             args = (args[0], self._around(args[1], syncs), *args[2:])
         elif callable(kwargs.get("closure")):
             kwargs["closure"] = self._around(kwargs["closure"], syncs)
+        elif syncs:
+            _sync(_alive(self._model))
         if args and args[0] is optimizer:
             args = (self._local.stand_in(optimizer), *args[1:])
         return args, kwargs
@@ -203,8 +202,8 @@ class _StepHooks:
             model.install_optimized_model_weights()
             with torch.enable_grad():
                 result = closure()
-            if syncs and not model.model_auto_sync:
-                model.finish_grad_sync()
+            if syncs:
+                _sync(model)
             return result
 
         return synchronised
@@ -218,6 +217,12 @@ class _StepHooks:
     def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
             _alive(self._model).install_optimized_model_weights()
+
+
+def _sync(model: ShardedModel) -> None:
+    """Reduce the gradients that no backward has."""
+    if not model.model_auto_sync or model.has_deferred_gradients:
+        model.finish_grad_sync()
 
 
 def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_state: bool) -> None:

@@ -75,7 +75,7 @@ def _names(model: nn.Module, unit_names: Sequence[str], recompute: Recompute) ->
 
 def _wrap(module: nn.Module, is_selective: bool) -> None:
     forward = module.forward
-    options: dict[str, Any] = {"context_fn": _keeping_every_second_product} if is_selective else {}
+    options: dict[str, Any] = {"context_fn": keeping_every_second_product} if is_selective else {}
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def _wrap(module: nn.Module, is_selective: bool) -> None:
     module.forward = recomputed
 
 
-def _keeping_every_second_product() -> tuple[Any, Any]:
+def keeping_every_second_product() -> tuple[Any, Any]:
     """Keep the results of attention and of the first, third, ... matrix product of a unit; recompute the rest."""
     seen = {False: 0, True: 0}
 

@@ -189,7 +189,7 @@ def test_it_trains_as_one_process(strategy: int, with_optimizer: bool, run_ranks
                 "unused.weight",
                 "unused.bias",
             ],
-            "proxies": False,
+            "proxies": True,
             "grads": (5, True),
             "missing": [],
         }

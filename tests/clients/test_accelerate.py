@@ -1,0 +1,124 @@
+"""accelerate, unmodified: `Accelerator.prepare` leaves a sharded model as it is, and its loop trains as one process."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import ConfigurationError, ShardOperationError
+from tests.conftest import RunRanks
+from tests.support.parity import fixed_seed
+
+accelerate = pytest.importorskip("accelerate")
+
+
+def forget_accelerate() -> None:
+    """A worker has several programs one after another; accelerate keeps one state per process."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@contextlib.contextmanager
+def started(by_torchrun: bool = True) -> Iterator[None]:
+    """The environment of one of torchrun's ranks, or of a program that was started alone, in a worker of the tests."""
+    before = dict(os.environ)
+    ranks = {"LOCAL_WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    try:
+        if by_torchrun:
+            os.environ.update(ranks)
+        else:
+            for name in (*ranks, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                os.environ.pop(name, None)
+        forget_accelerate()
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        forget_accelerate()
+
+
+def build() -> nn.Module:
+    with fixed_seed(0):
+        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    with fixed_seed(1):
+        return torch.utils.data.TensorDataset(torch.randn(24, 6), torch.randn(24, 3))
+
+
+def one_process(steps: int) -> dict[str, Tensor]:
+    """Two microbatches of four rows a step, on one process."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(steps):
+        for inputs, targets in (rows()[at : at + 4] for at in (8 * step, 8 * step + 4)):
+            (F.mse_loss(model(inputs), targets) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def loop(folder: str, strategy: int, first: int, last: int) -> None:
+    with started():
+        accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
+        )
+        plain = build()
+        model: Any
+        model, optimizer = fully_shard(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), zero_dp_strategy=strategy)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader = torch.utils.data.DataLoader(rows(), batch_size=4 // dist.get_world_size())
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        assert type(model) is MegatronFSDP
+        assert accelerator.unwrap_model(model) is model
+        if first:
+            load_checkpoint(model, optimizer, folder, extra={"schedule": schedule})
+        batches = list(loader)[2 * first : 2 * last]
+        for inputs, targets in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.mse_loss(model(inputs), targets))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    schedule.step()
+                optimizer.zero_grad()
+        for name, value in one_process(last).items():
+            torch.testing.assert_close(model.full_parameters()[name], value, rtol=1e-5, atol=1e-6)
+        assert schedule.get_last_lr() == [1e-2 * 0.5**last]
+        with pytest.raises(ShardOperationError, match=r"save with save_checkpoint .* docs/clients.md"):
+            accelerator.save_state(f"{folder}/of_accelerate")
+        save_checkpoint(model, optimizer, folder, iteration=last, extra={"schedule": schedule})
+
+
+@pytest.mark.parametrize("strategy", [3, 1])
+def test_its_loop_trains_as_one_process_and_goes_on_with_other_ranks(
+    run_ranks: RunRanks, tmp_path: Path, strategy: int
+) -> None:
+    run_ranks(2, loop, str(tmp_path), strategy, 0, 2)
+    run_ranks(1, loop, str(tmp_path), strategy, 2, 3)
+
+
+def ask_for_mixed_precision() -> None:
+    with started():
+        plain = build()
+        model, _ = fully_shard(plain, torch.optim.AdamW(plain.parameters()))
+        with pytest.raises(ConfigurationError, match=r"Accelerator\(mixed_precision='bf16'\) has no effect"):
+            accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+
+
+def test_its_mixed_precision_is_refused(run_ranks: RunRanks) -> None:
+    run_ranks(2, ask_for_mixed_precision)

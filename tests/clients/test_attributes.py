@@ -1,0 +1,95 @@
+"""What clients read from, set on and call of a wrapped model is that of the model inside."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import fully_shard_model
+from tests.conftest import RunRanks
+from tests.ordinary.test_hugging_face import UNITS, build_llama
+from tests.support.parity import fixed_seed
+
+pytest.importorskip("transformers")
+
+
+def _models(strategy: int = 3) -> tuple[Any, Any]:
+    with fixed_seed(0):
+        plain = build_llama()
+    with fixed_seed(0):
+        return plain.eval(), fully_shard_model(
+            build_llama(), fsdp_unit_modules=[UNITS[0]], zero_dp_strategy=strategy
+        ).eval()
+
+
+def read_and_set() -> None:
+    plain, model = _models()
+    assert model.config.to_dict() == plain.config.to_dict()
+    assert (model.device, model.dtype, model.num_parameters()) == (plain.device, plain.dtype, plain.num_parameters())
+    assert model.get_input_embeddings() is model.module.model.embed_tokens
+    assert model.base_model_prefix == "model"
+    assert callable(model.generate)
+    with pytest.raises(AttributeError, match=r"neither MegatronFSDP nor the LlamaForCausalLM .* attribute 'missing'"):
+        _ = model.missing
+    assert not hasattr(model, "is_last_microbatch")  # absent until it is set, also where the model has one
+    model.module.device_of_its_own = model.module.is_last_microbatch = 1
+    assert not hasattr(model, "is_last_microbatch")
+
+    model.generation_config = settings = plain.generation_config
+    assert model.module.generation_config is settings
+    model.device_of_its_own = 2
+    assert model.module.device_of_its_own == 2
+    model.new_name, model.device = 3, torch.device("cpu")
+    assert not hasattr(model.module, "new_name")
+    assert isinstance(type(model.module).device, property)
+    model.lm_head = nn.Linear(16, 40)
+    assert model.module.lm_head is model.lm_head
+
+
+def test_attributes_are_those_of_the_model_inside(run_ranks: RunRanks) -> None:
+    run_ranks(1, read_and_set)
+
+
+class NamedAsTheWrapper(nn.Module):
+    """Has attributes of its own by names that the wrapper has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 2)
+        self.device, self.ddp_config, self.fsdp_unit_modules, self.dist_index = "own", "own", "own", "own"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+def keep_names_apart() -> None:
+    model: Any = fully_shard_model(NamedAsTheWrapper())
+    own = {name: getattr(model.module, name) for name in ("device", "ddp_config", "fsdp_unit_modules", "dist_index")}
+    assert set(own.values()) == {"own"}
+    assert model.device == torch.device("cpu")
+    assert model.fsdp_unit_modules is None
+    model.fsdp_unit_modules = ["a"]
+    assert model.module.fsdp_unit_modules == "own"
+
+
+def test_the_wrapper_keeps_its_own_names(run_ranks: RunRanks) -> None:
+    run_ranks(1, keep_names_apart)
+
+
+def generate_as_one_process(strategy: int) -> None:
+    """Each rank has a prompt of its own, and rank 1 is done earlier: transformers lets it go on until all are."""
+    plain, model = _models(strategy)
+    prompt = torch.randint(2, 40, (2, 4), generator=torch.Generator().manual_seed(dist.get_rank()))
+    count = 8 - 4 * dist.get_rank()
+    for settings in ({"do_sample": False}, {"do_sample": False, "num_beams": 2}):
+        settings |= {"max_new_tokens": count, "min_new_tokens": count, "attention_mask": torch.ones_like(prompt)}
+        found, wanted = model.generate(prompt, **settings), plain.generate(prompt, **settings)
+        assert found.shape == (2, 4 + count)
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", [3, 1])
+def test_generate_gives_what_one_process_gives_on_every_rank(run_ranks: RunRanks, strategy: int) -> None:
+    run_ranks(2, generate_as_one_process, strategy)

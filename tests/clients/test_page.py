@@ -1,0 +1,53 @@
+"""The programs of docs/clients.md run as printed, one after another, on two ranks."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.clients.test_accelerate import forget_accelerate, started
+from tests.conftest import RunRanks
+from tests.support.source_tree import ROOT
+
+for package in ("accelerate", "datasets", "lightning", "peft", "transformers", "trl"):
+    pytest.importorskip(package)
+
+
+def programs() -> dict[str, str]:
+    """Code by the heading of its section."""
+    sections = re.split(r"^## ", (ROOT / "docs/clients.md").read_text(), flags=re.MULTILINE)
+    found = {
+        text.splitlines()[0]: re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) for text in sections
+    }
+    return {heading: "\n".join(blocks) for heading, blocks in found.items() if blocks}
+
+
+def run_page(folder: str) -> None:
+    from tests.automodel.small_models import build
+    from tests.clients.test_trl import tokenizer
+
+    given = {
+        "folder": folder,
+        "base": f"{folder}/base",
+        "backend": "gloo",
+        "hardware": {"accelerator": "cpu", "devices": dist.get_world_size()},
+        "places": {"use_cpu": True, "dataloader_pin_memory": False, "disable_tqdm": True},
+        "tokenizer": tokenizer(),
+    }
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(given["base"])
+    dist.barrier()
+    with warnings.catch_warnings(), started():
+        warnings.simplefilter("ignore")  # the clients warn of workers of loaders and of settings that they replace
+        for heading, program in programs().items():
+            forget_accelerate()
+            exec(compile(program, heading, "exec", dont_inherit=True), given)
+
+
+def test_programs_run_as_printed(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert len(programs()) == 6
+    run_ranks(2, run_page, str(tmp_path), timeout_s=300.0)
+    assert (tmp_path / "last.ckpt" / "latest_checkpointed_iteration.txt").is_file()
+    assert (tmp_path / "model.safetensors").is_file()
