@@ -21,7 +21,6 @@ from megatron_fsdp.plan.machine import Machine, find_machine
 from megatron_fsdp.plan.models import ModelSpec, build_meta_model, comes_from_config
 from megatron_fsdp.plan.parallel import (
     DecoderShare,
-    decoder_shape,
     microbatches_in_flight,
     not_modelled,
     share_exchanges,
@@ -217,7 +216,7 @@ def make_workload(
     config: Any = getattr(module, "config", None)
     label = name or (model if isinstance(model, str) else getattr(config, "model_type", None) or type(module).__name__)
     total = sum(param.numel() for param in module.parameters())
-    divided = [f"{axis}={size}" for axis in ("tp", "cp", "pp", "ep") if (size := getattr(ranks, axis)) > 1]
+    divided = [f"{axis}={size}" for axis, size in ranks.divided.items()]
     if stage and not divided:
         raise ConfigurationError(f"stage={stage} does not exist; with pp=1 there is stage 0")
     if inputs is not None:
@@ -231,16 +230,13 @@ def make_workload(
     if not divided:
         given = _token_inputs(module, rows, length)
         return Workload(label, module, given, rows * length, None, fsdp_unit_modules, total, notes=notes)
-    shape = decoder_shape(config, divided[0])
-    if shape.numel != total:
-        raise not_modelled(divided[0], f"it has {total:,} parameters where the formulas count {shape.numel:,}")
-    weights = next(param.dtype for param in module.parameters())
-    return share_workload(label, DecoderShare(shape, ranks, rows, length, weights, stage), notes)
+    return share_workload(label, DecoderShare(module, ranks, rows, length, stage), notes)
 
 
 def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) -> Workload:
     """Make the workload of a rank whose compute is known by formulas."""
-    return Workload(name, share.module(), None, share.tokens, total_numel=share.shape.numel, share=share, notes=notes)
+    total = sum(param.numel() for param in share.model.parameters())
+    return Workload(name, share.module(), None, share.tokens, total_numel=total, share=share, notes=notes)
 
 
 def _notes(module: nn.Module, sequence_length: int) -> tuple[str, ...]:
@@ -460,7 +456,7 @@ def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
     """Profile a microbatch, by formulas or by running it once on the meta device."""
     setup, names = model.setup, [unit.name for unit in model.units]
     if workload.share is not None:
-        return share_profile(workload.share, setup, names)
+        return share_profile(workload.share, setup, workload.module, names)
     return profile_compute(
         workload.module,
         workload.inputs,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.machine import GIB, Machine, find_machine
-from megatron_fsdp.plan.models import model_config
-from megatron_fsdp.plan.parallel import DecoderShape, DecoderShare, decoder_shape
+from megatron_fsdp.plan.models import build_meta_model
+from megatron_fsdp.plan.parallel import DecoderShare
 from megatron_fsdp.plan.planning import Plan, plan_workload, share_workload
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
 
@@ -22,7 +24,7 @@ class PublishedRun:
 
     Attributes:
         name: For people.
-        model: A preset's name, or a shape.
+        model: A preset's name, or a config.
         setup: Ranks and options, as far as published.
         machine: On what.
         batch: Sequences of a microbatch, and tokens of each.
@@ -32,7 +34,7 @@ class PublishedRun:
     """
 
     name: str
-    model: str | DecoderShape
+    model: str | Mapping[str, Any]
     setup: Setup
     machine: Machine
     batch: tuple[int, int]
@@ -61,13 +63,14 @@ class Comparison:
 
 def compare_published() -> tuple[Comparison, ...]:
     """Plan every published run, by formulas throughout: fused kernels stand for compiled ones."""
-    return tuple(Comparison(run, _plan(run)) for run in PUBLISHED)
-
-
-def _plan(run: PublishedRun) -> Plan:
-    shape = run.model if isinstance(run.model, DecoderShape) else decoder_shape(model_config(run.model), run.name)
-    share = DecoderShare(shape, run.setup.ranks, *run.batch)
-    return plan_workload(share_workload(run.name, share), run.setup, run.machine)
+    models: dict[str, nn.Module] = {}
+    found = []
+    for run in PUBLISHED:
+        if str(run.model) not in models:
+            models[str(run.model)] = build_meta_model(run.model, torch.bfloat16)
+        share = DecoderShare(models[str(run.model)], run.setup.ranks, *run.batch)
+        found.append(Comparison(run, plan_workload(share_workload(run.name, share), run.setup, run.machine)))
+    return tuple(found)
 
 
 COLUMNS = ("run", "predicted", "published", "error", "predicted peak", "published peak", "unit", "source")
@@ -106,12 +109,10 @@ _UNITS: Mapping[str, Callable[[Plan], float]] = {
 # ---- the runs -------------------------------------------------------------------------------------------------------
 
 
-def _gpt(hidden: int, layers: int, heads: int) -> DecoderShape:
-    """Return the shape of Megatron's GPT: a vocabulary of 51,200, 2,048 learned positions."""
-    width = hidden // heads
-    return DecoderShape(
-        hidden, layers, heads, heads, width, width, 4 * hidden, 51200, 2048, False, True, has_biases=True
-    )
+def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """Return a config with the shape of Megatron's GPT: a vocabulary of 51,200, 2,048 learned positions."""
+    fields = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": 51200, "n_positions": 2048}
+    return {"model_type": "gpt2", **fields}
 
 
 _BASE = Setup(

@@ -15,7 +15,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.setup import Recompute
 
 _ATEN = torch.ops.aten
-_PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
+PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
+"""Products with weights, which may use 8-bit formats."""
 _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_efficient_attention,
@@ -92,7 +93,7 @@ def _keeping_every_second_product() -> tuple[Any, Any]:
 
     def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         packet = operator.overloadpacket
-        if packet in _PRODUCTS:
+        if packet in PRODUCTS:
             seen[context.is_recompute] += 1
             return _KEPT if seen[context.is_recompute] % 2 else _AGAIN
         return _KEPT if packet in _ATTENTION else _AGAIN

@@ -144,6 +144,11 @@ class ParallelRanks:
         return self.dp_shard * self.cp
 
     @property
+    def divided(self) -> dict[str, int]:
+        """Sizes above 1 of the axes that divide the model or its sequences, by name."""
+        return {name: size for name in ("tp", "cp", "pp", "ep") if (size := getattr(self, name)) > 1}
+
+    @property
     def data_parallel(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_shard * self.dp_outer

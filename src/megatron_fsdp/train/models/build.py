@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.plan.experts_stand_in import balanced_experts
-from megatron_fsdp.plan.models import build_from_config, read_config
+from megatron_fsdp.plan.models import balanced_experts, build_from_config, read_config
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape, recompute
 from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.job import Job
