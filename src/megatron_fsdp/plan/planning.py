@@ -27,13 +27,13 @@ from megatron_fsdp.plan.parallel import (
     share_profile,
 )
 from megatron_fsdp.plan.replay import (
+    INNER,
+    OUTER,
     Moment,
     ReplayedStep,
     Transfer,
-    Wire,
     exchange_s,
     replay_step,
-    step_costs,
 )
 from megatron_fsdp.plan.setup import (
     Accumulation,
@@ -435,7 +435,7 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     if share is not None and len(share.layers) + share.is_first + share.is_last < setup.virtual_stages:
         raise ConfigurationError(f"virtual_stages={setup.virtual_stages} need as many layers on a rank; give fewer")
     saved = 0.0 if share is None else microbatches_in_flight(setup, share.stage) - 1
-    step = replay_step(model, profile, step_costs(model, profile, exchanges, machine, saved))
+    step = replay_step(model, profile, machine, exchanges, saved)
     return Plan(
         workload,
         model,
@@ -473,19 +473,13 @@ def _exchanges(workload: Workload, setup: Setup) -> tuple[Exchange, ...]:
 
 def _data_parallel(transfers: tuple[Transfer, ...]) -> list[AxisTraffic]:
     found = []
-    for axis, wire in (("dp_shard", Wire.INNER), ("dp_outer", Wire.OUTER)):
-        own = [transfer for transfer in transfers if transfer.wire is wire]
-        gathers = sum(transfer.purpose.endswith("gather") for transfer in own)
+    for axis in (INNER, OUTER):
+        own = [transfer for transfer in transfers if transfer.axis == axis]
         if own:
-            found.append(
-                AxisTraffic(
-                    axis,
-                    gathers,
-                    len(own) - gathers,
-                    sum(transfer.sent_bytes for transfer in own),
-                    sum(transfer.end_s - transfer.start_s for transfer in own),
-                )
-            )
+            gathers = sum(transfer.is_gather for transfer in own)
+            sent = sum(transfer.sent_bytes for transfer in own)
+            seconds = sum(transfer.end_s - transfer.start_s for transfer in own)
+            found.append(AxisTraffic(axis, gathers, len(own) - gathers, sent, seconds))
     return found
 
 
