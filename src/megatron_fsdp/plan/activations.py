@@ -75,19 +75,25 @@ def profile_compute(
             kernels_of(kernels),
             recorder,
         ):
-            loss = _loss(_call(model, inputs), loss_fn)
+            loss = scalar_loss(call_model(model, inputs), loss_fn)
             loss.backward()
         recorder.mark(Event.BACKWARD_ENDS, ROOT)
     return ComputeProfile(tuple(unit_names), recorder.finish(), _bytes_of(inputs))
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with keyword arguments (a mapping), positional ones (a tuple) or one tensor."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
+def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
+    """Return the loss of a model's output: by `loss_fn`, else the output's `loss`, else the output itself.
+
+    Raises:
+        ConfigurationError: It is no scalar with a gradient.
+    """
     loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         found = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -31,7 +31,6 @@ from megatron_fsdp.plan.replay import (
     OUTER,
     Moment,
     ReplayedStep,
-    Transfer,
     exchange_s,
     replay_step,
 )
@@ -45,6 +44,7 @@ from megatron_fsdp.plan.setup import (
     Setup,
     find_member,
     find_optimizer,
+    is_count,
     resolve_ranks,
 )
 from megatron_fsdp.plan.sharded import HeldBytes, PlannedModel, UnitModules, held_bytes, plan_model, saving_bytes
@@ -210,7 +210,7 @@ def make_workload(
     for argument, count in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
         if count is not None and inputs is not None:
             raise ConfigurationError(f"{argument}={count} has no effect on inputs of your own; leave one of them out")
-        if count is not None and not (_is_whole(count) and 1 <= count <= _MOST_TOKENS):
+        if count is not None and not (is_count(count) and count <= _MOST_TOKENS):
             raise ConfigurationError(f"invalid {argument}={count!r}: give a whole number from 1 to {_MOST_TOKENS:,}")
     module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
     config: Any = getattr(module, "config", None)
@@ -262,10 +262,6 @@ def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> 
     tokens = torch.empty((micro_batch, sequence_length), dtype=torch.long, device="meta")
     without_cache = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
     return {"input_ids": tokens, "labels": tokens, **without_cache}
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_inputs(inputs: Any) -> None:
@@ -428,31 +424,24 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     Raises:
         ConfigurationError: As sharding the model with these options would.
     """
-    model = plan_model(workload.module, setup, workload.unit_modules)
+    model, share = plan_model(workload.module, setup, workload.unit_modules), workload.share
     if profile is None:
-        profile = profile_workload(workload, model)
-    exchanges, share = _exchanges(workload, setup), workload.share
+        profile = _profile(workload, model)
     if share is not None and len(share.layers) + share.is_first + share.is_last < setup.virtual_stages:
         raise ConfigurationError(f"virtual_stages={setup.virtual_stages} need as many layers on a rank; give fewer")
+    exchanges = () if share is None else share_exchanges(share, setup)
     saved = 0.0 if share is None else microbatches_in_flight(setup, share.stage) - 1
     step = replay_step(model, profile, machine, exchanges, saved)
-    return Plan(
-        workload,
-        model,
-        machine,
-        profile,
-        step,
-        RankMemory(
-            held_bytes(model, workload.buffer_bytes, profile.used),
-            profile.input_bytes,
-            step.peak,
-            saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
-        ),
-        (*_data_parallel(step.transfers), *_model_parallel(exchanges, setup, machine)),
+    memory = RankMemory(
+        held_bytes(model, workload.buffer_bytes, profile.used),
+        profile.input_bytes,
+        step.peak,
+        saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
     )
+    return Plan(workload, model, machine, profile, step, memory, _traffic(step, exchanges, setup, machine))
 
 
-def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
+def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
     """Profile a microbatch, by formulas or by running it once on the meta device."""
     setup, names = model.setup, [unit.name for unit in model.units]
     if workload.share is not None:
@@ -462,41 +451,29 @@ def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
         workload.inputs,
         unit_names=names,
         loss_fn=workload.loss_fn,
-        kernels="cpu" if setup.backend.is_on_cpu else "cuda",
+        kernels="cpu" if setup.backend is Backend.GLOO else "cuda",
         recompute=setup.recompute,
     )
 
 
-def _exchanges(workload: Workload, setup: Setup) -> tuple[Exchange, ...]:
-    return () if workload.share is None else share_exchanges(workload.share, setup)
-
-
-def _data_parallel(transfers: tuple[Transfer, ...]) -> list[AxisTraffic]:
+def _traffic(
+    step: ReplayedStep, exchanges: Sequence[Exchange], setup: Setup, machine: Machine
+) -> tuple[AxisTraffic, ...]:
+    """Add up the collectives of a step by axis, those of data parallelism first."""
+    sent = [(each.axis, each.is_gather, 1, each.sent_bytes, each.end_s - each.start_s) for each in step.transfers]
+    for each in exchanges:
+        seconds = exchange_s(each, setup, machine)
+        sent.append((each.axis, False, setup.microbatches * each.count, each.sent_bytes, seconds))
     found = []
-    for axis in (INNER, OUTER):
-        own = [transfer for transfer in transfers if transfer.axis == axis]
+    for axis in dict.fromkeys([INNER, OUTER, *(row[0] for row in sent)]):
+        own = [row[1:] for row in sent if row[0] == axis]
         if own:
-            gathers = sum(transfer.is_gather for transfer in own)
-            sent = sum(transfer.sent_bytes for transfer in own)
-            seconds = sum(transfer.end_s - transfer.start_s for transfer in own)
-            found.append(AxisTraffic(axis, gathers, len(own) - gathers, sent, seconds))
-    return found
-
-
-def _model_parallel(exchanges: Sequence[Exchange], setup: Setup, machine: Machine) -> list[AxisTraffic]:
-    found = []
-    for axis in dict.fromkeys(exchange.axis for exchange in exchanges):
-        own = [(setup.microbatches * exchange.count, exchange) for exchange in exchanges if exchange.axis == axis]
-        found.append(
-            AxisTraffic(
-                axis,
-                0,
-                sum(count for count, _ in own),
-                sum(count * exchange.sent_bytes for count, exchange in own),
-                sum(count * exchange_s(exchange, setup, machine) for count, exchange in own),
-            )
-        )
-    return found
+            gathers = sum(count for is_gather, count, _, _ in own if is_gather)
+            reductions = sum(count for is_gather, count, _, _ in own if not is_gather)
+            num_bytes = sum(count * num_bytes for _, count, num_bytes, _ in own)
+            seconds = sum(count * seconds for _, count, _, seconds in own)
+            found.append(AxisTraffic(axis, gathers, reductions, num_bytes, seconds))
+    return tuple(found)
 
 
 # ---- the choice among plans -----------------------------------------------------------------------------------------

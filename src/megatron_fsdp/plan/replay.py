@@ -278,8 +278,10 @@ class _Replay:
     def _optimizer_s(self) -> float:
         """Estimate the time of the optimizer's step and of installing the new weights."""
         passes = self._setup.optimizer.passes_per_param
-        elements = self._model.optimizer_elements(self._profile.used)
-        moved = sum(part.elements * ((passes + 1) * part.itemsize + part.compute_itemsize) for part in elements)
+        moved = 0
+        for group, counts in self._model.updated(self._profile.used):
+            precision = group.precision
+            moved += sum(counts) * ((passes + 1) * precision.main_params.itemsize + precision.compute.itemsize)
         return self._machine.compute_s(0, moved)
 
     def _note(self, label: str, activation_bytes: int) -> None:

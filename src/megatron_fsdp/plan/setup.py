@@ -39,11 +39,6 @@ class Backend(Enum):
     GLOO = "gloo"
     NCCL = "nccl"
 
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether the backend is for CPU ranks."""
-        return self is Backend.GLOO
-
 
 class Accumulation(Enum):
     """When gradients of several microbatches are reduced."""
@@ -124,7 +119,7 @@ class ParallelRanks:
 
     def __post_init__(self) -> None:
         sizes = vars(self)
-        wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
+        wrong = [f"{name}={size!r}" for name, size in sizes.items() if not is_count(size)]
         if wrong:
             raise ParallelSizeError(f"invalid {', '.join(wrong)}: give whole numbers, 1 or more")
         if self.inner % self.ep:
@@ -189,7 +184,8 @@ def find_member(kind: type[_Choice], given: object, argument: str) -> _Choice:
     raise ConfigurationError(f"{argument}={given!r} is not known; give one of {', '.join(names)}")
 
 
-def _is_count(size: object) -> bool:
+def is_count(size: object) -> bool:
+    """Return whether a value is a whole number of 1 or more."""
     return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
 
