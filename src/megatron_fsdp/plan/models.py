@@ -249,10 +249,7 @@ def _mixtral(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]
     return {**shared, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-def _qwen2(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    return _llama(hidden, inner, layers, heads, key_heads, model_type="qwen2", vocab_size=vocab, **more)
-
-
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 152064}
 _DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "vocab_size": 129280,
@@ -290,9 +287,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mistral-7b": _llama(4096, 14336, 32, 32, 8, model_type="mistral", vocab_size=32000, sliding_window=None),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, 32),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, 48),
-    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
-    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, 152064),
-    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 152064),
+    "qwen2.5-0.5b": _llama(896, 4864, 24, 14, 2, model_type="qwen2", vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-7b": _llama(3584, 18944, 28, 28, 4, **_QWEN2),
+    "qwen2.5-72b": _llama(8192, 29568, 80, 64, 8, **_QWEN2),
     "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 768, 48, 32),
     "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 1536, 94, 64),
     "deepseek-v3": _DEEPSEEK_V3,

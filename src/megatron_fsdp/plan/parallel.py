@@ -550,56 +550,37 @@ def share_profile(share: DecoderShare, setup: Setup, module: nn.Module, unit_nam
 
 
 def share_exchanges(share: DecoderShare, setup: Setup) -> tuple[Exchange, ...]:
-    """List the collectives and messages of a microbatch."""
-    layers = [exchange for layer in share.layers for exchange in _layer_exchanges(share, setup, layer)]
-    return (*_end_exchanges(share, setup), *layers, *_stage_exchanges(share, setup))
-
-
-def _layer_exchanges(share: DecoderShare, setup: Setup, layer: int) -> list[Exchange]:
-    """List a layer's tensor-parallel, context-parallel and expert-parallel collectives.
+    """List the collectives and messages of a microbatch.
 
     With sequence parallelism an all-gather begins and a reduce-scatter ends each half of a layer, in forward and in
     backward; without it two all-reduces are as many bytes. The gathers that backward repeats for weight gradients run
-    behind it (Korthikanti et al. 2022, section 4.2.2).
+    behind it (Korthikanti et al. 2022, section 4.2.2). Messages between stages are sent once for each virtual stage,
+    a part by each tensor-parallel rank (Narayanan et al. 2021, section 4.1).
     """
-    shape, ranks, unit = share.shape, share.ranks, f"{share.layer_path}.{layer - share.layers.start}"
-    found = []
-    if ranks.tp > 1:
-        sent = share.hidden_bytes * (ranks.tp - 1) // ranks.tp
-        found += _both("tp", unit, sent, 4, {"full": 4, "attention": 1, "mlp": 1, "selective": 2}, setup)
-    if ranks.cp > 1:
-        width = shape.key_heads * (shape.score_width + shape.value_width) // min(ranks.tp, shape.key_heads)
-        sent = (ranks.cp - 1) * share.tokens * width * share.dtype.itemsize
-        found += _both("cp", unit, sent, 1, {"full": 1, "attention": 1, "selective": 1}, setup)
-    if ranks.ep > 1 and share.is_mixture(layer):
-        sent = shape.chosen * share.hidden_bytes * (ranks.ep - 1) // ranks.ep
-        found += _both("ep", unit, sent, 2, {"full": 2, "mlp": 2, "selective": 2}, setup)
-    return found
+    shape, ranks, virtual = share.shape, share.ranks, setup.virtual_stages
+    units = [f"{share.layer_path}.{place}" for place in range(len(share.layers))]
+    found: list[Exchange] = []
 
+    def both(axis: str, unit: str, sent: int, count: int, **repeats: int) -> None:
+        """Add those of forward and of backward, and what a recomputation repeats; a single rank sends nothing."""
+        if sent:
+            found.append(Exchange(axis, unit, sent, False, count))
+            found.append(Exchange(axis, unit, sent, True, count + repeats.get(setup.recompute, 0)))
 
-def _both(axis: str, unit: str, sent: int, count: int, repeats: dict[Recompute, int], setup: Setup) -> list[Exchange]:
-    again = repeats.get(setup.recompute, 0)
-    return [Exchange(axis, unit, sent, False, count), Exchange(axis, unit, sent, True, count + again)]
-
-
-def _end_exchanges(share: DecoderShare, setup: Setup) -> list[Exchange]:
-    """List the reduction behind a tensor-parallel embedding and the gather before a divided head."""
-    if share.ranks.tp == 1:
-        return []
-    sent = share.hidden_bytes * (share.ranks.tp - 1) // share.ranks.tp
-    names = [*([share.embedding_path] if share.is_first else []), *(["lm_head"] if share.is_last else [])]
-    return [exchange for name in names for exchange in _both("tp", name, sent, 1, {}, setup)]
-
-
-def _stage_exchanges(share: DecoderShare, setup: Setup) -> list[Exchange]:
-    """List the messages to the next and the previous stage, once for each virtual stage.
-
-    Tensor-parallel ranks send a part each (Narayanan et al. 2021, section 4.1).
-    """
-    if share.ranks.pp == 1:
-        return []
-    sent, virtual = share.hidden_bytes // share.ranks.tp, setup.virtual_stages
-    first, last = f"{share.layer_path}.0", f"{share.layer_path}.{len(share.layers) - 1}"
-    forward = Exchange("pp", last, sent, False, virtual - share.is_last)
-    backward = Exchange("pp", first, sent, True, virtual - share.is_first)
-    return [exchange for exchange in (forward, backward) if exchange.count]
+    half = share.hidden_bytes * (ranks.tp - 1) // ranks.tp
+    key_width = shape.key_heads * (shape.score_width + shape.value_width) // min(ranks.tp, shape.key_heads)
+    keys = (ranks.cp - 1) * share.tokens * key_width * share.dtype.itemsize
+    rows = shape.chosen * share.hidden_bytes * (ranks.ep - 1) // ranks.ep
+    if share.is_first:
+        both("tp", share.embedding_path, half, 1)
+    if share.is_last:
+        both("tp", "lm_head", half, 1)
+    for unit, layer in zip(units, share.layers, strict=True):
+        both("tp", unit, half, 4, full=4, attention=1, mlp=1, selective=2)
+        both("cp", unit, keys, 1, full=1, attention=1, selective=1)
+        both("ep", unit, rows if share.is_mixture(layer) else 0, 2, full=2, mlp=2, selective=2)
+    if ranks.pp > 1:
+        sent = share.hidden_bytes // ranks.tp
+        found.append(Exchange("pp", units[-1], sent, False, virtual - share.is_last))
+        found.append(Exchange("pp", units[0], sent, True, virtual - share.is_first))
+    return tuple(exchange for exchange in found if exchange.count)
