@@ -387,9 +387,11 @@ class _Piece:
         kept: Bytes saved for backward.
         all_kept: Bytes without recomputation, all of which backward needs at a time.
         passing: Bytes of temporary results.
-        flops: Of a forward; those of products that 8-bit formats speed up are `product_flops`.
-        repeated: Of the forward, what backward computes again.
-        score_flops: Of attention among them; its backward takes 2.5 times as many, other backwards twice.
+        flops: Of a forward.
+        product_flops: Among them, of products with weights, which 8-bit formats speed up.
+        repeated: Of the forward's FLOPs, those that backward computes again.
+        repeated_products: Among them, of products with weights.
+        score_flops: Of the forward's attention; its backward takes 2.5 times as many, other backwards twice.
         moved: Bytes that elementwise operators read and write in a forward.
     """
 
@@ -447,15 +449,15 @@ def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
     kept, again, again_scores = choices[setup.recompute]
     wide = shape.chosen * shape.expert_inner if share.is_mixture(layer) else shape.inner
     return _Piece(
-        kept * tokens,
-        everything * tokens,
-        (shape.hidden + 2 * wide / tp) * share.dtype.itemsize * tokens,
-        (sum(flops) + scores) * tokens,
-        sum(flops) * tokens,
-        (again + again_scores) * tokens,
-        again * tokens,
-        scores * tokens,
-        (10 * outside + 2 * result + mlp) * tokens,
+        kept=kept * tokens,
+        all_kept=everything * tokens,
+        passing=(shape.hidden + 2 * wide / tp) * share.dtype.itemsize * tokens,
+        flops=(sum(flops) + scores) * tokens,
+        product_flops=sum(flops) * tokens,
+        repeated=(again + again_scores) * tokens,
+        repeated_products=again * tokens,
+        score_flops=scores * tokens,
+        moved=(10 * outside + 2 * result + mlp) * tokens,
     )
 
 
@@ -465,7 +467,8 @@ def _head_piece(share: DecoderShare, setup: Setup) -> _Piece:
     flops = 2.0 * logits * share.shape.hidden * tokens
     kept = (2 * _outside(share, setup) + (itemsize + _FP32) * logits) * tokens
     passing = (itemsize + _FP32) * logits * tokens
-    return _Piece(kept, kept, passing, flops, flops, moved=(itemsize + 3 * _FP32) * logits * tokens)
+    moved = (itemsize + 3 * _FP32) * logits * tokens
+    return _Piece(kept, kept, passing, flops, product_flops=flops, moved=moved)
 
 
 class _Pass:

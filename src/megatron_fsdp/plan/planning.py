@@ -222,9 +222,8 @@ def make_workload(
     if inputs is not None:
         if divided:
             raise not_modelled(divided[0], "it has inputs of its own")
-        _check_inputs(inputs)
-        count = _samples(inputs) if tokens is None else tokens
-        return Workload(label, module, inputs, count, loss_fn, fsdp_unit_modules, total)
+        samples = _samples(inputs)
+        return Workload(label, module, inputs, tokens or samples, loss_fn, fsdp_unit_modules, total)
     rows, length = micro_batch or 1, _SEQUENCE_LENGTH if sequence_length is None else sequence_length
     notes = _notes(module, length)
     if not divided:
@@ -264,7 +263,8 @@ def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> 
     return {"input_ids": tokens, "labels": tokens, **without_cache}
 
 
-def _check_inputs(inputs: Any) -> None:
+def _samples(inputs: Any) -> int:
+    """Return the samples of a microbatch: the first dimension of the first tensor."""
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     real = next((tensor for tensor in tensors if not tensor.is_meta), None)
     if real is not None or isinstance(inputs, list):
@@ -272,15 +272,10 @@ def _check_inputs(inputs: Any) -> None:
         raise ConfigurationError(
             f"inputs {what}; give tensors on the meta device, one, a tuple (positional) or a dict (by name)"
         )
-
-
-def _samples(inputs: Any) -> int:
-    """Return the samples of a microbatch: the first dimension of the first tensor."""
-    leaves = tree_leaves(inputs)
-    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-    if first is None or not first.shape[0]:
+    count = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0)
+    if not count:
         raise ConfigurationError("inputs hold no tensor with a dimension of samples; give tensors on the meta device")
-    return int(first.shape[0])
+    return int(count)
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
