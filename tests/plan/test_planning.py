@@ -241,6 +241,7 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
         ({"ranks": 4, "optimizer": "adam"}, "optimizer 'adam' is not known"),
         ({"ranks": 4, "microbatches": 0}, "microbatches=0"),
         ({"ranks": 4, "micro_batch": 0}, "micro_batch=0"),
+        ({"ranks": {"dp_shard": 2, "tp": 2}, "recompute": "half"}, "recompute='half'; choose one of none, full, sel"),
         ({"ranks": {}}, "ranks={}; give their number"),
         ({"ranks": 2.0}, "ranks=2.0; give their number"),
         ({"ranks": 4, "accumulation": "foo"}, "accumulation='foo' is not known; give one of every, outer, last"),

@@ -42,7 +42,7 @@ def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recomput
         recompute: Which modules.
 
     Raises:
-        ConfigurationError: No such mode, or no such module.
+        ConfigurationError: There is no such module.
     """
     chosen = [model.get_submodule(name) for name in _names(model, unit_names, recompute)]
     had = [module.__dict__.get("forward") for module in chosen]
@@ -63,12 +63,10 @@ def _names(model: nn.Module, unit_names: Sequence[str], recompute: Recompute) ->
     units = list(unit_names[1:])
     if recompute in ("full", "selective"):
         names, wanted = units, "besides the root"
-    elif recompute in _PARTS:
+    else:
         parts = _PARTS[recompute]
         children = ((unit, child) for unit in units for child, _ in model.get_submodule(unit).named_children())
         names, wanted = [f"{unit}.{child}" for unit, child in children if child in parts], f"with {', '.join(parts)}"
-    else:
-        raise ConfigurationError(f"recompute={recompute!r}; choose none, full, selective, {' or '.join(_PARTS)}")
     if not names:
         raise ConfigurationError(f"recompute={recompute!r}, but the model has no units {wanted}; use 'none'")
     return names

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
@@ -235,6 +235,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ConfigurationError(f"invalid microbatches={self.microbatches}: give 1 or more")
+        if self.recompute not in get_args(Recompute):
+            raise ConfigurationError(f"recompute={self.recompute!r}; choose one of {', '.join(get_args(Recompute))}")
         if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.ranks.pp == 1):
             raise ConfigurationError(
                 f"invalid virtual_stages={self.virtual_stages} with pp={self.ranks.pp}: give 1, or more with pp above 1"
