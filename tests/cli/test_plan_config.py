@@ -9,6 +9,7 @@ import pytest
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.cli.plan_config import planned_run
 from megatron_fsdp.plan.setup import Accumulation
+from tests.cli.test_plan import small_config
 
 DECODER = (
     "preset: tiny\nglobal_batch_size: 48\nmicro_batch_size: 2\nnum_distributed_optimizer_instances: 2\n"
@@ -19,22 +20,6 @@ DECODER = (
 def written(folder: Path, text: str) -> Path:
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
-    return path
-
-
-def llama(folder: Path) -> Path:
-    config = {
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-    }
-    path = folder / "model.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
     return path
 
 
@@ -71,11 +56,12 @@ def test_a_config_and_the_same_said_by_flags_have_one_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, flags: str
 ) -> None:
     pytest.importorskip("transformers")
-    model = llama(tmp_path)
+    model = small_config(tmp_path)
     path = written(
         tmp_path,
-        f"hf_config: {model}\nseq_length: 128\nmicro_batch_size: 2\nglobal_batch_size: 16\ntrain_iters: 9\nlr: 0.1\n"
-        "bf16: true\nuse_megatron_fsdp: true\nrecompute_granularity: full\ngrad_reduce_in_bf16: true\n" + said,
+        f"hf_config: {model}/config.json\nseq_length: 128\nmicro_batch_size: 2\nglobal_batch_size: 16\n"
+        "train_iters: 9\nlr: 0.1\nbf16: true\nuse_megatron_fsdp: true\n"
+        "recompute_granularity: full\ngrad_reduce_in_bf16: true\n" + said,
     )
 
     def plan_of(*words: str) -> dict[str, Any]:
@@ -85,7 +71,7 @@ def test_a_config_and_the_same_said_by_flags_have_one_plan(
     by_config = plan_of("--config", str(path))
     words = "--strategy 3 --sequence-length 128 --micro-batch-size 2 --recompute full"
     dtypes = "--main-grads-dtype fp32 --grad-comm-dtype bf16 --optimizer adamw-fused"
-    by_flags = plan_of(str(model), *words.split(), *dtypes.split(), *flags.split())
+    by_flags = plan_of(model, *words.split(), *dtypes.split(), *flags.split())
     assert by_config["memory"] == by_flags["memory"]
     assert by_config["traffic_per_step"] == by_flags["traffic_per_step"]
     assert by_config["model"]["parameters"] == by_flags["model"]["parameters"]

@@ -104,6 +104,12 @@ def test_peak_without_memory_is_that_of_real_tensors(name: str) -> None:
     assert profile_on_meta(case).peak_bytes == measured_peak(case.build(), case.inputs, case.loss_fn)
 
 
+def kept_in(profile: ComputeProfile, label: str) -> int:
+    """Bytes that are alive more at the end of a segment than at its beginning."""
+    place = [str(segment) for segment in profile.segments].index(label)
+    return profile.segments[place + 1].begin_bytes - profile.segments[place].begin_bytes
+
+
 def without_bandwidth(segment: Segment) -> Segment:
     """The segment but for what depends on how a device takes operators apart."""
     return replace(segment, moved_bytes=0, operators=0)
@@ -122,7 +128,7 @@ def test_tower_by_hand() -> None:
     profile = profile_on_meta(CASES["tower"])
     forwards = [segment for segment in profile.segments if segment.event is Event.FORWARD_BEGINS and segment.unit]
     kept = FLOAT * SAMPLES * (HIDDEN + FEATURES)
-    assert [segment.end_bytes - segment.begin_bytes for segment in forwards] == [kept] * FLOORS
+    assert [kept_in(profile, f"F{unit}>") for unit in range(1, FLOORS + 1)] == [kept] * FLOORS
     assert [segment.flops for segment in forwards] == [2 * SAMPLES * FLOOR_NUMEL] * FLOORS
     backwards = [segment for segment in profile.segments if segment.event is Event.BACKWARD_BEGINS and segment.unit]
     assert [segment.flops for segment in backwards[:-1]] == [4 * SAMPLES * FLOOR_NUMEL] * (FLOORS - 1)
@@ -130,23 +136,20 @@ def test_tower_by_hand() -> None:
     last = backwards[0]
     # its input, what relu gave, the gradient of its output (which goes on to the one below) and of `down`
     held = (FLOORS - 1) * kept + FLOAT * SAMPLES * (FEATURES + HIDDEN)
-    assert last.gradient_peak_bytes >= held + gradient
-    assert last.gradients == (f"floors.{FLOORS - 1}.down.weight", f"floors.{FLOORS - 1}.up.weight")
+    assert last.peak_bytes >= held + gradient
+    assert last.gradients == [f"floors.{FLOORS - 1}.down.weight", f"floors.{FLOORS - 1}.up.weight"]
 
 
 def test_events_are_in_the_order_of_the_scheduler() -> None:
     profile = profile_on_meta(CASES["transformer"])
     assert profile.events == "F0> F1> F1< F2> F2< F3> F3< F0< B0 B3 B2 B1 E"
-    assert [segment.computing for segment in profile.segments] == [0, 1, 0, 2, 0, 3, 0, 0, 0, 3, 2, 1, 0]
 
 
-def test_segments_join_and_nothing_but_the_loss_is_left() -> None:
+def test_nothing_but_the_loss_is_left() -> None:
     profile = profile_on_meta(CASES["llama"])
-    pairs = zip(profile.segments, profile.segments[1:], strict=False)
-    assert all(first.end_bytes == second.begin_bytes for first, second in pairs)
-    assert all(max(s.begin_bytes, s.end_bytes, s.gradient_peak_bytes) <= s.peak_bytes for s in profile.segments)
+    assert all(segment.begin_bytes <= segment.peak_bytes for segment in profile.segments)
     assert profile.segments[0].begin_bytes == 0
-    assert profile.segments[-1].end_bytes == FLOAT
+    assert profile.segments[-1].begin_bytes == FLOAT
 
 
 def test_every_gradient_arrives_once() -> None:
@@ -174,15 +177,14 @@ def test_logits_of_transformers_are_cast_to_fp32() -> None:
     vocabulary, tokens = 100, token_batch()["input_ids"].numel()
     profile = profile_on_meta(CASES["llama-bf16"])
     head = profile.segments[profile.backward_start - 2]
-    assert (str(head), head.computing) == (f"F{LAYERS}<", 0)
+    assert str(head) == f"F{LAYERS}<"
     assert head.peak_bytes - head.begin_bytes >= (2 + FLOAT + FLOAT) * tokens * vocabulary
 
 
 def test_products_keep_the_scores_and_fused_kernels_do_not() -> None:
     """Attention by products keeps scores of a layer once for softmax and needs others for a while."""
     scores = FLOAT * 2 * 4 * 16 * 16  # samples, heads, tokens, tokens
-    case = CASES["llama"]
-    fused, products = profile_on_meta(case, kernels="cpu"), profile_on_meta(case, kernels="math")
+    fused, products = profile_on_meta(CASES["llama"]), profile_on_meta(CASES["llama-eager-attention"])
     assert products.kept_bytes - fused.kept_bytes >= LAYERS * scores
     bf16 = CASES["llama-bf16"]
     random_state = 24  # of flash attention on CUDA, for dropout; per layer
@@ -237,10 +239,9 @@ def test_rms_norm_on_cuda_keeps_its_input_and_one_number_per_row() -> None:
     norm = next(segment for segment in profile.segments if str(segment) == "F1>")
     result, scale = 2 * rows * features, FLOAT * rows
     assert norm.peak_bytes - norm.begin_bytes == result + scale
-    assert norm.end_bytes - norm.begin_bytes == result + scale
+    assert kept_in(profile, "F1>") == result + scale
     assert profile.events.endswith("F1< F0< B1 B0 E")
-    last = profile.segments[-2]
-    assert (last.computing, last.gradients) == (1, ("1.weight", "0.bias", "0.weight"))
+    assert profile.segments[-2].gradients == ["1.weight", "0.bias", "0.weight"]
 
 
 def test_what_cannot_be_profiled_is_refused() -> None:

@@ -15,12 +15,12 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.activations import profile_compute
+from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.planning import RankMemory, Workload
-from megatron_fsdp.plan.replay import StepCosts, replay_step
+from megatron_fsdp.plan.replay import replay_step
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import held_bytes as planned_bytes
-from megatron_fsdp.plan.sharded import plan_model, saving_bytes, step_bytes
-from megatron_fsdp.sharding.accounting import passing_bytes
+from megatron_fsdp.plan.sharded import plan_model, saving_bytes
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.tower import FEATURES, Floor, Tower
@@ -231,14 +231,8 @@ def planned(case: Case, rank: int) -> tuple[RankMemory, int, int]:
     model = plan_model(module, setup, spec.units)
     names = [unit.name for unit in model.units]
     profile = profile_compute(module, inputs, unit_names=names, loss_fn=spec.loss, kernels="cpu")
-    costs = StepCosts(
-        lambda _wire, _bytes, _expert: 0.0,
-        lambda _segment: 0.0,
-        cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
-        optimizer_bytes=step_bytes(model, profile.used),
-    )
     workload = Workload(case.model, module, inputs, 1)
-    step = replay_step(model, profile, costs)
+    step = replay_step(model, profile, find_machine("h100"))
     memory = RankMemory(
         planned_bytes(model, workload.buffer_bytes, profile.used),
         profile.input_bytes,

@@ -27,7 +27,7 @@ class Costs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.flops += operator_flops(func, args, kwargs or {}, result)
-        self.moved_bytes += operator_bytes(func, args, kwargs or {}, result)
+        self.moved_bytes += operator_bytes(func, tensors_of(args), tensors_of((result,)))
         return result
 
 

@@ -16,7 +16,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import preset_config
 from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
-from megatron_fsdp.plan.replay import Wire, Wires
+from megatron_fsdp.plan.replay import INNER, OUTER, Wires
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
 from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, outer_step_traffic, step_traffic, transient_bytes
 from tests.support.tower import FEATURES, Floor, Tower
@@ -160,10 +160,10 @@ def test_figures_that_cannot_be_are_refused(changes: dict[str, float], words: st
 
 
 def test_collectives_of_one_wire_queue_and_only_waiting_is_exposed() -> None:
-    wires = Wires(lambda wire, sent, _expert: sent / (10 if wire is Wire.INNER else 1))
-    first = wires.send(Wire.INNER, "gather", 0, 100, False)
-    second = wires.send(Wire.INNER, "reduce", 1, 50, False)
-    other = wires.send(Wire.OUTER, "outer gather", 1, 3, False)
+    wires = Wires(lambda axis, _is_expert, sent: sent / (10 if axis == INNER else 1))
+    first = wires.send(INNER, 0, 100, is_gather=True)
+    second = wires.send(INNER, 1, 50, is_gather=False)
+    other = wires.send(OUTER, 1, 3, is_gather=True)
     wires.now_s += 12.0
     wires.wait(first)
     wires.wait(other)
@@ -171,7 +171,7 @@ def test_collectives_of_one_wire_queue_and_only_waiting_is_exposed() -> None:
     wires.wait(second)
     assert (wires.now_s, wires.exposed_s) == (15.0, 3.0)
     assert [(t.start_s, t.end_s) for t in wires.transfers] == [(0.0, 10.0), (10.0, 15.0), (0.0, 3.0)]
-    assert wires.send(Wire.INNER, "gather", 0, 0, False) == wires.now_s
+    assert wires.send(INNER, 0, 0, is_gather=True) == wires.now_s
     assert len(wires.transfers) == 3
 
 
@@ -241,6 +241,7 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
         ({"ranks": 4, "optimizer": "adam"}, "optimizer 'adam' is not known"),
         ({"ranks": 4, "microbatches": 0}, "microbatches=0"),
         ({"ranks": 4, "micro_batch": 0}, "micro_batch=0"),
+        ({"ranks": {"dp_shard": 2, "tp": 2}, "recompute": "half"}, "recompute='half'; choose one of none, full, sel"),
         ({"ranks": {}}, "ranks={}; give their number"),
         ({"ranks": 2.0}, "ranks=2.0; give their number"),
         ({"ranks": 4, "accumulation": "foo"}, "accumulation='foo' is not known; give one of every, outer, last"),

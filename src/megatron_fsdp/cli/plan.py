@@ -5,20 +5,27 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from megatron_fsdp.cli.output import write_error, write_facts, write_json, write_line, write_table
-from megatron_fsdp.cli.plan_config import build_trainer_model, planned_run, trainer_presets, trainer_workload
+from megatron_fsdp.cli.plan_config import build_trainer_model, planned_run, trainer_workload
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.config.precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from megatron_fsdp.plan.machine import Machine
-    from megatron_fsdp.plan.planning import Plan, Recommendation, Workload
-    from megatron_fsdp.plan.setup import ParallelRanks, Setup
+from megatron_fsdp.plan import report
+from megatron_fsdp.plan.checking import check_by_simulation
+from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
+from megatron_fsdp.plan.models import PRESETS, build_meta_model, comes_from_config
+from megatron_fsdp.plan.planning import Plan, Recommendation, Workload, make_workload, plan_workload, recommend
+from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
+from megatron_fsdp.plan.setup import Accumulation, Backend, ParallelRanks, Setup, find_optimizer
+from megatron_fsdp.train.options.presets import PRESETS as TRAINER_PRESETS
 
 _AUTO = "auto"
 _MOST_RANKS = 10**7
@@ -157,13 +164,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if not 1 <= args.ranks <= _MOST_RANKS:
         raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
-    return _run_model(args) if args.config is None else _run_config(args)
+    plan, build = _plan_model(args) if args.config is None else _plan_config(args)
+    agrees = not args.check or _agrees(args, plan, build)
+    return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
 
 
-def _run_config(args: argparse.Namespace) -> int:
-    """Plan a run of the trainer from its configuration file."""
-    from megatron_fsdp.plan.planning import plan_workload
-
+def _plan_config(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]]:
+    """Plan a run of the trainer from its configuration file, show it, and return how its model is built."""
     for name, default in vars(args.parser.parse_args([])).items():
         if name not in _BESIDE_CONFIG and getattr(args, name) != default:
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
@@ -174,14 +181,11 @@ def _run_config(args: argparse.Namespace) -> int:
     if not args.json:
         for notice in run.notices:
             write_line(f"the trainer tells: {notice}")
-    agrees = not args.check or _agrees(args, plan, run.build)
-    return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
+    return plan, run.build
 
 
-def _run_model(args: argparse.Namespace) -> int:
-    """Plan a model with the options of the command line."""
-    from megatron_fsdp.plan.planning import plan_workload, recommend
-
+def _plan_model(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]]:
+    """Plan a model with the options of the command line, show it, and return how it is built."""
     is_auto = args.strategy == _AUTO
     if is_auto and (args.outer is not None or args.outer_strategy is not None):
         raise ConfigurationError(
@@ -189,7 +193,8 @@ def _run_model(args: argparse.Namespace) -> int:
             "out"
         )
     setup, machine = _setup(args), _machine(args)
-    workload = _workload(args, setup.ranks)
+    dtype = dtype_from_name(args.dtype or "bf16", "--dtype")
+    workload = _workload(args, setup.ranks, dtype)
     tried = None
     if is_auto:
         tried = recommend(workload, setup, machine, (args.recompute,) if args.recompute else ("none", "full"))
@@ -197,25 +202,26 @@ def _run_model(args: argparse.Namespace) -> int:
     else:
         plan = plan_workload(workload, setup, machine)
     _show(args, plan, tried)
-    agrees = not args.check or _agrees(args, plan, lambda: _build(args))
-    return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
+
+    def build() -> nn.Module:
+        if args.model in TRAINER_PRESETS:
+            return build_trainer_model(args.model, dtype)
+        return build_meta_model(args.model, dtype if comes_from_config(args.model) else None)
+
+    return plan, build
 
 
 # ---- from flags to what is planned ----------------------------------------------------------------------------------
 
 
 def _setup(args: argparse.Namespace) -> Setup:
-    from megatron_fsdp.plan.setup import Accumulation, Backend, Setup, find_optimizer
-
-    policy = MixedPrecisionPolicy(
-        _dtype(args.main_params_dtype), _dtype(args.main_grads_dtype), _dtype(args.grad_comm_dtype)
-    )
+    dtypes = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
     strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
     return Setup(
         _ranks(args),
         resolve_strategy(_number(strategy), "--strategy"),
         resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
-        policy,
+        MixedPrecisionPolicy(*(None if name == _AUTO else dtype_from_name(name) for name in dtypes)),
         microbatches=args.microbatches,
         accumulation=Accumulation[args.accumulation.upper()],
         optimizer=find_optimizer(args.optimizer),
@@ -229,8 +235,6 @@ def _setup(args: argparse.Namespace) -> Setup:
 
 
 def _ranks(args: argparse.Namespace) -> ParallelRanks:
-    from megatron_fsdp.plan.setup import ParallelRanks
-
     if args.outer is not None and args.outer < 1:
         raise ConfigurationError(f"invalid --outer {args.outer}: give 1 or more, or leave it out")
     divided = args.tp * args.cp * args.pp * (args.outer or 1)
@@ -242,62 +246,34 @@ def _ranks(args: argparse.Namespace) -> ParallelRanks:
     return ParallelRanks(args.ranks // divided, args.outer or 1, args.tp, args.cp, args.pp, args.ep)
 
 
-def _workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
-    from megatron_fsdp.plan.planning import make_workload
-
-    if args.model in trainer_presets():
-        return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, _compute_dtype(args))
+def _workload(args: argparse.Namespace, ranks: ParallelRanks, dtype: torch.dtype) -> Workload:
+    if args.model in TRAINER_PRESETS:
+        return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, dtype)
+    loss_fn: Any = None if args.loss is None else import_by_path(args.loss, "--loss")
     return make_workload(
         args.model,
         ranks,
         inputs=None if args.inputs is None else _inputs(args.inputs),
-        loss_fn=None if args.loss is None else _found(args.loss, "--loss"),
+        loss_fn=loss_fn,
         sequence_length=args.sequence_length,
         micro_batch=args.micro_batch_size,
-        dtype=None if args.dtype is None else _compute_dtype(args),
+        dtype=None if args.dtype is None else dtype,
     )
 
 
 def _inputs(path: str) -> Any:
     """Load inputs on the meta device from an import path of a function or of a value."""
-    import torch
-    from torch.utils._pytree import tree_map
-
-    found = _found(path, "--inputs")
+    found = import_by_path(path, "--inputs")
     with torch.device("meta"):
         made = found() if callable(found) else found
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, made)
-
-
-def _found(path: str, argument: str) -> Any:
-    return import_by_path(path, argument)
-
-
-def _build(args: argparse.Namespace) -> Any:
-    """Build the model of the command line on the default device."""
-    from megatron_fsdp.plan.models import build_meta_model, comes_from_config
-
-    dtype = _compute_dtype(args)
-    if args.model in trainer_presets():
-        return build_trainer_model(args.model, dtype)
-    return build_meta_model(args.model, dtype if comes_from_config(args.model) else None)
-
-
-def _compute_dtype(args: argparse.Namespace) -> Any:
-    return dtype_from_name(args.dtype or "bf16", "--dtype")
 
 
 def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _dtype(name: str) -> Any:
-    return None if name == _AUTO else dtype_from_name(name)
-
-
 def _machine(args: argparse.Namespace) -> Machine:
-    from megatron_fsdp.plan.machine import find_machine
-
     figures = {}
     for text in args.machine_set:
         name, _, value = text.partition("=")
@@ -312,87 +288,51 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _list() -> int:
-    from megatron_fsdp.plan.machine import MACHINES
-    from megatron_fsdp.plan.models import PRESETS
-    from megatron_fsdp.plan.report import machine_words
-
     write_line("models: " + ", ".join(PRESETS))
-    write_line("models of the trainer: " + ", ".join(trainer_presets()))
+    write_line("models of the trainer: " + ", ".join(TRAINER_PRESETS))
     for machine in MACHINES.values():
-        write_line(machine_words(machine))
+        write_line(report.machine_words(machine))
     return EXIT_SAME
 
 
 def _published(*, as_json: bool) -> int:
-    """Print predictions beside published figures."""
-    from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
-
-    found = compare_published()
+    rows = [published_row(each) for each in compare_published()]
     if as_json:
-        write_json([dict(zip(COLUMNS, published_row(each), strict=True)) for each in found])
-        return EXIT_SAME
-    write_table(COLUMNS, [published_row(each) for each in found], right=COLUMNS[1:-1])
+        write_json([dict(zip(COLUMNS, row, strict=True)) for row in rows])
+    else:
+        write_table(COLUMNS, rows, right=COLUMNS[1:-1])
     return EXIT_SAME
 
 
 def _show(args: argparse.Namespace, plan: Plan, tried: Recommendation | None) -> None:
-    from megatron_fsdp.plan.report import draw_memory, flags, plan_dict, summary_dict
-
     if args.picture is not None:
-        draw_memory(plan, args.picture)
+        report.draw_memory(plan, args.picture)
     if args.json:
-        told = {**plan_dict(plan), "flags": flags(plan.setup)}
-        if tried is not None:
-            told["tried"] = [summary_dict(each) for each in tried.plans]
-        write_json(told)
+        write_json(report.plan_dict(plan, tried))
         return
     if tried is not None:
-        _show_tried(tried)
-    _show_plan(plan, with_units=args.units)
-    if args.picture is not None:
-        write_line(f"memory over the step: {args.picture}")
-
-
-def _show_tried(tried: Recommendation) -> None:
-    from megatron_fsdp.plan.report import advice, tried_row
-
-    write_table(
-        ("", "strategy", "outer", "ranks", "recompute", "peak", "fits", "step", "exposed"),
-        [("*" if each is tried.best else "", *tried_row(each)) for each in tried.plans],
-        right=("peak", "step", "exposed"),
-    )
-    write_line()
-    if tried.best is None:
-        write_line(advice(tried.smallest))
+        columns, rows = report.tried_table(tried)
+        write_table(columns, rows, right=("peak", "step", "exposed"))
         write_line()
-
-
-def _show_plan(plan: Plan, *, with_units: bool) -> None:
-    from megatron_fsdp.plan import report
-
+        if tried.best is None:
+            write_line(report.advice(tried.smallest))
+            write_line()
     write_facts(report.facts(plan))
     write_line()
-    if with_units:
-        columns: tuple[str, ...] = ("units", "class", "count", "parameters each", "padding each")
-        write_table(columns, report.unit_rows(plan.model.units), right=columns[2:])
-        write_line()
-    write_table(("memory of a rank at the peak", "bytes"), report.memory_rows(plan), right=("bytes",))
-    write_line()
-    if plan.traffic:
-        columns = ("traffic of a step", "gathers", "reductions", "sent by a rank", "on the wire")
-        write_table(columns, report.traffic_rows(plan), right=columns[1:])
+    for columns, rows in report.tables(plan, with_units=args.units):
+        write_table(columns, rows, right=[column for column in columns[1:] if column != "class"])
         write_line()
     write_facts(report.time_rows(plan))
     write_line(f"assumed: {report.machine_words(plan.machine)}")
     write_line()
     write_line(report.verdict(plan))
     write_line("flags: " + " ".join(report.flags(plan.setup)))
+    if args.picture is not None:
+        write_line(f"memory over the step: {args.picture}")
 
 
-def _agrees(args: argparse.Namespace, plan: Plan, build: Callable[[], Any]) -> bool:
+def _agrees(args: argparse.Namespace, plan: Plan, build: Callable[[], nn.Module]) -> bool:
     """Simulate the run with the engine, print both, and return whether they agree."""
-    from megatron_fsdp.plan.checking import check_by_simulation
-
     found = check_by_simulation(plan, build)
     if not args.json:
         write_line()

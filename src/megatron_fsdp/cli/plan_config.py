@@ -6,37 +6,31 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from megatron_fsdp.config.engine_options import resolve_memory_options
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.plan.models import build_meta_model
+from megatron_fsdp.plan.planning import Workload, make_workload
+from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Recompute, Setup, find_optimizer
+from megatron_fsdp.train.models.build import model_shape
+from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Layer, ModelOptions, assemble
-from megatron_fsdp.train.options.presets import PRESETS, find_preset
+from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from megatron_fsdp.plan.planning import Workload
-    from megatron_fsdp.plan.setup import ParallelRanks, Setup
-    from megatron_fsdp.train.models.decoder import Decoder
 
 _BYTES = 256
 """The vocabulary of the trainer's default tokens."""
-_RECOMPUTE = {None: "none", "full": "full", "selective": "attention"}
+_RECOMPUTE: dict[str | None, Recompute] = {None: "none", "full": "full", "selective": "attention"}
 
 # ---- presets --------------------------------------------------------------------------------------------------------
-
-
-def trainer_presets() -> tuple[str, ...]:
-    """Return the names of the trainer's presets."""
-    return tuple(PRESETS)
 
 
 def build_trainer_model(name: str, dtype: torch.dtype) -> Decoder:
@@ -75,19 +69,11 @@ def _preset(name: str) -> tuple[ModelOptions, int]:
 
 def _build(options: ModelOptions, vocab_size: int, dtype: torch.dtype) -> Decoder:
     """Build the trainer's own decoder for these options on the default device."""
-    from megatron_fsdp.train.models.build import model_shape
-    from megatron_fsdp.train.models.decoder import Decoder
-
     return Decoder(model_shape(options, vocab_size)).to(dtype)
 
 
 def _workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[int, int], name: str) -> Workload:
     """Build the workload of one rank with the trainer's own decoder, on (sequences, tokens)."""
-    import torch
-
-    from megatron_fsdp.plan.planning import make_workload
-    from megatron_fsdp.train.models.decoder import Block, next_token_loss
-
     with torch.device("meta"):
         model = build()
     tokens = torch.empty(shape, dtype=torch.long, device="meta")
@@ -127,9 +113,6 @@ def planned_run(path: Path, num_ranks: int) -> PlannedRun:
     Raises:
         ConfigurationError: The trainer would refuse it, or the planner does not know its engine.
     """
-    from megatron_fsdp.plan.models import build_meta_model
-    from megatron_fsdp.plan.planning import make_workload
-
     job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda", multiplies_bf16=True))
     _check(job, path)
     setup, options = _setup(job), job.options
@@ -183,8 +166,6 @@ def _check(job: Job, path: Path) -> None:
 
 
 def _setup(job: Job) -> Setup:
-    from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Setup, find_optimizer
-
     sizes, chosen = job.sizes, job.options.optimizer
     resolved = resolve_ddp(job.ddp, sizes.data * sizes.context, 1)
     if sizes.data % resolved.num_instances:
@@ -194,21 +175,18 @@ def _setup(job: Job) -> Setup:
         )
     instances, defers = resolved.num_instances, resolved.strategy <= ShardingStrategy.optim  # as the trainer's engine
     momentum = "momentum" if chosen.sgd_momentum else "sgd"
+    arguments = inspect.signature(MegatronFSDP.__init__).parameters  # whose defaults the trainer leaves alone
+    unsaid = {name: each.default for name, each in arguments.items()}
     return Setup(
         ParallelRanks(sizes.data // instances, instances, sizes.tensor, sizes.context, sizes.pipeline, sizes.expert),
         resolved.strategy,
         resolved.outer_strategy,
         resolved.policy,
-        resolve_memory_options(_unsaid(), resolved.engine_config),
+        resolve_memory_options(unsaid, resolved.engine_config),
         overlap_grad_reduce=resolved.config.overlap_grad_reduce,
         microbatches=job.batch.microbatches,
         accumulation=Accumulation.LAST if defers else Accumulation.EVERY,
         optimizer=find_optimizer("adamw-fused" if chosen.optimizer == "adam" else momentum),
-        recompute=_RECOMPUTE[job.options.training.recompute_granularity],  # type: ignore[arg-type]
+        recompute=_RECOMPUTE[job.options.training.recompute_granularity],
         sequence_parallel=job.options.parallel.sequence_parallel,
     )
-
-
-def _unsaid() -> dict[str, Any]:
-    """Return the defaults of the engine's arguments that the trainer leaves alone; its configuration sets the rest."""
-    return {name: each.default for name, each in inspect.signature(MegatronFSDP.__init__).parameters.items()}

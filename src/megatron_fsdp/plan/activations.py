@@ -12,7 +12,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.engine.hooks import tensors_in
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
-from megatron_fsdp.plan.experts_stand_in import balanced_experts
 from megatron_fsdp.plan.kernels import Kernels, kernels_of
-from megatron_fsdp.plan.recompute import recomputing
+from megatron_fsdp.plan.models import balanced_experts
+from megatron_fsdp.plan.recompute import PRODUCTS, recomputing
 from megatron_fsdp.plan.setup import Recompute
 
 ROOT = 0
@@ -76,19 +75,25 @@ def profile_compute(
             kernels_of(kernels),
             recorder,
         ):
-            loss = _loss(_call(model, inputs), loss_fn)
+            loss = scalar_loss(call_model(model, inputs), loss_fn)
             loss.backward()
         recorder.mark(Event.BACKWARD_ENDS, ROOT)
     return ComputeProfile(tuple(unit_names), recorder.finish(), _bytes_of(inputs))
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with keyword arguments (a mapping), positional ones (a tuple) or one tensor."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
+def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
+    """Return the loss of a model's output: by `loss_fn`, else the output's `loss`, else the output itself.
+
+    Raises:
+        ConfigurationError: It is no scalar with a gradient.
+    """
     loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         found = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -104,28 +109,6 @@ def _bytes_of(inputs: Any) -> int:
     return sum(storages.values())
 
 
-@dataclass
-class _Open:
-    """The segment that is being recorded."""
-
-    event: Event
-    unit: int
-    computing: int
-    begin_bytes: int
-    peak_bytes: int
-    flops: int = 0
-    product_flops: int = 0
-    recomputed_flops: int = 0
-    moved_bytes: int = 0
-    operators: int = 0
-    gradients: list[str] = field(default_factory=list)
-    gradient_peak_bytes: int = 0
-
-    def close(self, end_bytes: int) -> Segment:
-        values = {**self.__dict__, "gradients": tuple(self.gradients)}
-        return Segment(end_bytes=end_bytes, **values)
-
-
 class _Recorder(TorchDispatchMode):
     """A dispatch mode that records every operator, and the events that hooks report."""
 
@@ -134,10 +117,8 @@ class _Recorder(TorchDispatchMode):
         self.in_backward = False
         self._live = LiveStorages()
         self._answers = Answers()
-        self._forwards: list[int] = []
-        self._backward_of = ROOT
-        self._done: list[Segment] = []
-        self._open = _Open(Event.STEP_BEGINS, ROOT, ROOT, 0, 0)
+        self._open = Segment(Event.STEP_BEGINS, ROOT, 0, 0)
+        self._segments = [self._open]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -146,43 +127,31 @@ class _Recorder(TorchDispatchMode):
         self._live.note(operands, tensors_of((result,)))
         segment = self._open
         segment.peak_bytes = max(segment.peak_bytes, self._live.now_bytes)
-        moved = operator_bytes(func, args, kwargs, result)
+        moved = operator_bytes(func, operands, tensors_of((result,)))
         flops = operator_flops(func, args, kwargs, result)
         segment.moved_bytes += moved
         segment.operators += moved > 0
         segment.flops += flops
-        segment.product_flops += flops * (func.overloadpacket in _PRODUCTS)
+        segment.product_flops += flops * (func.overloadpacket in PRODUCTS)
         if self.in_backward and torch.is_grad_enabled():  # backward itself computes without a graph
             segment.recomputed_flops += flops
         return result
 
     def mark(self, event: Event, unit: int) -> None:
         """End the open segment and begin the next one."""
-        if event is Event.FORWARD_BEGINS:
-            self._forwards.append(unit)
-        elif event is Event.FORWARD_ENDS:
-            self._forwards.pop()
-            if self.in_backward:
-                self._backward_of = unit  # backward continues with the unit that was recomputed last
-        elif event is Event.BACKWARD_BEGINS:
-            self.in_backward = True
-            self._backward_of = unit or self._backward_of  # a unit may share its output with the root around it
-        elif event is Event.BACKWARD_ENDS:
-            self.in_backward = False
-        now = self._live.now_bytes
-        self._done.append(self._open.close(now))
-        computing = self._forwards[-1] if self._forwards else self._backward_of if self.in_backward else ROOT
-        self._open = _Open(event, unit, computing, now, now)
+        if event in (Event.BACKWARD_BEGINS, Event.BACKWARD_ENDS):
+            self.in_backward = event is Event.BACKWARD_BEGINS
+        self._open = Segment(event, unit, self._live.now_bytes, self._live.now_bytes)
+        self._segments.append(self._open)
 
-    def gradient(self, name: str) -> None:
-        """Record that the gradient of a parameter is complete, and alive."""
+    def gradient(self, name: str, param: Tensor) -> None:
+        """Record that the gradient of a parameter is complete, and drop it."""
         self._open.gradients.append(name)
-        self._open.gradient_peak_bytes = max(self._open.gradient_peak_bytes, self._live.now_bytes)
+        param.grad = None
 
     def finish(self) -> tuple[Segment, ...]:
         """Return all segments; the first only if something was computed in it."""
-        segments = [*self._done, self._open.close(self._live.now_bytes)]
-        return tuple(segments if segments[0].operators else segments[1:])
+        return tuple(self._segments if self._segments[0].operators else self._segments[1:])
 
 
 @contextmanager
@@ -197,7 +166,7 @@ def _hooked(recorder: _Recorder, model: nn.Module, unit_names: Sequence[str]) ->
         if param.grad is not None:
             raise ConfigurationError(f"{name} has a gradient already; profile a model before its first backward")
         if param.requires_grad:
-            handles.append(param.register_post_accumulate_grad_hook(partial(_take_gradient, recorder, name)))
+            handles.append(param.register_post_accumulate_grad_hook(partial(recorder.gradient, name)))
     try:
         yield
     finally:
@@ -211,28 +180,16 @@ def _before_forward(recorder: _Recorder, unit: int, _module: nn.Module, _args: A
 
 def _after_forward(recorder: _Recorder, unit: int, _module: nn.Module, _args: Any, output: Any) -> None:
     recorder.mark(Event.FORWARD_ENDS, unit)
-    if torch.is_grad_enabled():
-        announce = _Once(recorder, unit)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(announce)
+    if not torch.is_grad_enabled():
+        return
 
+    @functools.cache  # hooked to all outputs, and the first gradient counts
+    def backward_begins() -> None:
+        recorder.mark(Event.BACKWARD_BEGINS, unit)
 
-class _Once:
-    """Marks the backward of one forward, when the first gradient of its outputs is known."""
-
-    def __init__(self, recorder: _Recorder, unit: int) -> None:
-        self._recorder, self._unit, self._done = recorder, unit, False
-
-    def __call__(self, _grad: Tensor) -> None:
-        if not self._done:
-            self._done = True
-            self._recorder.mark(Event.BACKWARD_BEGINS, self._unit)
-
-
-def _take_gradient(recorder: _Recorder, name: str, param: Tensor) -> None:
-    recorder.gradient(name)
-    param.grad = None
+    for tensor in tensors_in(output):
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(lambda _grad: backward_begins())
 
 
 # ---- what is alive --------------------------------------------------------------------------------------------------
@@ -266,24 +223,16 @@ class LiveStorages:
         for tensor in results:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self._sizes:
-                self._measure(key, storage)
-            elif key not in known:
-                self._follow(key, storage)
+            if key in known and key not in self._sizes:
+                continue
+            if key not in self._references:
+                self._references[key] = weakref.ref(storage, functools.partial(self._dies, key))
+            self.now_bytes += storage.nbytes() - self._sizes.get(key, 0)
+            self._sizes[key] = storage.nbytes()
 
-    def _follow(self, key: int, storage: torch.UntypedStorage) -> None:
-        def dies(_: object) -> None:
-            del self._references[key]
-            self.now_bytes -= self._sizes.pop(key)
-
-        self._references[key] = weakref.ref(storage, dies)
-        self._sizes[key] = storage.nbytes()
-        self.now_bytes += self._sizes[key]
-
-    def _measure(self, key: int, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        self.now_bytes += size - self._sizes[key]
-        self._sizes[key] = size
+    def _dies(self, key: int, _: object) -> None:
+        del self._references[key]
+        self.now_bytes -= self._sizes.pop(key)
 
 
 # ---- what a model is told when it asks for the value of a tensor that has none ---------------------------------------
@@ -358,23 +307,22 @@ def operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     packet = func.overloadpacket
     own = _OWN.get(packet)
     if own is not None:
-        return own(args, result)
+        return own(args)
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
-def operator_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+def operator_bytes(func: Any, operands: Iterable[Tensor], results: Iterable[Tensor]) -> int:
     """Count the bytes of one call's operands and results; 0 for views and uninitialized memory.
 
     A lookup in a table counts the rows it reads, not the table.
     """
     packet = func.overloadpacket
-    results = list(tensors_of((result,)))
     if packet in _WRITES_NOTHING or _is_view(func):
         return 0
     if packet in _LOOKS_UP:
         return 2 * sum(map(_size, results))
-    return sum(map(_size, (*tensors_of(args), *tensors_of(tuple(kwargs.values())), *results)))
+    return sum(map(_size, (*operands, *results)))
 
 
 @functools.cache
@@ -390,11 +338,11 @@ def _size(tensor: Tensor) -> int:
     return math.prod(lengths) * tensor.element_size()
 
 
-def _cpu_attention(args: Sequence[Any], _: Any) -> int:
+def _cpu_attention(args: Sequence[Any]) -> int:
     return int(sdpa_flop_count(*_per_head(args[:3])))
 
 
-def _cpu_attention_backward(args: Sequence[Any], _: Any) -> int:
+def _cpu_attention_backward(args: Sequence[Any]) -> int:
     return int(sdpa_backward_flop_count(args[0].shape, *_per_head(args[1:4])))
 
 
@@ -405,21 +353,18 @@ def _per_head(tensors: Sequence[Tensor]) -> list[torch.Size]:
     return [torch.Size((shape[0], heads, *shape[2:])) for shape in (query.shape, key.shape, value.shape)]
 
 
-def _grouped_flops(args: Sequence[Any], _: Any) -> int:
+def _grouped_flops(args: Sequence[Any]) -> int:
     """Count FLOPs: each row by one matrix of a stack, or each stretch of columns by its stretch of rows."""
     left, right = args[0], args[1]
     stacked = left.shape[0] if left.dim() == right.dim() == 3 else 1
     return int(2 * stacked * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
-_OWN: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+_OWN: dict[Any, Callable[[Sequence[Any]], int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     _ATEN._grouped_mm: _grouped_flops,
 }
-
-_PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
-"""Products with weights, which may use 8-bit formats."""
 
 _WRITES_NOTHING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.plan.activations import call_model, scalar_loss
 from megatron_fsdp.plan.planning import Plan
 from megatron_fsdp.plan.setup import Accumulation, Setup
 from megatron_fsdp.plan.simulate import SimulatedModel, simulated_model
@@ -57,9 +58,12 @@ def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bo
     """
     setup = plan.setup
     _check(setup)
+    sizes = {"dp_outer": setup.ranks.dp_outer, "dp_shard": setup.ranks.inner}
+    if setup.ranks.dp_outer == 1:
+        del sizes["dp_outer"]
     with simulated_model(
         build,
-        num_ranks=_sizes(setup),
+        num_ranks=sizes,
         rank=setup.device_rank,
         backend=setup.backend.value,
         build_optimizer=partial(_optimizer, setup.optimizer.name),
@@ -68,7 +72,7 @@ def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bo
         mixed_precision_policy=setup.policy,
         fsdp_unit_modules=plan.workload.unit_modules,
         overlap_grad_reduce=setup.overlap_grad_reduce,
-        **({"dp_outer_dim": "dp_outer"} if setup.ranks.dp_outer > 1 else {}),
+        **({"dp_outer_dim": "dp_outer"} if "dp_outer" in sizes else {}),
     ) as simulated:
         memory = simulated.model.memory()
         held = plan.memory.held
@@ -91,8 +95,7 @@ def _optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 
 def _check(setup: Setup) -> None:
-    ranks = setup.ranks
-    other = [name for name in ("tp", "cp", "pp", "ep") if getattr(ranks, name) > 1]
+    other = list(setup.ranks.divided)
     other += ["recompute"] if setup.recompute != "none" else []
     other += ["accumulation"] if setup.accumulation is not Accumulation.EVERY else []
     other += ["memory options"] if setup.memory != type(setup.memory)() else []
@@ -101,11 +104,6 @@ def _check(setup: Setup) -> None:
             f"a simulation checks data parallelism only, and the plan has {', '.join(other)}; plan without them to "
             "check"
         )
-
-
-def _sizes(setup: Setup) -> dict[str, int]:
-    inner = {"dp_shard": setup.ranks.inner}
-    return {"dp_outer": setup.ranks.dp_outer, **inner} if setup.ranks.dp_outer > 1 else inner
 
 
 def _after_steps(plan: Plan, simulated: SimulatedModel) -> list[Checked]:
@@ -134,17 +132,11 @@ def _after_steps(plan: Plan, simulated: SimulatedModel) -> list[Checked]:
 
 
 def _backward(plan: Plan, model: MegatronFSDP) -> None:
-    inputs = tree_map(_without_values, plan.workload.inputs)
-    if isinstance(inputs, dict):
-        output = model(**inputs)
-    else:
-        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-    loss = plan.workload.loss_fn(output) if plan.workload.loss_fn is not None else getattr(output, "loss", output)
-    loss.backward()
+    def without_values(leaf: Any) -> Any:
+        return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
 
-
-def _without_values(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
+    output = call_model(model, tree_map(without_values, plan.workload.inputs))
+    scalar_loss(output, plan.workload.loss_fn).backward()
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -7,9 +7,8 @@ the backward is over (`E`). What happens between two of them is a segment. The s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 
 class Event(Enum):
@@ -22,7 +21,7 @@ class Event(Enum):
     BACKWARD_ENDS = "E"  # autograd has nothing left to do
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segment:
     """What happens from one event to the next.
 
@@ -33,33 +32,26 @@ class Segment:
     Attributes:
         event: What begins it.
         unit: The unit of that event; 0 is the root, also of STEP_BEGINS and BACKWARD_ENDS.
-        computing: The unit whose operators run in it: in forward the innermost unit called, in backward the one whose
-            backward (or recomputation) began last.
         begin_bytes: Activation bytes alive when it begins.
         peak_bytes: The most alive in it, looked up after each operator; at least `begin_bytes`.
-        end_bytes: Alive when it ends.
         flops: Floating point operations of matrix products, attention and convolutions (a multiply-add is two).
         product_flops: Those among `flops` that 8-bit formats speed up: products with weights, without attention.
         recomputed_flops: Those among `flops` that repeat a forward.
         moved_bytes: Operands read and results written by all operators, as if none was fused or found in a cache.
         operators: How many operators ran, views not counted.
         gradients: Names of the parameters whose gradients arrived in it, in order of arrival.
-        gradient_peak_bytes: The most that was alive when a gradient arrived, the gradient included; 0 where none did.
     """
 
     event: Event
     unit: int
-    computing: int
     begin_bytes: int
     peak_bytes: int
-    end_bytes: int
     flops: int = 0
     product_flops: int = 0
     recomputed_flops: int = 0
     moved_bytes: int = 0
     operators: int = 0
-    gradients: tuple[str, ...] = ()
-    gradient_peak_bytes: int = 0
+    gradients: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return the event in compact form for tests and traces, such as `F3>`, `F3<`, `B3` or `E`."""
@@ -67,10 +59,6 @@ class Segment:
             return self.event.value
         kind = self.event.value
         return f"{kind[0]}{self.unit}{kind[1:]}"
-
-    def but(self, **changes: Any) -> Segment:
-        """Return a copy with other values."""
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.library import _scoped_library
 
-Kernels = Literal["cuda", "cpu", "math"]
-"""Kernels of a CUDA device, of a CPU, or of a CPU with attention by matrix products, which saves all scores."""
+Kernels = Literal["cuda", "cpu"]
+"""Whose kernels."""
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -35,7 +34,7 @@ def kernels_of(kernels: Kernels) -> Iterator[None]:
         kernels: Whose. Attention on "cuda": flash attention for half precision without a mask and heads of one size up
             to 256, else memory-efficient attention; on "cpu": its flash attention where nothing is dropped, heads have
             one size and the mask takes no gradient. These keep queries, keys, values, results and one fp32 number per
-            query and head. Else, and for "math", products, which keep all scores.
+            query and head. Else products, which keep all scores.
     """
     with _scoped_library("aten", "IMPL") as library:
         for name, function in _TABLES[kernels].items():
@@ -43,53 +42,7 @@ def kernels_of(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """One call of scaled dot product attention."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    dropout: float
-    causal: bool
-    scale: float | None
-    grouped: bool
-
-    def by_products(self) -> Tensor:
-        """Compute attention by matrix products, which saves the scores."""
-        result: Tensor = _ATEN._scaled_dot_product_attention_math(
-            self.query,
-            self.key,
-            self.value,
-            self.additive_mask(),
-            self.dropout,
-            self.causal,
-            None,
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        )[0]
-        return result
-
-    @property
-    def plain(self) -> bool:
-        """Whether all three tensors have four dimensions and are not empty."""
-        tensors = (self.query, self.key, self.value)
-        return all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in tensors)
-
-    @property
-    def one_head_size(self) -> bool:
-        """Whether queries, keys and values have the same number of features."""
-        return self.query.shape[-1] == self.key.shape[-1] == self.value.shape[-1]
-
-    def additive_mask(self) -> Tensor | None:
-        if self.mask is None or self.mask.dtype != torch.bool:
-            return self.mask
-        kept, masked = (torch.scalar_tensor(x, dtype=self.query.dtype, device="meta") for x in (0.0, float("-inf")))
-        return torch.where(self.mask, kept, masked)
-
-
-def _call(
+def _attention_on_cpu(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -98,45 +51,64 @@ def _call(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> _Attention:
-    return _Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+) -> Tensor:
+    mask = _additive(attn_mask, query.dtype)
+    learned_mask = mask is not None and mask.requires_grad
+    result: tuple[Tensor, ...]
+    if dropout_p or learned_mask or not (_is_plain(query, key, value) and _has_one_head_size(query, key, value)):
+        result = _ATEN._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+    else:
+        result = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )
+    return result[0]
 
 
-def _attention_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
-    call = _call(*args, **kwargs)
-    learned_mask = call.mask is not None and call.mask.requires_grad
-    if call.dropout or learned_mask or not (call.plain and call.one_head_size):
-        return call.by_products()
-    result: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        call.query, call.key, call.value, call.dropout, call.causal, attn_mask=call.additive_mask(), scale=call.scale
-    )[0]
-    return result
+def _attention_on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    mask, plain = _additive(attn_mask, query.dtype), _is_plain(query, key, value)
+    is_small = _has_one_head_size(query, key, value) and query.shape[-1] <= _FLASH_HEAD_DIM
+    result: tuple[Tensor, ...]
+    if plain and is_small and mask is None and query.dtype in _HALF:
+        result = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+    elif plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
+        mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        result = _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
+        )
+    else:
+        result = _ATEN._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+    return result[0]
 
 
-def _attention_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
-    call = _call(*args, **kwargs)
-    if not call.plain:
-        return call.by_products()
-    small = call.one_head_size and call.query.shape[-1] <= _FLASH_HEAD_DIM
-    if small and call.mask is None and call.query.dtype in _HALF:
-        result: Tensor = _ATEN._scaled_dot_product_flash_attention(
-            call.query, call.key, call.value, call.dropout, call.causal, False, scale=call.scale
-        )[0]
-        return result
-    if call.query.shape[1] != call.key.shape[1] or call.query.dtype == torch.float64:
-        return call.by_products()
-    return _efficient(call)
+def _is_plain(*tensors: Tensor) -> bool:
+    """Return whether all tensors have four dimensions and are not empty."""
+    return all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in tensors)
 
 
-def _efficient(call: _Attention) -> Tensor:
-    mask = call.additive_mask()
-    if mask is not None:
-        mask = mask.expand(*call.query.shape[:3], call.key.shape[2])
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value))
-    result: Tensor = _ATEN._scaled_dot_product_efficient_attention(
-        call.query, call.key, call.value, mask, needs_grad, call.dropout, call.causal, scale=call.scale
-    )[0]
-    return result
+def _has_one_head_size(*tensors: Tensor) -> bool:
+    return len({tensor.shape[-1] for tensor in tensors}) == 1
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask to add to scores for one of booleans, as torch makes it; other masks as they are."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    kept, masked = (torch.scalar_tensor(x, dtype=dtype, device="meta") for x in (0.0, float("-inf")))
+    return torch.where(mask, kept, masked)
 
 
 def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
@@ -177,5 +149,4 @@ _TABLES: dict[Kernels, dict[str, Callable[..., Any]]] = {
         "rms_norm": _fused_rms_norm,
     },
     "cpu": {"scaled_dot_product_attention": _attention_on_cpu},
-    "math": {},
 }

@@ -58,16 +58,13 @@ class Machine:
     fp8_efficiency: float = 0.45
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str) or (value >= 0 if field.name in _MAY_BE_ZERO else value > 0):
+        for name, value in vars(self).items():
+            if isinstance(value, str) or (value == 0 and name in _MAY_BE_ZERO):
                 continue
-            raise ConfigurationError(f"invalid {field.name}={value} of machine {self.name!r}: give a positive number")
-        for name in ("flops_efficiency", "memory_efficiency", "network_efficiency", "fp8_efficiency"):
-            if getattr(self, name) > 1:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)} of machine {self.name!r} is a part; give 0 to 1"
-                )
+            if not value > 0:
+                raise ConfigurationError(f"invalid {name}={value} of machine {self.name!r}: give a positive number")
+            if name.endswith("_efficiency") and value > 1:
+                raise ConfigurationError(f"{name}={value} of machine {self.name!r} is a part; give 0 to 1")
         if self.reserved_bytes >= self.memory_bytes:
             raise ConfigurationError(
                 f"reserved_bytes={self.reserved_bytes} of machine {self.name!r} leave nothing of {self.memory_bytes}; "
@@ -78,11 +75,6 @@ class Machine:
     def usable_bytes(self) -> int:
         """Memory of one device that a model can have."""
         return self.memory_bytes - self.reserved_bytes
-
-    @property
-    def reached_flops(self) -> float:
-        """Floating point operations per second in matrix products."""
-        return self.flops * self.flops_efficiency
 
     def compute_s(self, flops: float, moved_bytes: float, operators: int = 0, fp8_flops: float = 0.0) -> float:
         """Estimate the time of operators that run one after another: matrix products, then memory-bound ones.
@@ -98,9 +90,8 @@ class Machine:
         Raises:
             ConfigurationError: The machine has no 8-bit products.
         """
-        work = (flops - fp8_flops) / self.reached_flops + moved_bytes / (
-            self.memory_bytes_per_s * self.memory_efficiency
-        )
+        work = (flops - fp8_flops) / (self.flops * self.flops_efficiency)
+        work += moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
         if fp8_flops:
             if not self.fp8_flops:
                 raise ConfigurationError(f"machine {self.name!r} has no fp8 products: leave fp8 out, or set fp8_flops")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from megatron_fsdp.plan.setup import nearest_name
 
 ModelSpec = str | Path | Mapping[str, Any] | Callable[[], nn.Module] | nn.Module
 """The ways to specify a model; see `build_meta_model`."""
+
+_EXPERTS = "_experts_implementation"
 
 
 def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
@@ -41,26 +43,27 @@ def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Mo
         ConfigurationError: There is no such preset, file, function or family, transformers is missing, or parameters
             of the model have memory.
     """
-    if isinstance(spec, nn.Module):
-        return _checked(spec, dtype)
     if isinstance(spec, str):
         spec = _resolve(spec)
-    if isinstance(spec, Path):
-        spec = _read(spec)
-    if callable(spec):
-        with torch.device("meta"):
-            built = spec()
-        if not isinstance(built, nn.Module):
-            raise ConfigurationError(f"{_name(spec)} returned a {type(built).__name__}; it must return a model")
-        return _checked(built, dtype)
-    return _from_config(spec, dtype)
+    if not callable(spec):
+        return _checked(_from_config(spec, dtype))
+    if dtype is not None:
+        raise ConfigurationError(f"dtype={dtype} is for configs; a function or a model decides on its own")
+    if isinstance(spec, nn.Module):
+        return _checked(spec)
+    with torch.device("meta"):
+        built: object = spec()
+    if not isinstance(built, nn.Module):
+        name = getattr(spec, "__qualname__", spec)
+        raise ConfigurationError(f"{name} returned a {type(built).__name__}; it must return a model")
+    return _checked(built)
 
 
 def comes_from_config(spec: ModelSpec) -> bool:
     """Return whether a model is built from a config, so that its dtype can be chosen."""
     if isinstance(spec, str):
         return spec in PRESETS or Path(spec).exists() or ":" not in spec
-    return isinstance(spec, Path | Mapping) or not callable(spec)
+    return not callable(spec)
 
 
 def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
@@ -78,28 +81,6 @@ def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
         f"{text!r} is no preset, no path of a config and no import path 'package.module:function'; "
         f"{nearest_name(text, PRESETS)}"
     )
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"{file} cannot be read as a config: {error}; give a folder with config.json"
-        ) from error
-    if not isinstance(fields, dict):
-        raise ConfigurationError(f"{file} holds a {type(fields).__name__}; a config is a JSON object")
-    return fields
-
-
-def model_config(name: str) -> Any:
-    """Return the transformers config of a preset.
-
-    Raises:
-        ConfigurationError: There is no preset of this name, or transformers is missing.
-    """
-    return _config(require("transformers", f"the preset {name}"), preset_config(name))
 
 
 def read_config(source: str | Path) -> Any:
@@ -155,6 +136,8 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
         "a model of this config",
         instead="give an import path 'package.module:function' that builds the model",
     )
+    if isinstance(given, Path):
+        given = read_config(given)
     config: Any = _config(transformers, given) if isinstance(given, Mapping) else given
     if not isinstance(config, transformers.PretrainedConfig):
         raise ConfigurationError(
@@ -162,8 +145,7 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is no torch.dtype; give one such as torch.bfloat16")
-    chosen = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
-    return _checked(build_from_config(config, chosen), None)
+    return build_from_config(config, dtype or getattr(config, "dtype", None) or torch.get_default_dtype())
 
 
 def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:
@@ -185,9 +167,7 @@ def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"the config of {kind!r} is not valid: {_first_words(error)}") from error
 
 
-def _checked(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    if dtype is not None:
-        raise ConfigurationError(f"dtype={dtype} is for configs; a function or a model decides on its own")
+def _checked(model: nn.Module) -> nn.Module:
     for name, param in model.named_parameters():
         if not param.is_meta:
             raise ConfigurationError(
@@ -207,8 +187,30 @@ def _first_words(error: Exception) -> str:
     return text[:400]
 
 
-def _name(function: object) -> str:
-    return str(getattr(function, "__qualname__", function))
+@contextmanager
+def balanced_experts(model: nn.Module) -> Iterator[None]:
+    """Let fused experts of transformers run without values: loops over experts become grouped products.
+
+    Which rows an expert gets is data; memory depends on their number only, k for each token, where all experts are
+    computed by one grouped product, as transformers 5 does by default.
+
+    Args:
+        model: Its configs are changed inside of the block only; without experts nothing is done.
+    """
+    found: dict[int, Any] = {
+        id(config): config
+        for name, part in model.named_modules()
+        if name.rpartition(".")[2] == "experts" and (config := getattr(part, "config", None)) is not None
+    }
+    before = [(config, getattr(config, _EXPERTS, None)) for config in found.values()]
+    loops = [(config, implementation) for config, implementation in before if implementation in (None, "eager")]
+    for config, _ in loops:
+        setattr(config, _EXPERTS, "grouped_mm")
+    try:
+        yield
+    finally:
+        for config, implementation in loops:
+            setattr(config, _EXPERTS, implementation)
 
 
 # ---- published models, as the fields of their configs that decide shapes --------------------------------------------
@@ -247,10 +249,7 @@ def _mixtral(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]
     return {**shared, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-def _qwen2(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    return _llama(hidden, inner, layers, heads, key_heads, model_type="qwen2", vocab_size=vocab, **more)
-
-
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 152064}
 _DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "vocab_size": 129280,
@@ -288,9 +287,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mistral-7b": _llama(4096, 14336, 32, 32, 8, model_type="mistral", vocab_size=32000, sliding_window=None),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, 32),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, 48),
-    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
-    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, 152064),
-    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 152064),
+    "qwen2.5-0.5b": _llama(896, 4864, 24, 14, 2, model_type="qwen2", vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-7b": _llama(3584, 18944, 28, 28, 4, **_QWEN2),
+    "qwen2.5-72b": _llama(8192, 29568, 80, 64, 8, **_QWEN2),
     "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 768, 48, 32),
     "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 1536, 94, 64),
     "deepseek-v3": _DEEPSEEK_V3,

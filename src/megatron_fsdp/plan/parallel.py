@@ -15,8 +15,10 @@ every key (kernels skip half and reach about half the speed of products), balanc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -28,200 +30,54 @@ from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, 
 from megatron_fsdp.plan.setup import ParallelRanks, Recompute, Setup
 
 _FP32 = 4
-_FAMILIES: dict[str, dict[str, bool]] = {
-    "llama": {},
-    "mistral": {},
-    "mixtral": {},
-    "qwen2": {"has_query_bias": True},
-    "qwen3": {"has_head_norms": True},
-    "qwen3_moe": {"has_head_norms": True},
-    "deepseek_v3": {},
-    "gpt2": {"is_gated": False, "has_biases": True},
+_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2")
+_CUTS = {  # modules and expert parameters whose outputs (0) or inputs (1) tensor-parallel ranks share
+    **dict.fromkeys(("embed_tokens", "wte", "lm_head", "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), 0),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc"), 0),
+    **dict.fromkeys(("o_proj", "down_proj", "c_proj"), 1),
 }
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """The low-rank widths of DeepSeek's attention: of queries, of keys and values, and of the rotated part."""
-
-    query: int
-    key_value: int
-    rotary: int
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter's shape and how tensor parallelism divides it.
-
-    Attributes:
-        name: Its own.
-        shape: On one rank without parallelism.
-        cut: The dimension that tensor-parallel ranks share; None: each holds all of it.
-        parts: The most parts that it can be cut into (key heads); None: any number.
-        used: The fraction of it that one token uses: k of E experts; 0 for tables and vectors.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    cut: int | None = None
-    parts: int | None = None
-    used: float = 1.0
-
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Return the shape on the first tensor-parallel rank, which has the largest part."""
-        if self.cut is None:
-            return self.shape
-        ranks = tp if self.parts is None else min(tp, self.parts)
-        return tuple(-(-size // ranks) if dim == self.cut else size for dim, size in enumerate(self.shape))
-
-    def flops(self, tp: int) -> float:
-        """Count the FLOPs of one token's product on one rank."""
-        return 2 * self.used * prod(self.local_shape(tp)) if len(self.shape) > 1 else 0.0
-
-    def output_width(self, tp: int) -> float:
-        """Return how many values the product with one token gives."""
-        local = self.local_shape(tp)
-        return self.used * prod(local[:-1])
+_KEY_HEADS = ("k_proj", "v_proj")  # repeated where there are fewer key heads than ranks
+_WHOLE = ("gate", "q_a_proj", "kv_a_proj_with_mqa")  # routers and waists, which every rank has
+_TRANSPOSED = ("c_attn", "c_fc", "c_proj")  # kept as (inputs, outputs)
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """A decoder transformer in numbers.
+    """The widths of a decoder transformer that its activations follow.
 
     Attributes:
         hidden: Width of the residual stream.
-        layers: How many.
         heads: Of queries.
         key_heads: Of keys and values.
         score_width: Features of a head of queries and keys.
         value_width: Features of a head of values.
         inner: Width inside of a dense MLP.
         vocabulary: Tokens.
-        positions: Learned positions; 0: rotary.
-        is_gated: Whether the MLP has a gate, and norms no bias.
-        is_tied: Whether embedding and head are one matrix.
-        has_biases: Whether all products have biases.
-        has_query_bias: Whether queries, keys and values have.
-        has_head_norms: Whether heads of queries and keys are normed.
+        is_gated: Whether the MLP has a gate.
         experts: Routed experts of a layer; 0: dense.
         chosen: Experts of a token.
         expert_inner: Width inside of an expert.
         shared_inner: Of the experts that see every token, together.
-        dense_layers: Layers at the front without experts.
-        latent: Of latent attention.
+        latent: Low-rank widths of latent attention: of queries, and of keys and values; empty: there are none.
     """
 
     hidden: int
-    layers: int
     heads: int
     key_heads: int
     score_width: int
     value_width: int
     inner: int
     vocabulary: int
-    positions: int = 0
-    is_gated: bool = True
-    is_tied: bool = False
-    has_biases: bool = False
-    has_query_bias: bool = False
-    has_head_norms: bool = False
-    experts: int = 0
-    chosen: int = 0
-    expert_inner: int = 0
-    shared_inner: int = 0
-    dense_layers: int = 0
-    latent: LatentAttention | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of parameters of the whole model."""
-        layers = (weight for layer in range(self.layers) for weight in self.layer(layer))
-        ends = (*self.embedding(), *self.final_norm(), *(() if self.is_tied else self.head()))
-        return sum(prod(weight.shape) for weight in (*layers, *ends))
-
-    def flops(self, sequence_length: int) -> float:
-        """Count FLOPs of forward and backward for one token without recomputation (Chowdhery et al., PaLM, 2022)."""
-        layers = sum(w.flops(1) for layer in range(self.layers) for w in self.layer(layer))
-        scores = self.layers * self.score_flops(sequence_length)
-        return 3 * (layers + scores + sum(weight.flops(1) for weight in self.head()))
+    is_gated: bool
+    experts: int
+    chosen: int
+    expert_inner: int
+    shared_inner: int
+    latent: tuple[int, ...]
 
     def score_flops(self, sequence_length: int) -> float:
         """Count the FLOPs of the attention scores and values for one token in one layer's forward."""
         return 2.0 * sequence_length * self.heads * (self.score_width + self.value_width)
-
-    def is_mixture(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
-        return self.experts > 0 and layer >= self.dense_layers
-
-    def layer(self, layer: int) -> tuple[Weight, ...]:
-        """Return all parameters of a layer, products in the order in which they run."""
-        mlp = self._experts() if self.is_mixture(layer) else self._mlp(self.inner)
-        return (*self._norm("attention_norm"), *self._attention(), *self._norm("mlp_norm"), *mlp)
-
-    def embedding(self) -> tuple[Weight, ...]:
-        """Return the tables of tokens and positions."""
-        table = Weight("embedding", (self.vocabulary, self.hidden), 0, used=0.0)
-        places = Weight("positions", (self.positions, self.hidden), used=0.0)
-        return (table, places) if self.positions else (table,)
-
-    def final_norm(self) -> tuple[Weight, ...]:
-        """Return the parameters of the norm behind the last layer."""
-        return self._norm("norm")
-
-    def head(self) -> tuple[Weight, ...]:
-        """Return the matrix that gives logits."""
-        return (Weight("head", (self.vocabulary, self.hidden), 0),)
-
-    def _norm(self, name: str) -> tuple[Weight, ...]:
-        scale = Weight(name, (self.hidden,))
-        return (scale, Weight(f"{name}_bias", (self.hidden,))) if self.has_biases else (scale,)
-
-    def _attention(self) -> tuple[Weight, ...]:
-        out = Weight("out", (self.hidden, self.heads * self.value_width), 1)
-        if self.latent is not None:
-            return (*self._latent_attention(self.latent), out)
-        queries, keys = self.heads * self.score_width, self.key_heads * self.score_width
-        found = [
-            Weight("query", (queries, self.hidden), 0),
-            Weight("key", (keys, self.hidden), 0, self.key_heads),
-            Weight("value", (keys, self.hidden), 0, self.key_heads),
-            out,
-        ]
-        if self.has_biases or self.has_query_bias:
-            found += [Weight("query_bias", (queries,), 0), Weight("key_bias", (2 * keys,), 0, self.key_heads)]
-        if self.has_biases:
-            found.append(Weight("out_bias", (self.hidden,)))
-        if self.has_head_norms:
-            found += [Weight("query_norm", (self.score_width,)), Weight("key_norm", (self.score_width,))]
-        return tuple(found)
-
-    def _latent_attention(self, latent: LatentAttention) -> tuple[Weight, ...]:
-        plain = self.score_width - latent.rotary
-        return (
-            Weight("query_down", (latent.query, self.hidden)),
-            Weight("query_norm", (latent.query,)),
-            Weight("query_up", (self.heads * self.score_width, latent.query), 0),
-            Weight("key_value_down", (latent.key_value + latent.rotary, self.hidden)),
-            Weight("key_value_norm", (latent.key_value,)),
-            Weight("key_value_up", (self.heads * (plain + self.value_width), latent.key_value), 0),
-        )
-
-    def _mlp(self, inner: int, prefix: str = "") -> tuple[Weight, ...]:
-        up = [Weight(f"{prefix}{name}", (inner, self.hidden), 0) for name in ("gate", "up")[not self.is_gated :]]
-        found = [*up, Weight(f"{prefix}down", (self.hidden, inner), 1)]
-        if self.has_biases:
-            found += [Weight(f"{prefix}up_bias", (inner,), 0), Weight(f"{prefix}down_bias", (self.hidden,))]
-        return tuple(found)
-
-    def _experts(self) -> tuple[Weight, ...]:
-        share = self.chosen / self.experts
-        shared = self._mlp(self.shared_inner, "shared_") if self.shared_inner else ()
-        return (
-            Weight("router", (self.experts, self.hidden)),
-            Weight("experts.gate_up", (self.experts, 2 * self.expert_inner, self.hidden), 1, used=share),
-            Weight("experts.down", (self.experts, self.hidden, self.expert_inner), 2, used=share),
-            *shared,
-        )
 
 
 def decoder_shape(config: Any, what: str) -> DecoderShape:
@@ -237,38 +93,30 @@ def decoder_shape(config: Any, what: str) -> DecoderShape:
     kind = getattr(config, "model_type", None)
     if kind not in _FAMILIES:
         raise not_modelled(what, f"its architecture is {kind or 'no config of transformers'}")
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    latent = getattr(config, "kv_lora_rank", None)
-    width = config.qk_nope_head_dim + config.qk_rope_head_dim if latent else _head_width(config)
-    experts = next((n for key in _EXPERT_COUNTS if (n := getattr(config, key, None))), 0)
-    inner = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
-    expert_inner = int(getattr(config, "moe_intermediate_size", None) or inner)
+
+    def field(*names: str, default: int = 0) -> int:
+        return int(next((value for name in names if (value := getattr(config, name, None))), default))
+
+    heads, hidden, latent = config.num_attention_heads, config.hidden_size, field("kv_lora_rank")
+    width = field("head_dim", default=hidden // heads)
+    inner = field("intermediate_size", "n_inner", default=4 * hidden)
+    experts = field("num_local_experts", "num_experts", "n_routed_experts")
+    expert_inner = field("moe_intermediate_size", default=inner)
     return DecoderShape(
         hidden=hidden,
-        layers=config.num_hidden_layers,
         heads=heads,
-        key_heads=getattr(config, "num_key_value_heads", None) or heads,
-        score_width=width,
+        key_heads=field("num_key_value_heads", default=heads),
+        score_width=config.qk_nope_head_dim + config.qk_rope_head_dim if latent else width,
         value_width=config.v_head_dim if latent else width,
         inner=inner,
         vocabulary=config.vocab_size,
-        positions=config.n_positions if kind == "gpt2" else 0,
-        is_tied=bool(getattr(config, "tie_word_embeddings", False)),
+        is_gated=kind != "gpt2",
         experts=experts,
-        chosen=config.num_experts_per_tok if experts else 0,
-        expert_inner=expert_inner if experts else 0,
-        shared_inner=(getattr(config, "n_shared_experts", 0) or 0) * expert_inner,
-        dense_layers=getattr(config, "first_k_dense_replace", 0) or 0,
-        latent=LatentAttention(config.q_lora_rank, latent, config.qk_rope_head_dim) if latent else None,
-        **_FAMILIES[kind],
+        chosen=field("num_experts_per_tok") if experts else 0,
+        expert_inner=expert_inner,
+        shared_inner=field("n_shared_experts") * expert_inner,
+        latent=(config.q_lora_rank, latent) if latent else (),
     )
-
-
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
-def _head_width(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def not_modelled(what: str, reason: str) -> ConfigurationError:
@@ -277,6 +125,37 @@ def not_modelled(what: str, reason: str) -> ConfigurationError:
         f"{what} cannot be planned for this model, since {reason}, and the formulas know {', '.join(_FAMILIES)}: "
         "whether it fits is not known. Plan it over data-parallel ranks only"
     )
+
+
+def local_shape(name: str, shape: Sequence[int], tp: int, key_heads: int) -> tuple[int, ...]:
+    """Return the shape of a parameter on the first tensor-parallel rank, which has the largest part.
+
+    Args:
+        name: Of the parameter; what is not known to be shared is whole on every rank.
+        shape: Of the whole parameter.
+        tp: Tensor-parallel ranks.
+        key_heads: The most parts that projections to keys and values are cut into.
+    """
+    *_, module, own = f".{name}".split(".")
+    if own in _CUTS:  # one tensor holds the matrices of all experts
+        dim: int | None = 1 + _CUTS[own]
+    elif module not in _CUTS:
+        dim = None
+    elif len(shape) == 1:  # a bias belongs to the outputs
+        dim = None if _CUTS[module] else 0
+    else:
+        dim = 1 - _CUTS[module] if module in _TRANSPOSED else _CUTS[module]
+    parts = min(tp, key_heads) if module in _KEY_HEADS else tp
+    return tuple(-(-size // parts) if place == dim else size for place, size in enumerate(shape))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The product of one token with the weight `name` on one rank: its FLOPs, and how many values it gives."""
+
+    name: str
+    flops: float
+    width: float
 
 
 # ---- one rank's share ----------------------------------------------------------------------------------------------
@@ -321,27 +200,29 @@ class DecoderShare:
     """What the first tensor- and context-parallel rank of a pipeline stage computes in a microbatch.
 
     Attributes:
-        shape: Of the model.
+        model: The whole model, on the meta device.
         ranks: Along each axis.
         micro_batch: Sequences.
         sequence_length: Tokens of each, over all context-parallel ranks.
-        dtype: Of weights and activations.
         stage: Of the pipeline.
 
     Raises:
+        ConfigurationError: The formulas do not know the architecture.
         ParallelSizeError: The ranks do not divide layers, heads, experts or tokens.
     """
 
-    shape: DecoderShape
+    model: nn.Module
     ranks: ParallelRanks
     micro_batch: int
     sequence_length: int
-    dtype: torch.dtype = torch.bfloat16
     stage: int = 0
 
     def __post_init__(self) -> None:
         ranks, shape = self.ranks, self.shape
-        layers_of_stage(shape.layers, ranks.pp, self.stage)
+        for name in (name for layer in self._matrices for name in layer):
+            if not {*name.split(".")[-2:]} & {*_CUTS, *_WHOLE}:
+                raise not_modelled(self._what, f"its layers have {name}")
+        layers_of_stage(len(self._all_layers), ranks.pp, self.stage)
         pieces = ranks.cp * (2 if ranks.cp > 1 else 1)
         for what, count, divisor, by in (
             ("attention heads", shape.heads, ranks.tp, f"tp={ranks.tp}"),
@@ -352,10 +233,45 @@ class DecoderShare:
             if count % divisor or (divisor > 1 and not count):
                 raise ParallelSizeError(f"{count} {what} cannot be divided by {by}; choose a divisor")
 
+    @cached_property
+    def shape(self) -> DecoderShape:
+        """The widths of the model."""
+        return decoder_shape(getattr(self.model, "config", None), self._what)
+
+    @property
+    def _what(self) -> str:
+        return next((f"{axis}={size}" for axis, size in self.ranks.divided.items()), "this")
+
+    @property
+    def _is_gpt2(self) -> bool:
+        return hasattr(self.model, "transformer")
+
+    @property
+    def layer_path(self) -> str:
+        """The name of the list of layers."""
+        return "transformer.h" if self._is_gpt2 else "model.layers"
+
+    @property
+    def embedding_path(self) -> str:
+        """The name of the table of tokens."""
+        return "transformer.wte" if self._is_gpt2 else "model.embed_tokens"
+
+    @cached_property
+    def _all_layers(self) -> nn.ModuleList:
+        layers = dict(self.model.named_modules()).get(self.layer_path)
+        if not isinstance(layers, nn.ModuleList):
+            raise not_modelled(self._what, f"it has no list {self.layer_path}")
+        return layers
+
     @property
     def layers(self) -> range:
         """The layers of this stage."""
-        return layers_of_stage(self.shape.layers, self.ranks.pp, self.stage)
+        return layers_of_stage(len(self._all_layers), self.ranks.pp, self.stage)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        return next(self.model.parameters()).dtype
 
     @property
     def tokens(self) -> int:
@@ -373,19 +289,65 @@ class DecoderShare:
         return self.stage == self.ranks.pp - 1
 
     @property
-    def model_flops(self) -> float:
-        """FLOPs of a microbatch, shared equally among the ranks that work on it."""
-        ranks = self.ranks
-        return self.shape.flops(self.sequence_length) * self.tokens / (ranks.tp * ranks.pp)
-
-    @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden states of a microbatch."""
         return self.tokens * self.shape.hidden * self.dtype.itemsize
 
+    @property
+    def head_width(self) -> int:
+        """Logits of a token on one rank."""
+        return -(-self.shape.vocabulary // self.ranks.tp)
+
+    @cached_property
+    def _matrices(self) -> list[dict[str, torch.Size]]:
+        """The shapes of each layer's matrices, in the order in which they are multiplied with."""
+        found = []
+        for layer in self._all_layers:
+            shapes = {name: param.shape for name, param in layer.named_parameters() if param.dim() > 1}
+            found.append(dict(sorted(shapes.items(), key=lambda item: "experts." in item[0])))  # behind the router
+        return found
+
+    def is_mixture(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return any(len(shape) == 3 for shape in self._matrices[layer].values())
+
+    def products(self, layer: int, tp: int) -> list[_Product]:
+        """List the products of one token with the weights of a layer on one rank, in the order in which they run."""
+        shape, found = self.shape, []
+        for name, size in self._matrices[layer].items():
+            used = shape.chosen / shape.experts if len(size) == 3 else 1.0
+            local = local_shape(name, size, tp, shape.key_heads)
+            outputs = local[1:] if name.split(".")[-2] in _TRANSPOSED else local[:-1]
+            found.append(_Product(name, 2 * used * prod(local), used * prod(outputs)))
+        return found
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of a microbatch without recomputation (Chowdhery et al. 2022), shared equally among its ranks."""
+        places = range(len(self._all_layers))
+        layers = sum(product.flops for layer in places for product in self.products(layer, 1))
+        head = 2 * self.shape.vocabulary * self.shape.hidden
+        flops = 3 * (layers + len(places) * self.shape.score_flops(self.sequence_length) + head)
+        return flops * self.tokens / (self.ranks.tp * self.ranks.pp)
+
     def module(self) -> nn.Module:
-        """Build the local shapes as a module on the meta device, with the experts of all expert-parallel ranks."""
-        return _Stage(self)
+        """Build the stage with local shapes on the meta device, with the experts of all expert-parallel ranks."""
+        key_heads, kept = self.shape.key_heads, set(self.layers)
+        memo: dict[int, Any] = {
+            id(param): nn.Parameter(param.new_empty(local_shape(name, param.shape, self.ranks.tp, key_heads)))
+            for name, param in self.model.named_parameters()
+        }
+        memo |= {id(layer): layer for place, layer in enumerate(self._all_layers) if place not in kept}
+        stage = copy.deepcopy(self.model, memo)  # what the memo knows already is not copied
+        base = stage.get_submodule(self.layer_path.rpartition(".")[0])
+        for name, part in list(base.named_children()):
+            if isinstance(part, nn.ModuleList):
+                setattr(base, name, nn.ModuleList(part[layer] for layer in self.layers))
+            elif not (self.is_first if isinstance(part, nn.Embedding) else self.is_last):
+                delattr(base, name)
+        if not self.is_last:
+            del stage.lm_head
+        return stage
 
     def slowdown(self, setup: Setup) -> float:
         """Return how many times longer the busiest stage computes than this one."""
@@ -414,48 +376,6 @@ class DecoderShare:
         return tuple(found)
 
 
-class _Group(nn.Module):
-    """A module that only holds parameters of local shapes."""
-
-    def __init__(self, weights: Iterable[Weight], share: DecoderShare) -> None:
-        super().__init__()
-        for weight in weights:
-            group, _, name = weight.name.rpartition(".")
-            if group and not hasattr(self, group):
-                self.add_module(group, nn.Module())
-            shape = weight.local_shape(share.ranks.tp)
-            made = nn.Parameter(torch.empty(shape, dtype=share.dtype, device="meta"))
-            (getattr(self, group) if group else self).register_parameter(name, made)
-
-    def forward(self) -> None:
-        """Refuse to compute: there are shapes only."""
-        raise NotImplementedError
-
-
-class DecoderLayer(_Group):
-    """One layer of local shapes."""
-
-
-class _Stage(_Group):
-    """A pipeline stage: ends and layers."""
-
-    _no_split_modules = ("DecoderLayer",)
-
-    def __init__(self, share: DecoderShare) -> None:
-        shape, tp = share.shape, share.ranks.tp
-        rest = [*(shape.embedding()[1:] if share.is_first else ()), *(shape.final_norm() if share.is_last else ())]
-        super().__init__(rest, share)
-        rows = -(-shape.vocabulary // tp)
-        options: dict[str, Any] = {"dtype": share.dtype, "device": "meta"}
-        if share.is_first:
-            self.embedding = nn.Embedding(rows, shape.hidden, **options)
-        self.layers = nn.ModuleList(DecoderLayer(shape.layer(layer), share) for layer in share.layers)
-        if share.is_last:
-            self.head = nn.Linear(shape.hidden, rows, bias=False, **options)
-            if shape.is_tied and share.is_first:
-                self.head.weight = self.embedding.weight
-
-
 # ---- activations and operations ------------------------------------------------------------------------------------
 
 
@@ -467,9 +387,11 @@ class _Piece:
         kept: Bytes saved for backward.
         all_kept: Bytes without recomputation, all of which backward needs at a time.
         passing: Bytes of temporary results.
-        flops: Of a forward; those of products that 8-bit formats speed up are `product_flops`.
-        repeated: Of the forward, what backward computes again.
-        score_flops: Of attention among them; its backward takes 2.5 times as many, other backwards twice.
+        flops: Of a forward.
+        product_flops: Among them, of products with weights, which 8-bit formats speed up.
+        repeated: Of the forward's FLOPs, those that backward computes again.
+        repeated_products: Among them, of products with weights.
+        score_flops: Of the forward's attention; its backward takes 2.5 times as many, other backwards twice.
         moved: Bytes that elementwise operators read and write in a forward.
     """
 
@@ -497,9 +419,9 @@ def _part_bytes(share: DecoderShare, layer: int) -> tuple[float, float, float]:
     shape, tp, itemsize = share.shape, share.ranks.tp, share.dtype.itemsize
     queries = shape.heads * shape.score_width / tp
     keys = shape.key_heads * (shape.score_width + shape.value_width) / min(tp, shape.key_heads)
-    waists = 0.0 if shape.latent is None else 2.0 * (shape.latent.query + shape.latent.key_value) + queries
+    waists = 2.0 * sum(shape.latent) + queries if shape.latent else 0.0
     result = shape.heads * shape.value_width / tp * itemsize + _FP32 * shape.heads / tp
-    if not shape.is_mixture(layer):
+    if not share.is_mixture(layer):
         mlp = (3 if shape.is_gated else 2) * shape.inner / tp * itemsize
     else:  # rows that arrive and return, and activations inside of experts
         rows = shape.chosen * (2 * shape.hidden + 3 * shape.expert_inner / tp) * itemsize
@@ -511,12 +433,12 @@ def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
     """Describe a layer under the chosen recomputation."""
     shape, tp, tokens = share.shape, share.ranks.tp, share.tokens
     (attention, mlp, result), outside = _part_bytes(share, layer), _outside(share, setup)
-    products = [weight for weight in shape.layer(layer) if weight.flops(tp)]
-    flops = [weight.flops(tp) for weight in products]
-    out = [weight.name for weight in products].index("out")
+    products = share.products(layer, tp)
+    flops = [product.flops for product in products]
+    out = max(place for place, product in enumerate(products) if "attn." in product.name)
     scores = shape.score_flops(share.sequence_length) / tp
     everything = 4 * outside + attention + mlp  # two norms keep their inputs and outputs
-    results = sum(weight.output_width(tp) for weight in products[::2]) * share.dtype.itemsize
+    results = sum(product.width for product in products[::2]) * share.dtype.itemsize
     choices: dict[Recompute, tuple[float, float, float]] = {  # bytes kept, operations repeated: products, attention
         "none": (everything, 0.0, 0.0),
         "full": (outside, sum(flops[:-1]), scores),
@@ -525,28 +447,28 @@ def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
         "selective": (outside + result + results, sum(flops[1::2]), 0.0),
     }
     kept, again, again_scores = choices[setup.recompute]
-    wide = shape.chosen * shape.expert_inner if shape.is_mixture(layer) else shape.inner
+    wide = shape.chosen * shape.expert_inner if share.is_mixture(layer) else shape.inner
     return _Piece(
-        kept * tokens,
-        everything * tokens,
-        (shape.hidden + 2 * wide / tp) * share.dtype.itemsize * tokens,
-        (sum(flops) + scores) * tokens,
-        sum(flops) * tokens,
-        (again + again_scores) * tokens,
-        again * tokens,
-        scores * tokens,
-        (10 * outside + 2 * result + mlp) * tokens,
+        kept=kept * tokens,
+        all_kept=everything * tokens,
+        passing=(shape.hidden + 2 * wide / tp) * share.dtype.itemsize * tokens,
+        flops=(sum(flops) + scores) * tokens,
+        product_flops=sum(flops) * tokens,
+        repeated=(again + again_scores) * tokens,
+        repeated_products=again * tokens,
+        score_flops=scores * tokens,
+        moved=(10 * outside + 2 * result + mlp) * tokens,
     )
 
 
 def _head_piece(share: DecoderShare, setup: Setup) -> _Piece:
     """Describe final norm, logits and their loss in fp32, over a vocabulary divided by tensor parallelism."""
-    shape, itemsize, tokens = share.shape, share.dtype.itemsize, share.tokens
-    logits = -(-shape.vocabulary // share.ranks.tp)
-    flops = sum(weight.flops(share.ranks.tp) for weight in shape.head()) * tokens
+    logits, itemsize, tokens = share.head_width, share.dtype.itemsize, share.tokens
+    flops = 2.0 * logits * share.shape.hidden * tokens
     kept = (2 * _outside(share, setup) + (itemsize + _FP32) * logits) * tokens
     passing = (itemsize + _FP32) * logits * tokens
-    return _Piece(kept, kept, passing, flops, flops, moved=(itemsize + 3 * _FP32) * logits * tokens)
+    moved = (itemsize + 3 * _FP32) * logits * tokens
+    return _Piece(kept, kept, passing, flops, product_flops=flops, moved=moved)
 
 
 class _Pass:
@@ -555,19 +477,17 @@ class _Pass:
     def __init__(self, unit_names: Sequence[str]) -> None:
         self._units = {name: index for index, name in enumerate(unit_names)}
         self._alive = 0.0
-        self._segments: list[Segment] = []
+        self.segments: list[Segment] = []
 
-    def event(self, event: Event, name: str, computing: str | None = None) -> None:
+    def event(self, event: Event, name: str) -> None:
         """Begin a segment; a name that is no unit is ignored."""
         if name in self._units:
-            now = int(self._alive)
-            inside = self._units.get(name if computing is None else computing, 0)
-            self._segments.append(Segment(event, self._units[name], inside, now, now, now))
+            self.segments.append(Segment(event, self._units[name], int(self._alive), int(self._alive)))
 
     def forward(self, piece: _Piece) -> None:
         """Compute forward in the open segment."""
         self._work(piece.flops, piece.product_flops, 0.0, piece.moved, piece.kept + piece.passing)
-        self._keep(piece.kept)
+        self._alive += piece.kept
 
     def backward(self, piece: _Piece, gradients: Iterable[str]) -> None:
         """Compute backward in the open segment, after recomputing the activations that were not kept."""
@@ -575,112 +495,95 @@ class _Pass:
         moved = 2 * piece.moved + (piece.moved if piece.repeated else 0.0)
         products = 2 * piece.product_flops + piece.repeated_products
         self._work(flops, products, piece.repeated, moved, piece.all_kept - piece.kept + 2 * piece.passing)
-        last = self._segments[-1]
-        self._segments[-1] = last.but(gradients=(*last.gradients, *gradients))
-        self._keep(-piece.kept)
-
-    def segments(self) -> tuple[Segment, ...]:
-        return tuple(self._segments)
+        self.segments[-1].gradients.extend(gradients)
+        self._alive -= piece.kept
 
     def _work(self, flops: float, products: float, again: float, moved: float, more: float) -> None:
-        open_ = self._segments[-1]
-        self._segments[-1] = open_.but(
-            flops=open_.flops + int(flops),
-            product_flops=open_.product_flops + int(products),
-            recomputed_flops=open_.recomputed_flops + int(again),
-            moved_bytes=open_.moved_bytes + int(moved),
-            peak_bytes=max(open_.peak_bytes, int(self._alive + more)),
-        )
-
-    def _keep(self, count: float) -> None:
-        self._alive += count
-        self._segments[-1] = self._segments[-1].but(end_bytes=int(self._alive))
+        segment = self.segments[-1]
+        segment.flops += int(flops)
+        segment.product_flops += int(products)
+        segment.recomputed_flops += int(again)
+        segment.moved_bytes += int(moved)
+        segment.peak_bytes = max(segment.peak_bytes, int(self._alive + more))
 
 
-def share_profile(share: DecoderShare, setup: Setup, unit_names: Sequence[str]) -> ComputeProfile:
-    """Compute the profile of a microbatch (events, bytes, FLOPs) for units with these names."""
-    names = [name for name, _ in share.module().named_parameters()]
-    layers = {f"layers.{place}": _layer_piece(share, setup, layer) for place, layer in enumerate(share.layers)}
+def share_profile(share: DecoderShare, setup: Setup, module: nn.Module, unit_names: Sequence[str]) -> ComputeProfile:
+    """Compute the profile of a microbatch (events, bytes, FLOPs).
+
+    Args:
+        share: What the rank computes.
+        setup: Recomputation and sequence parallelism.
+        module: Of the share.
+        unit_names: Name of each unit's module, the root first.
+    """
     pieces: dict[str, _Piece] = {}
     if share.is_first:
         table = _outside(share, setup) * share.tokens
-        pieces["embedding"] = _Piece(passing=table, moved=2 * table)
-    pieces |= layers
+        pieces[share.embedding_path] = _Piece(passing=table, moved=2 * table)
+    for place, layer in enumerate(share.layers):
+        pieces[f"{share.layer_path}.{place}"] = _layer_piece(share, setup, layer)
     if share.is_last:
-        pieces["head"] = _head_piece(share, setup)
+        pieces["lm_head"] = _head_piece(share, setup)
+    others = [name for name in unit_names[1:] if name not in pieces]  # such as a table of positions
+    pieces = {**dict.fromkeys(others, _Piece()), **pieces}
     found = _Pass(unit_names)
     found.event(Event.FORWARD_BEGINS, "")
     for name, piece in pieces.items():
         found.event(Event.FORWARD_BEGINS, name)
         found.forward(piece)
-        found.event(Event.FORWARD_ENDS, name, "")
+        found.event(Event.FORWARD_ENDS, name)
     found.event(Event.FORWARD_ENDS, "")
     found.event(Event.BACKWARD_BEGINS, "")
+    rest = dict(module.named_parameters())
     for name, piece in reversed(pieces.items()):
         found.event(Event.BACKWARD_BEGINS, name)
-        found.backward(piece, [each for each in names if each.startswith(f"{name}.")])
-    found.backward(_Piece(), [each for each in names if each.split(".")[0] not in ("embedding", "layers", "head")])
+        own = [each for each in rest if each.startswith(f"{name}.")]
+        found.backward(piece, own)
+        for each in own:
+            del rest[each]
+    found.backward(_Piece(), rest)
     found.event(Event.BACKWARD_ENDS, "")
     received = share.hidden_bytes // (share.ranks.tp if setup.sequence_parallel else 1)
     buffers = received * ((not share.is_first) + (not share.is_last))
     token_bytes = torch.int64.itemsize * share.tokens * (share.is_first + share.is_last)
-    return ComputeProfile(tuple(unit_names), found.segments(), token_bytes + buffers)
+    return ComputeProfile(tuple(unit_names), tuple(found.segments), token_bytes + buffers)
 
 
 # ---- what is sent --------------------------------------------------------------------------------------------------
 
 
 def share_exchanges(share: DecoderShare, setup: Setup) -> tuple[Exchange, ...]:
-    """List the collectives and messages of a microbatch."""
-    layers = [exchange for layer in share.layers for exchange in _layer_exchanges(share, setup, layer)]
-    return (*_end_exchanges(share, setup), *layers, *_stage_exchanges(share, setup))
-
-
-def _layer_exchanges(share: DecoderShare, setup: Setup, layer: int) -> list[Exchange]:
-    """List a layer's tensor-parallel, context-parallel and expert-parallel collectives.
+    """List the collectives and messages of a microbatch.
 
     With sequence parallelism an all-gather begins and a reduce-scatter ends each half of a layer, in forward and in
     backward; without it two all-reduces are as many bytes. The gathers that backward repeats for weight gradients run
-    behind it (Korthikanti et al. 2022, section 4.2.2).
+    behind it (Korthikanti et al. 2022, section 4.2.2). Messages between stages are sent once for each virtual stage,
+    a part by each tensor-parallel rank (Narayanan et al. 2021, section 4.1).
     """
-    shape, ranks, unit = share.shape, share.ranks, f"layers.{layer - share.layers.start}"
-    found = []
-    if ranks.tp > 1:
-        sent = share.hidden_bytes * (ranks.tp - 1) // ranks.tp
-        found += _both("tp", unit, sent, 4, {"full": 4, "attention": 1, "mlp": 1, "selective": 2}, setup)
-    if ranks.cp > 1:
-        width = shape.key_heads * (shape.score_width + shape.value_width) // min(ranks.tp, shape.key_heads)
-        sent = (ranks.cp - 1) * share.tokens * width * share.dtype.itemsize
-        found += _both("cp", unit, sent, 1, {"full": 1, "attention": 1, "selective": 1}, setup)
-    if ranks.ep > 1 and shape.is_mixture(layer):
-        sent = shape.chosen * share.hidden_bytes * (ranks.ep - 1) // ranks.ep
-        found += _both("ep", unit, sent, 2, {"full": 2, "mlp": 2, "selective": 2}, setup)
-    return found
+    shape, ranks, virtual = share.shape, share.ranks, setup.virtual_stages
+    units = [f"{share.layer_path}.{place}" for place in range(len(share.layers))]
+    found: list[Exchange] = []
 
+    def both(axis: str, unit: str, sent: int, count: int, **repeats: int) -> None:
+        """Add those of forward and of backward, and what a recomputation repeats; a single rank sends nothing."""
+        if sent:
+            found.append(Exchange(axis, unit, sent, False, count))
+            found.append(Exchange(axis, unit, sent, True, count + repeats.get(setup.recompute, 0)))
 
-def _both(axis: str, unit: str, sent: int, count: int, repeats: dict[Recompute, int], setup: Setup) -> list[Exchange]:
-    again = repeats.get(setup.recompute, 0)
-    return [Exchange(axis, unit, sent, False, count), Exchange(axis, unit, sent, True, count + again)]
-
-
-def _end_exchanges(share: DecoderShare, setup: Setup) -> list[Exchange]:
-    """List the reduction behind a tensor-parallel embedding and the gather before a divided head."""
-    if share.ranks.tp == 1:
-        return []
-    sent = share.hidden_bytes * (share.ranks.tp - 1) // share.ranks.tp
-    names = [*(["embedding"] if share.is_first else []), *(["head"] if share.is_last else [])]
-    return [exchange for name in names for exchange in _both("tp", name, sent, 1, {}, setup)]
-
-
-def _stage_exchanges(share: DecoderShare, setup: Setup) -> list[Exchange]:
-    """List the messages to the next and the previous stage, once for each virtual stage.
-
-    Tensor-parallel ranks send a part each (Narayanan et al. 2021, section 4.1).
-    """
-    if share.ranks.pp == 1:
-        return []
-    sent, virtual = share.hidden_bytes // share.ranks.tp, setup.virtual_stages
-    first, last = "layers.0", f"layers.{len(share.layers) - 1}"
-    forward = Exchange("pp", last, sent, False, virtual - share.is_last)
-    backward = Exchange("pp", first, sent, True, virtual - share.is_first)
-    return [exchange for exchange in (forward, backward) if exchange.count]
+    half = share.hidden_bytes * (ranks.tp - 1) // ranks.tp
+    key_width = shape.key_heads * (shape.score_width + shape.value_width) // min(ranks.tp, shape.key_heads)
+    keys = (ranks.cp - 1) * share.tokens * key_width * share.dtype.itemsize
+    rows = shape.chosen * share.hidden_bytes * (ranks.ep - 1) // ranks.ep
+    if share.is_first:
+        both("tp", share.embedding_path, half, 1)
+    if share.is_last:
+        both("tp", "lm_head", half, 1)
+    for unit, layer in zip(units, share.layers, strict=True):
+        both("tp", unit, half, 4, full=4, attention=1, mlp=1, selective=2)
+        both("cp", unit, keys, 1, full=1, attention=1, selective=1)
+        both("ep", unit, rows if share.is_mixture(layer) else 0, 2, full=2, mlp=2, selective=2)
+    if ranks.pp > 1:
+        sent = share.hidden_bytes // ranks.tp
+        found.append(Exchange("pp", units[-1], sent, False, virtual - share.is_last))
+        found.append(Exchange("pp", units[0], sent, True, virtual - share.is_first))
+    return tuple(exchange for exchange in found if exchange.count)

@@ -21,20 +21,18 @@ from megatron_fsdp.plan.machine import Machine, find_machine
 from megatron_fsdp.plan.models import ModelSpec, build_meta_model, comes_from_config
 from megatron_fsdp.plan.parallel import (
     DecoderShare,
-    decoder_shape,
     microbatches_in_flight,
     not_modelled,
     share_exchanges,
     share_profile,
 )
 from megatron_fsdp.plan.replay import (
+    INNER,
+    OUTER,
     Moment,
     ReplayedStep,
-    Transfer,
-    Wire,
     exchange_s,
     replay_step,
-    step_costs,
 )
 from megatron_fsdp.plan.setup import (
     Accumulation,
@@ -46,6 +44,7 @@ from megatron_fsdp.plan.setup import (
     Setup,
     find_member,
     find_optimizer,
+    is_count,
     resolve_ranks,
 )
 from megatron_fsdp.plan.sharded import HeldBytes, PlannedModel, UnitModules, held_bytes, plan_model, saving_bytes
@@ -211,36 +210,32 @@ def make_workload(
     for argument, count in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
         if count is not None and inputs is not None:
             raise ConfigurationError(f"{argument}={count} has no effect on inputs of your own; leave one of them out")
-        if count is not None and not (_is_whole(count) and 1 <= count <= _MOST_TOKENS):
+        if count is not None and not (is_count(count) and count <= _MOST_TOKENS):
             raise ConfigurationError(f"invalid {argument}={count!r}: give a whole number from 1 to {_MOST_TOKENS:,}")
     module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
     config: Any = getattr(module, "config", None)
     label = name or (model if isinstance(model, str) else getattr(config, "model_type", None) or type(module).__name__)
     total = sum(param.numel() for param in module.parameters())
-    divided = [f"{axis}={size}" for axis in ("tp", "cp", "pp", "ep") if (size := getattr(ranks, axis)) > 1]
+    divided = [f"{axis}={size}" for axis, size in ranks.divided.items()]
     if stage and not divided:
         raise ConfigurationError(f"stage={stage} does not exist; with pp=1 there is stage 0")
     if inputs is not None:
         if divided:
             raise not_modelled(divided[0], "it has inputs of its own")
-        _check_inputs(inputs)
-        count = _samples(inputs) if tokens is None else tokens
-        return Workload(label, module, inputs, count, loss_fn, fsdp_unit_modules, total)
+        samples = _samples(inputs)
+        return Workload(label, module, inputs, tokens or samples, loss_fn, fsdp_unit_modules, total)
     rows, length = micro_batch or 1, _SEQUENCE_LENGTH if sequence_length is None else sequence_length
     notes = _notes(module, length)
     if not divided:
         given = _token_inputs(module, rows, length)
         return Workload(label, module, given, rows * length, None, fsdp_unit_modules, total, notes=notes)
-    shape = decoder_shape(config, divided[0])
-    if shape.numel != total:
-        raise not_modelled(divided[0], f"it has {total:,} parameters where the formulas count {shape.numel:,}")
-    weights = next(param.dtype for param in module.parameters())
-    return share_workload(label, DecoderShare(shape, ranks, rows, length, weights, stage), notes)
+    return share_workload(label, DecoderShare(module, ranks, rows, length, stage), notes)
 
 
 def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) -> Workload:
     """Make the workload of a rank whose compute is known by formulas."""
-    return Workload(name, share.module(), None, share.tokens, total_numel=share.shape.numel, share=share, notes=notes)
+    total = sum(param.numel() for param in share.model.parameters())
+    return Workload(name, share.module(), None, share.tokens, total_numel=total, share=share, notes=notes)
 
 
 def _notes(module: nn.Module, sequence_length: int) -> tuple[str, ...]:
@@ -268,11 +263,8 @@ def _token_inputs(module: nn.Module, micro_batch: int, sequence_length: int) -> 
     return {"input_ids": tokens, "labels": tokens, **without_cache}
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_inputs(inputs: Any) -> None:
+def _samples(inputs: Any) -> int:
+    """Return the samples of a microbatch: the first dimension of the first tensor."""
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     real = next((tensor for tensor in tensors if not tensor.is_meta), None)
     if real is not None or isinstance(inputs, list):
@@ -280,15 +272,10 @@ def _check_inputs(inputs: Any) -> None:
         raise ConfigurationError(
             f"inputs {what}; give tensors on the meta device, one, a tuple (positional) or a dict (by name)"
         )
-
-
-def _samples(inputs: Any) -> int:
-    """Return the samples of a microbatch: the first dimension of the first tensor."""
-    leaves = tree_leaves(inputs)
-    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-    if first is None or not first.shape[0]:
+    count = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0)
+    if not count:
         raise ConfigurationError("inputs hold no tensor with a dimension of samples; give tensors on the meta device")
-    return int(first.shape[0])
+    return int(count)
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
@@ -432,81 +419,56 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     Raises:
         ConfigurationError: As sharding the model with these options would.
     """
-    model = plan_model(workload.module, setup, workload.unit_modules)
+    model, share = plan_model(workload.module, setup, workload.unit_modules), workload.share
     if profile is None:
-        profile = profile_workload(workload, model)
-    exchanges, share = _exchanges(workload, setup), workload.share
+        profile = _profile(workload, model)
     if share is not None and len(share.layers) + share.is_first + share.is_last < setup.virtual_stages:
         raise ConfigurationError(f"virtual_stages={setup.virtual_stages} need as many layers on a rank; give fewer")
+    exchanges = () if share is None else share_exchanges(share, setup)
     saved = 0.0 if share is None else microbatches_in_flight(setup, share.stage) - 1
-    step = replay_step(model, profile, step_costs(model, profile, exchanges, machine, saved))
-    return Plan(
-        workload,
-        model,
-        machine,
-        profile,
-        step,
-        RankMemory(
-            held_bytes(model, workload.buffer_bytes, profile.used),
-            profile.input_bytes,
-            step.peak,
-            saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
-        ),
-        (*_data_parallel(step.transfers), *_model_parallel(exchanges, setup, machine)),
+    step = replay_step(model, profile, machine, exchanges, saved)
+    memory = RankMemory(
+        held_bytes(model, workload.buffer_bytes, profile.used),
+        profile.input_bytes,
+        step.peak,
+        saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
     )
+    return Plan(workload, model, machine, profile, step, memory, _traffic(step, exchanges, setup, machine))
 
 
-def profile_workload(workload: Workload, model: PlannedModel) -> ComputeProfile:
+def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
     """Profile a microbatch, by formulas or by running it once on the meta device."""
     setup, names = model.setup, [unit.name for unit in model.units]
     if workload.share is not None:
-        return share_profile(workload.share, setup, names)
+        return share_profile(workload.share, setup, workload.module, names)
     return profile_compute(
         workload.module,
         workload.inputs,
         unit_names=names,
         loss_fn=workload.loss_fn,
-        kernels="cpu" if setup.backend.is_on_cpu else "cuda",
+        kernels="cpu" if setup.backend is Backend.GLOO else "cuda",
         recompute=setup.recompute,
     )
 
 
-def _exchanges(workload: Workload, setup: Setup) -> tuple[Exchange, ...]:
-    return () if workload.share is None else share_exchanges(workload.share, setup)
-
-
-def _data_parallel(transfers: tuple[Transfer, ...]) -> list[AxisTraffic]:
+def _traffic(
+    step: ReplayedStep, exchanges: Sequence[Exchange], setup: Setup, machine: Machine
+) -> tuple[AxisTraffic, ...]:
+    """Add up the collectives of a step by axis, those of data parallelism first."""
+    sent = [(each.axis, each.is_gather, 1, each.sent_bytes, each.end_s - each.start_s) for each in step.transfers]
+    for each in exchanges:
+        seconds = exchange_s(each, setup, machine)
+        sent.append((each.axis, False, setup.microbatches * each.count, each.sent_bytes, seconds))
     found = []
-    for axis, wire in (("dp_shard", Wire.INNER), ("dp_outer", Wire.OUTER)):
-        own = [transfer for transfer in transfers if transfer.wire is wire]
-        gathers = sum(transfer.purpose.endswith("gather") for transfer in own)
+    for axis in dict.fromkeys([INNER, OUTER, *(row[0] for row in sent)]):
+        own = [row[1:] for row in sent if row[0] == axis]
         if own:
-            found.append(
-                AxisTraffic(
-                    axis,
-                    gathers,
-                    len(own) - gathers,
-                    sum(transfer.sent_bytes for transfer in own),
-                    sum(transfer.end_s - transfer.start_s for transfer in own),
-                )
-            )
-    return found
-
-
-def _model_parallel(exchanges: Sequence[Exchange], setup: Setup, machine: Machine) -> list[AxisTraffic]:
-    found = []
-    for axis in dict.fromkeys(exchange.axis for exchange in exchanges):
-        own = [(setup.microbatches * exchange.count, exchange) for exchange in exchanges if exchange.axis == axis]
-        found.append(
-            AxisTraffic(
-                axis,
-                0,
-                sum(count for count, _ in own),
-                sum(count * exchange.sent_bytes for count, exchange in own),
-                sum(count * exchange_s(exchange, setup, machine) for count, exchange in own),
-            )
-        )
-    return found
+            gathers = sum(count for is_gather, count, _, _ in own if is_gather)
+            reductions = sum(count for is_gather, count, _, _ in own if not is_gather)
+            num_bytes = sum(count * num_bytes for _, count, num_bytes, _ in own)
+            seconds = sum(count * seconds for _, count, _, seconds in own)
+            found.append(AxisTraffic(axis, gathers, reductions, num_bytes, seconds))
+    return tuple(found)
 
 
 # ---- the choice among plans -----------------------------------------------------------------------------------------

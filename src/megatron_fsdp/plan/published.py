@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.machine import GIB, Machine, find_machine
-from megatron_fsdp.plan.models import model_config
-from megatron_fsdp.plan.parallel import DecoderShape, DecoderShare, decoder_shape
+from megatron_fsdp.plan.models import build_meta_model
+from megatron_fsdp.plan.parallel import DecoderShare
 from megatron_fsdp.plan.planning import Plan, plan_workload, share_workload
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
 
@@ -22,7 +24,7 @@ class PublishedRun:
 
     Attributes:
         name: For people.
-        model: A preset's name, or a shape.
+        model: A preset's name, or a config.
         setup: Ranks and options, as far as published.
         machine: On what.
         batch: Sequences of a microbatch, and tokens of each.
@@ -32,7 +34,7 @@ class PublishedRun:
     """
 
     name: str
-    model: str | DecoderShape
+    model: str | Mapping[str, Any]
     setup: Setup
     machine: Machine
     batch: tuple[int, int]
@@ -61,13 +63,14 @@ class Comparison:
 
 def compare_published() -> tuple[Comparison, ...]:
     """Plan every published run, by formulas throughout: fused kernels stand for compiled ones."""
-    return tuple(Comparison(run, _plan(run)) for run in PUBLISHED)
-
-
-def _plan(run: PublishedRun) -> Plan:
-    shape = run.model if isinstance(run.model, DecoderShape) else decoder_shape(model_config(run.model), run.name)
-    share = DecoderShare(shape, run.setup.ranks, *run.batch)
-    return plan_workload(share_workload(run.name, share), run.setup, run.machine)
+    models: dict[str, nn.Module] = {}
+    found = []
+    for run in PUBLISHED:
+        if str(run.model) not in models:
+            models[str(run.model)] = build_meta_model(run.model, torch.bfloat16)
+        share = DecoderShare(models[str(run.model)], run.setup.ranks, *run.batch)
+        found.append(Comparison(run, plan_workload(share_workload(run.name, share), run.setup, run.machine)))
+    return tuple(found)
 
 
 COLUMNS = ("run", "predicted", "published", "error", "predicted peak", "published peak", "unit", "source")
@@ -106,12 +109,10 @@ _UNITS: Mapping[str, Callable[[Plan], float]] = {
 # ---- the runs -------------------------------------------------------------------------------------------------------
 
 
-def _gpt(hidden: int, layers: int, heads: int) -> DecoderShape:
-    """Return the shape of Megatron's GPT: a vocabulary of 51,200, 2,048 learned positions."""
-    width = hidden // heads
-    return DecoderShape(
-        hidden, layers, heads, heads, width, width, 4 * hidden, 51200, 2048, False, True, has_biases=True
-    )
+def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """Return a config with the shape of Megatron's GPT: a vocabulary of 51,200, 2,048 learned positions."""
+    fields = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": 51200, "n_positions": 2048}
+    return {"model_type": "gpt2", **fields}
 
 
 _BASE = Setup(
@@ -119,171 +120,86 @@ _BASE = Setup(
     policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
     optimizer=OPTIMIZERS["adamw-fused"],
 )
-
-# Gradients are reduced in fp32 there, once for a few microbatches of a virtual stage; in 16 bits for each of them here.
-_NARROW_WIRE = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
-_LLAMA_3 = _BASE.but(strategy=ShardingStrategy.optim_grads, policy=_NARROW_WIRE)
-_LLAMA_3_SOURCE = "Dubey et al. 2024, table 4; 8 virtual stages assumed"
-
-# Torchtitan's H100 have slower memory and less power; its pages put their peak between SXM and NVL, whose stands here.
-_TITAN_H100 = find_machine("h100").but(
-    {"memory_bytes": 96 * GIB, "memory_bytes_per_s": 2.4e12, "flops": 835e12, "fp8_flops": 1671e12}
-)
-_TITAN_8B = _BASE.but(recompute="selective")
-_TITAN_SOURCE = "torchtitan, December 2024, compiled, selective recomputation"
-
 _MEGATRON = _BASE.but(strategy=ShardingStrategy.no_shard, accumulation=Accumulation.LAST)
-_MEGATRON_2021 = _MEGATRON.but(recompute="full", sequence_parallel=False)
-_GPT_175B, _GPT_530B, _GPT_1T = _gpt(12288, 96, 96), _gpt(20480, 105, 128), _gpt(25600, 128, 160)
-_NARAYANAN = "Narayanan et al. 2021, table 1"
-_KORTHIKANTI = "Korthikanti et al. 2022, table 5; fused attention stands for recomputing its core"
-
 _A100, _H100 = find_machine("a100"), find_machine("h100")
+_GPT_175B, _GPT_530B, _GPT_1T = _gpt(12288, 96, 96), _gpt(20480, 105, 128), _gpt(25600, 128, 160)
 
-PUBLISHED: tuple[PublishedRun, ...] = (
-    PublishedRun(
-        "Llama-3 405B, 8,192 H100, tp 8, pp 16",
-        "llama-3-405b",
-        _LLAMA_3.but(ranks=ParallelRanks(64, tp=8, pp=16), microbatches=32, virtual_stages=8),
-        _H100,
-        (1, 8192),
-        (430, "TFLOP/s"),
-        _LLAMA_3_SOURCE,
-    ),
-    PublishedRun(
-        "Llama-3 405B, 16,384 H100, tp 8, pp 16",
-        "llama-3-405b",
-        _LLAMA_3.but(ranks=ParallelRanks(128, tp=8, pp=16), microbatches=16, virtual_stages=8),
-        _H100,
-        (1, 8192),
-        (400, "TFLOP/s"),
-        _LLAMA_3_SOURCE,
-    ),
-    PublishedRun(
-        "Llama-3 405B, 16,384 H100, tp 8, cp 16, pp 16, 131,072 tokens",
-        "llama-3-405b",
-        _LLAMA_3.but(ranks=ParallelRanks(8, tp=8, cp=16, pp=16), microbatches=16, virtual_stages=8),
-        _H100,
-        (1, 131072),
-        (380, "TFLOP/s"),
-        _LLAMA_3_SOURCE,
-    ),
-    PublishedRun(
-        "Llama-3 70B, 256 H100, fsdp 32, tp 8",
-        "llama-3-70b",
-        _BASE.but(ranks=ParallelRanks(32, tp=8), recompute="full"),
-        _TITAN_H100,
-        (16, 8192),
-        (597, "tokens/s"),
-        "torchtitan, June 2025, page on asynchronous tensor parallelism, full recomputation",
-    ),
-    PublishedRun(
-        "Llama-3 8B, 8 H100",
-        "llama-3-8b",
-        _TITAN_8B.but(ranks=ParallelRanks(8)),
-        _TITAN_H100,
-        (2, 8192),
-        (6667, "tokens/s"),
-        _TITAN_SOURCE,
-        77.0,
-    ),
-    PublishedRun(
-        "Llama-3 8B, 128 H100",
-        "llama-3-8b",
-        _TITAN_8B.but(ranks=ParallelRanks(128)),
-        _TITAN_H100,
-        (2, 8192),
-        (6514, "tokens/s"),
-        _TITAN_SOURCE,
-        62.0,
-    ),
-    PublishedRun(
-        "Llama-3 8B, 8 H100, fp8",
-        "llama-3-8b",
-        _TITAN_8B.but(ranks=ParallelRanks(8), fp8=True),
-        _TITAN_H100,
-        (2, 8192),
-        (8532, "tokens/s"),
-        _TITAN_SOURCE,
-        76.8,
-    ),
-    PublishedRun(
-        "GPT 22B, 8 A100, tp 8",
-        _gpt(6144, 48, 64),
-        _MEGATRON.but(ranks=ParallelRanks(1, tp=8)),
-        _A100,
-        (4, 2048),
-        (1.10, "s per step"),
-        _KORTHIKANTI,
-    ),
-    PublishedRun(
-        "GPT-3 175B, 64 A100, tp 8, pp 8",
-        _GPT_175B,
-        _MEGATRON.but(ranks=ParallelRanks(1, tp=8, pp=8), microbatches=64, virtual_stages=3),
-        _A100,
-        (1, 2048),
-        (13.75, "s per step"),
-        _KORTHIKANTI,
-    ),
-    PublishedRun(
-        "GPT-3 175B, 64 A100, full recomputation",
-        _GPT_175B,
-        _MEGATRON_2021.but(ranks=ParallelRanks(1, tp=8, pp=8), microbatches=64, virtual_stages=3),
-        _A100,
-        (1, 2048),
-        (18.13, "s per step"),
-        _KORTHIKANTI,
-    ),
-    PublishedRun(
-        "GPT 530B, 280 A100, tp 8, pp 35",
-        _GPT_530B,
-        _MEGATRON.but(ranks=ParallelRanks(1, tp=8, pp=35), microbatches=280, virtual_stages=3),
-        _A100,
-        (1, 2048),
-        (37.83, "s per step"),
-        _KORTHIKANTI,
-    ),
-    PublishedRun(
-        "GPT 1T, 512 A100, tp 8, pp 64",
-        _GPT_1T,
-        _MEGATRON.but(ranks=ParallelRanks(1, tp=8, pp=64), microbatches=512),
-        _A100,
-        (1, 2048),
-        (71.49, "s per step"),
-        _KORTHIKANTI,
-    ),
-    PublishedRun(
-        "GPT 530B, 2,520 A100, tp 8, pp 35",
-        _GPT_530B,
-        _MEGATRON_2021.but(ranks=ParallelRanks(9, tp=8, pp=35), microbatches=280),
-        _A100,
-        (1, 2048),
-        (163, "TFLOP/s with repeats"),
-        _NARAYANAN,
-    ),
-    PublishedRun(
-        "GPT 1T, 3,072 A100, tp 8, pp 64",
-        _GPT_1T,
-        _MEGATRON_2021.but(ranks=ParallelRanks(6, tp=8, pp=64), microbatches=512),
-        _A100,
-        (1, 2048),
-        (163, "TFLOP/s with repeats"),
-        _NARAYANAN,
-    ),
-    PublishedRun(
+
+def _dubey() -> Iterator[PublishedRun]:
+    # Gradients are reduced in fp32 there, once for a few microbatches of a virtual stage; in 16 bits for each here.
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
+    base = _BASE.but(strategy=ShardingStrategy.optim_grads, policy=policy)
+    source = "Dubey et al. 2024, table 4; 8 virtual stages assumed"
+    for name, ranks, microbatches, tokens, tflops in (
+        ("8,192 H100, tp 8, pp 16", ParallelRanks(64, tp=8, pp=16), 32, 8192, 430),
+        ("16,384 H100, tp 8, pp 16", ParallelRanks(128, tp=8, pp=16), 16, 8192, 400),
+        ("16,384 H100, tp 8, cp 16, pp 16, 131,072 tokens", ParallelRanks(8, tp=8, cp=16, pp=16), 16, 131072, 380),
+    ):
+        setup = base.but(ranks=ranks, microbatches=microbatches, virtual_stages=8)
+        figure = (tflops, "TFLOP/s")
+        yield PublishedRun(f"Llama-3 405B, {name}", "llama-3-405b", setup, _H100, (1, tokens), figure, source)
+
+
+def _torchtitan() -> Iterator[PublishedRun]:
+    # Its H100 have slower memory and less power; its pages put their peak between SXM and NVL, whose stands here.
+    machine = _H100.but({"memory_bytes": 96 * GIB, "memory_bytes_per_s": 2.4e12, "flops": 835e12, "fp8_flops": 1671e12})
+    async_tp = "torchtitan, June 2025, page on asynchronous tensor parallelism, full recomputation"
+    compiled = "torchtitan, December 2024, compiled, selective recomputation"
+    full, selective = _BASE.but(recompute="full"), _BASE.but(recompute="selective")
+    for name, setup, rows, speed, source, memory_gib in (
+        ("70B, 256 H100, fsdp 32, tp 8", full.but(ranks=ParallelRanks(32, tp=8)), 16, 597, async_tp, None),
+        ("8B, 8 H100", selective.but(ranks=ParallelRanks(8)), 2, 6667, compiled, 77.0),
+        ("8B, 128 H100", selective.but(ranks=ParallelRanks(128)), 2, 6514, compiled, 62.0),
+        ("8B, 8 H100, fp8", selective.but(ranks=ParallelRanks(8), fp8=True), 2, 8532, compiled, 76.8),
+    ):
+        model = f"llama-3-{name.split('B')[0]}b"
+        figure = (speed, "tokens/s")
+        yield PublishedRun(f"Llama-3 {name}", model, setup, machine, (rows, 8192), figure, source, memory_gib)
+
+
+def _korthikanti() -> Iterator[PublishedRun]:
+    source = "Korthikanti et al. 2022, table 5; fused attention stands for recomputing its core"
+    full = _MEGATRON.but(recompute="full", sequence_parallel=False)
+    for name, model, base, (pp, microbatches, virtual), rows, seconds in (
+        ("GPT 22B, 8 A100, tp 8", _gpt(6144, 48, 64), _MEGATRON, (1, 1, 1), 4, 1.10),
+        ("GPT-3 175B, 64 A100, tp 8, pp 8", _GPT_175B, _MEGATRON, (8, 64, 3), 1, 13.75),
+        ("GPT-3 175B, 64 A100, full recomputation", _GPT_175B, full, (8, 64, 3), 1, 18.13),
+        ("GPT 530B, 280 A100, tp 8, pp 35", _GPT_530B, _MEGATRON, (35, 280, 3), 1, 37.83),
+        ("GPT 1T, 512 A100, tp 8, pp 64", _GPT_1T, _MEGATRON, (64, 512, 1), 1, 71.49),
+    ):
+        setup = base.but(ranks=ParallelRanks(1, tp=8, pp=pp), microbatches=microbatches, virtual_stages=virtual)
+        yield PublishedRun(name, model, setup, _A100, (rows, 2048), (seconds, "s per step"), source)
+
+
+def _narayanan() -> Iterator[PublishedRun]:
+    base = _MEGATRON.but(recompute="full", sequence_parallel=False)
+    for name, model, replicas, pp, microbatches in (
+        ("GPT 530B, 2,520 A100, tp 8, pp 35", _GPT_530B, 9, 35, 280),
+        ("GPT 1T, 3,072 A100, tp 8, pp 64", _GPT_1T, 6, 64, 512),
+    ):
+        setup = base.but(ranks=ParallelRanks(replicas, tp=8, pp=pp), microbatches=microbatches)
+        figure = (163, "TFLOP/s with repeats")
+        yield PublishedRun(name, model, setup, _A100, (1, 2048), figure, "Narayanan et al. 2021, table 1")
+
+
+def _deepseek() -> Iterator[PublishedRun]:
+    setup = _BASE.but(
+        ranks=ParallelRanks(128, pp=16, ep=64),
+        microbatches=120,
+        recompute="selective",
+        virtual_stages=2,
+        fp8=True,
+        overlap_exchanges=True,
+    )
+    yield PublishedRun(
         "DeepSeek-V3, 2,048 H800, pp 16, ep 64, fp8",
         "deepseek-v3",
-        _BASE.but(
-            ranks=ParallelRanks(128, pp=16, ep=64),
-            microbatches=120,
-            recompute="selective",
-            virtual_stages=2,
-            fp8=True,
-            overlap_exchanges=True,
-        ),
+        setup,
         find_machine("h800"),
         (1, 4096),
         (1e12 / (180e3 * 3600), "tokens/s"),
         "technical report of 2024: 180,000 H800 hours per 10^12 tokens; DualPipe as 2 virtual stages",
-    ),
-)
+    )
+
+
+PUBLISHED = (*_dubey(), *_torchtitan(), *_korthikanti(), *_narayanan(), *_deepseek())

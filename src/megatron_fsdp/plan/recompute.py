@@ -15,7 +15,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.setup import Recompute
 
 _ATEN = torch.ops.aten
-_PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
+PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
+"""Products with weights, which may use 8-bit formats."""
 _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_efficient_attention,
@@ -41,7 +42,7 @@ def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recomput
         recompute: Which modules.
 
     Raises:
-        ConfigurationError: No such mode, or no such module.
+        ConfigurationError: There is no such module.
     """
     chosen = [model.get_submodule(name) for name in _names(model, unit_names, recompute)]
     had = [module.__dict__.get("forward") for module in chosen]
@@ -62,12 +63,10 @@ def _names(model: nn.Module, unit_names: Sequence[str], recompute: Recompute) ->
     units = list(unit_names[1:])
     if recompute in ("full", "selective"):
         names, wanted = units, "besides the root"
-    elif recompute in _PARTS:
+    else:
         parts = _PARTS[recompute]
         children = ((unit, child) for unit in units for child, _ in model.get_submodule(unit).named_children())
         names, wanted = [f"{unit}.{child}" for unit, child in children if child in parts], f"with {', '.join(parts)}"
-    else:
-        raise ConfigurationError(f"recompute={recompute!r}; choose none, full, selective, {' or '.join(_PARTS)}")
     if not names:
         raise ConfigurationError(f"recompute={recompute!r}, but the model has no units {wanted}; use 'none'")
     return names
@@ -92,7 +91,7 @@ def keeping_every_second_product() -> tuple[Any, Any]:
 
     def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         packet = operator.overloadpacket
-        if packet in _PRODUCTS:
+        if packet in PRODUCTS:
             seen[context.is_recompute] += 1
             return _KEPT if seen[context.is_recompute] % 2 else _AGAIN
         return _KEPT if packet in _ATTENTION else _AGAIN

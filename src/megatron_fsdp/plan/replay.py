@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
 import torch
 
@@ -33,18 +32,8 @@ from megatron_fsdp.sharding.accounting import (
     step_traffic,
 )
 
+INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
-
-
-class Wire(Enum):
-    """The process groups of a collective: those of the sharding axis, or of the outer axis."""
-
-    INNER = "inner"
-    OUTER = "outer"
-
-
-Cost = Callable[[Wire, int, bool], float]
-"""(wire, bytes that one rank sends, whether of experts) to seconds."""
 
 
 @dataclass(frozen=True)
@@ -52,47 +41,48 @@ class Transfer:
     """One collective.
 
     Attributes:
-        wire: Where.
-        purpose: "gather", "reduce", "outer gather" or "outer reduce".
+        axis: Over which ranks: "dp_shard" or "dp_outer".
+        is_gather: Whether it brings weights together, else it reduces gradients.
         unit: For which unit.
         sent_bytes: By this rank.
         start_s: When it begins to travel.
         end_s: When it is done.
     """
 
-    wire: Wire
-    purpose: str
+    axis: str
+    is_gather: bool
     unit: int
     sent_bytes: int
     start_s: float
     end_s: float
 
 
-@dataclass
 class Wires:
-    """The clock of the compute side, and two wires; collectives of one wire follow one another.
+    """The clock of the compute side, and a wire for each axis, whose collectives follow one another.
+
+    Args:
+        cost: (axis, whether of experts, bytes that one rank sends) to seconds.
 
     Attributes:
-        cost: Duration of a collective.
         now_s: The clock; waiting for a collective moves it.
         exposed_s: How long it has waited.
         transfers: All so far, in the order of their start.
     """
 
-    cost: Cost
-    now_s: float = 0.0
-    exposed_s: float = 0.0
-    transfers: list[Transfer] = field(default_factory=list)
-    _free_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(Wire, 0.0))
+    def __init__(self, cost: Callable[[str, bool, int], float]) -> None:
+        self._cost = cost
+        self.now_s = self.exposed_s = 0.0
+        self.transfers: list[Transfer] = []
+        self._free_s = {INNER: 0.0, OUTER: 0.0}
 
-    def send(self, wire: Wire, purpose: str, unit: int, sent_bytes: int, is_expert: bool) -> float:
-        """Start a collective behind those of the same wire; return the time when it is done."""
+    def send(self, axis: str, unit: int, sent_bytes: int, *, is_gather: bool, is_expert: bool = False) -> float:
+        """Start a collective behind those of the same axis; return the time when it is done."""
         if not sent_bytes:
             return self.now_s
-        start = max(self.now_s, self._free_s[wire])
-        end = start + self.cost(wire, sent_bytes, is_expert)
-        self._free_s[wire] = end
-        self.transfers.append(Transfer(wire, purpose, unit, sent_bytes, start, end))
+        start = max(self.now_s, self._free_s[axis])
+        end = start + self._cost(axis, is_expert, sent_bytes)
+        self._free_s[axis] = end
+        self.transfers.append(Transfer(axis, is_gather, unit, sent_bytes, start, end))
         return end
 
     def wait(self, end_s: float) -> None:
@@ -156,65 +146,39 @@ class ReplayedStep:
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """Times and sizes that a replayed step is given.
-
-    Attributes:
-        transfer: Of a collective.
-        compute: Seconds of a segment.
-        optimizer_s: Of the optimizer's step and of installing the new weights.
-        cast_gradient_bytes: Gradients in another dtype than they are accumulated in, from the sync to the next step.
-        optimizer_bytes: What the optimizer's step borrows.
-        saved_microbatches: Microbatches whose activations are alive besides those of the one that runs.
-    """
-
-    transfer: Cost
-    compute: Callable[[Segment], float]
-    optimizer_s: float = 0.0
-    cast_gradient_bytes: int = 0
-    optimizer_bytes: int = 0
-    saved_microbatches: float = 0.0
-
-
-def replay_step(model: PlannedModel, profile: ComputeProfile, costs: StepCosts) -> ReplayedStep:
+def replay_step(
+    model: PlannedModel,
+    profile: ComputeProfile,
+    machine: Machine,
+    exchanges: Sequence[Exchange] = (),
+    saved_microbatches: float = 0.0,
+) -> ReplayedStep:
     """Replay two steps and describe the second, whose order of units is known and whose memory is all taken.
 
     Args:
         model: The units; those of the profile have the same names.
         profile: One microbatch.
-        costs: Times and sizes that neither of them knows.
+        machine: What it runs on.
+        exchanges: Collectives of model parallelism that each microbatch waits for.
+        saved_microbatches: Microbatches whose activations are alive besides those of the one that runs.
     """
-    replay = _Replay(model, costs)
-    replay.step(profile)
-    replay.begin_recording()
-    replay.step(profile)
-    return replay.recorded()
+    replay = _Replay(model, profile, machine, exchanges, saved_microbatches)
+    replay.step()
+    return replay.step()
 
 
 # ---- what the collectives of a unit send, and what they allocate: by the engine's formulas --------------------------
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Bytes that one collective of a parameter group sends, and that crossing the outer axis allocates."""
-
-    is_expert: bool
-    gather: int
-    reduce: int
-    gather_across: int
-    reduce_across: int
-    allocated_across: int
-
-
-def _group(group: GroupFootprint, is_expert: bool, setup: Setup) -> _Group:
-    inside, across = step_traffic([group], setup.strategy), outer_step_traffic([group], setup.strategy)
+def _allocated_across(group: GroupFootprint, setup: Setup) -> int:
+    """Count the bytes that a group's reduction over the outer ranks allocates."""
+    if not group.requires_grad:
+        return 0
     on_wire = part_numel(group, setup.strategy) * group.grad_comm.itemsize
     allocated = on_wire if group.grad_comm != group.main_grads else 0
     if group.outer_shares and not group.is_whole:
         allocated += on_wire if setup.backend is Backend.GLOO else on_wire // group.outer_ranks
-    sent = inside.gather_bytes, inside.reduce_bytes, across.gather_bytes, across.reduce_bytes
-    return _Group(is_expert, *sent, allocated if group.requires_grad else 0)
+    return allocated
 
 
 class _Unit:
@@ -226,9 +190,12 @@ class _Unit:
         exchanged = [group for group in trained if exchange_scratch_bytes([group], strategy)]
         held, deferred = persistent_bytes(groups, strategy), persistent_bytes(groups, strategy, deferred=True)
         self.index = index
-        self.groups = [
-            _group(group, plan.spec.key.is_expert, setup) for group, plan in zip(groups, unit.groups, strict=True)
-        ]
+        self.are_experts = [plan.spec.key.is_expert for plan in unit.groups]
+        self.traffic = {
+            INNER: [step_traffic([group], strategy) for group in groups],
+            OUTER: [outer_step_traffic([group], strategy) for group in groups],
+        }
+        self.allocated_across = sum(_allocated_across(group, setup) for group in groups)
         self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in unit.groups])[1]
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
         self.main_bytes = held.main_grad
@@ -256,11 +223,19 @@ class _Reduction:
 class _Replay:
     """Executes the scheduler's operations on simulated wires, as the executor does on real ones."""
 
-    def __init__(self, model: PlannedModel, costs: StepCosts) -> None:
-        setup = model.setup
-        self._setup = setup
-        self._costs = costs
-        self._wires = Wires(costs.transfer)
+    def __init__(
+        self,
+        model: PlannedModel,
+        profile: ComputeProfile,
+        machine: Machine,
+        exchanges: Sequence[Exchange],
+        saved_microbatches: float,
+    ) -> None:
+        self._model, self._profile, self._machine = model, profile, machine
+        self._setup = setup = model.setup
+        self._ranks_of = groups_of(setup.ranks)
+        self._exchange_s = _waits(profile, () if setup.overlap_exchanges else exchanges, setup, machine)
+        self._saved_bytes = int(profile.kept_bytes * saved_microbatches)
         self._units = tuple(_Unit(index, unit, setup) for index, unit in enumerate(model.units))
         self._index = {unit.name: index for index, unit in enumerate(model.units)}
         self._owners = {
@@ -275,6 +250,7 @@ class _Replay:
         self._root_bucket = self._pool(1, self._units[: ROOT + 1])
         self._buckets = self._pool(buckets, self._units[ROOT + 1 :])
         self._scratch = self._pool(max(1, buckets - 1), self._units)
+        self._pools = (self._root_bucket, self._buckets, self._scratch)
         self._borrowed: dict[int, Block] = {}
         self._in_flight: deque[_Reduction] = deque()
         self._crossing: deque[tuple[float, int]] = deque()
@@ -282,46 +258,37 @@ class _Replay:
         self._epochs: dict[int, int] = {}
         self._moments: list[Moment] = []
         self._passing_bytes = self._most_passing_bytes = self._cast_bytes = 0
-        self._began_s = self._began_exposed_s = self._compute_s = 0.0
-        self._first_transfer = 0
+        self._wires = Wires(self._collective_s)
 
     def _pool(self, count: int, units: Sequence[_Unit]) -> BucketPool:
         most = max((unit.bucket_bytes for unit in units), default=0)
         return BucketPool(count, most, _META, self._retire_oldest)
 
-    @property
-    def _pools(self) -> tuple[BucketPool, ...]:
-        return self._root_bucket, self._buckets, self._scratch
+    # ---- durations and memory -----------------------------------------------------------------------------------
 
-    # ---- what is recorded ---------------------------------------------------------------------------------------
+    def _collective_s(self, axis: str, is_expert: bool, sent_bytes: int) -> float:
+        group = "experts" if is_expert and axis == INNER else axis
+        return self._machine.collective_s(sent_bytes, *self._ranks_of[group])
 
-    def begin_recording(self) -> None:
-        """Forget what was recorded so far."""
-        self._moments.clear()
-        self._first_transfer = len(self._wires.transfers)
-        self._began_s, self._began_exposed_s = self._wires.now_s, self._wires.exposed_s
+    def _compute_s(self, segment: Segment) -> float:
+        fast = segment.product_flops if self._setup.fp8 else 0
+        own = self._machine.compute_s(segment.flops, segment.moved_bytes, segment.operators, fast)
+        return own + self._exchange_s.get((segment.event, self._profile.unit_names[segment.unit]), 0.0)
 
-    def recorded(self) -> ReplayedStep:
-        """Return what was recorded since `begin_recording`."""
-        began = self._began_s
-        shifted = [
-            Transfer(t.wire, t.purpose, t.unit, t.sent_bytes, t.start_s - began, t.end_s - began)
-            for t in self._wires.transfers[self._first_transfer :]
-        ]
-        return ReplayedStep(
-            tuple(self._moments),
-            tuple(shifted),
-            self._wires.now_s - began,
-            self._compute_s,
-            self._wires.exposed_s - self._began_exposed_s,
-            self._weights.peak_bytes + sum(pool.peak_bytes for pool in self._pools),
-        )
+    def _optimizer_s(self) -> float:
+        """Estimate the time of the optimizer's step and of installing the new weights."""
+        passes = self._setup.optimizer.passes_per_param
+        moved = 0
+        for group, counts in self._model.updated(self._profile.used):
+            precision = group.precision
+            moved += sum(counts) * ((passes + 1) * precision.main_params.itemsize + precision.compute.itemsize)
+        return self._machine.compute_s(0, moved)
 
     def _note(self, label: str, activation_bytes: int) -> None:
         """Record the memory held now, with the peak of transient tensors since the last record."""
         self._moments.append(
             Moment(
-                self._wires.now_s - self._began_s,
+                self._wires.now_s,
                 label,
                 activation_bytes,
                 self._weights.held_bytes,
@@ -339,37 +306,44 @@ class _Replay:
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def step(self, profile: ComputeProfile) -> None:
-        self._cast_bytes, self._compute_s = 0, 0.0
+    def step(self) -> ReplayedStep:
+        """Replay a step and describe it; nothing is on its way between two steps."""
+        self._wires, self._moments, self._cast_bytes = Wires(self._collective_s), [], 0
         for unit in self._units:
-            unit.has_main = False
+            unit.has_main, unit.gathered_s, unit.gathered_outer_s = False, 0.0, 0.0
         for microbatch in range(self._setup.microbatches):
             self._mode = self._setup.mode(is_last=microbatch == self._setup.microbatches - 1)
-            self._microbatch(profile)
-        self._pass(self._costs.optimizer_bytes)
+            self._microbatch()
+        borrowed = step_bytes(self._model, self._profile.used)
+        self._pass(borrowed)
         self._note("step", 0)
-        self._wires.now_s += self._costs.optimizer_s
-        self._pass(-self._costs.optimizer_bytes)
+        self._wires.now_s += self._optimizer_s()
+        self._pass(-borrowed)
         self._most_passing_bytes = self._passing_bytes
         self._note("stepped", 0)
         self._run(self._scheduler.weights_changed())
         for unit in self._units:
             self._wires.wait(unit.gathered_outer_s)
             unit.is_behind = True
+        return ReplayedStep(
+            tuple(self._moments),
+            tuple(self._wires.transfers),
+            self._wires.now_s,
+            self._setup.microbatches * sum(map(self._compute_s, self._profile.segments)),
+            self._wires.exposed_s,
+            self._weights.peak_bytes + sum(pool.peak_bytes for pool in self._pools),
+        )
 
-    def _microbatch(self, profile: ComputeProfile) -> None:
-        saved_bytes = int(profile.kept_bytes * self._costs.saved_microbatches)
-        for segment in profile.segments:
+    def _microbatch(self) -> None:
+        for segment in self._profile.segments:
             self._most_passing_bytes = self._passing_bytes
-            self._event(segment.event, self._index[profile.unit_names[segment.unit]])
-            self._note(str(segment), segment.begin_bytes + saved_bytes)
-            seconds = self._costs.compute(segment)
-            self._wires.now_s += seconds
-            self._compute_s += seconds
+            self._event(segment.event, self._index[self._profile.unit_names[segment.unit]])
+            self._note(str(segment), segment.begin_bytes + self._saved_bytes)
+            self._wires.now_s += self._compute_s(segment)
             for name in segment.gradients:
                 self._arrive(self._owners[name])
             if segment.peak_bytes > segment.begin_bytes:
-                self._note(f"{segment}+", segment.peak_bytes + saved_bytes)
+                self._note(f"{segment}+", segment.peak_bytes + self._saved_bytes)
 
     def _event(self, event: Event, unit: int) -> None:
         scheduler = self._scheduler
@@ -417,21 +391,30 @@ class _Replay:
         """All-gather over the outer axis what the last optimizer step changed."""
         if unit.is_behind:
             unit.is_behind = False
-            sent = [(group.is_expert, group.gather_across) for group in unit.groups]
-            unit.gathered_outer_s = max(unit.gathered_outer_s, self._send(Wire.OUTER, "outer gather", unit, sent))
+            unit.gathered_outer_s = max(unit.gathered_outer_s, self._send(OUTER, unit, is_gather=True))
 
     def _gather(self, unit: _Unit, slot: int | None) -> None:
         self._gather_across(unit)
         if unit.gathered_bytes:
             self._weights.take(unit.index, slot)
         self._wires.wait(unit.gathered_outer_s)
-        sent = [(group.is_expert, group.gather) for group in unit.groups]
-        unit.gathered_s = max(unit.gathered_s, self._send(Wire.INNER, "gather", unit, sent))
+        unit.gathered_s = max(unit.gathered_s, self._send(INNER, unit, is_gather=True))
 
-    def _send(self, wire: Wire, purpose: str, unit: _Unit, sent: Iterable[tuple[bool, int]]) -> float:
+    def _send(self, axis: str, unit: _Unit, *, is_gather: bool) -> float:
         """Start the collectives of all groups; return the time when the last one is done."""
-        ends = (self._wires.send(wire, purpose, unit.index, count, is_expert) for is_expert, count in sent)
-        return max(ends, default=0.0)
+        return max(
+            (
+                self._wires.send(
+                    axis,
+                    unit.index,
+                    traffic.gather_bytes if is_gather else traffic.reduce_bytes,
+                    is_gather=is_gather,
+                    is_expert=is_expert,
+                )
+                for traffic, is_expert in zip(unit.traffic[axis], unit.are_experts, strict=True)
+            ),
+            default=0.0,
+        )
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -472,7 +455,7 @@ class _Replay:
             self._pass(unit.pending_bytes)
         if self._setup.backend is Backend.NCCL:
             self._pass(unit.output_bytes)
-        end_s = self._send(Wire.INNER, "reduce", unit, [(group.is_expert, group.reduce) for group in unit.groups])
+        end_s = self._send(INNER, unit, is_gather=False)
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(unit, reach, end_s, bucket, scratch))
 
@@ -509,11 +492,9 @@ class _Replay:
         while len(self._crossing) >= UNITS_CROSSING:
             self._finish_crossing()
         unit.is_pending, unit.has_main = False, True
-        allocated = sum(group.allocated_across for group in unit.groups)
-        self._pass(allocated)
-        sent = [(group.is_expert, group.reduce_across) for group in unit.groups]
-        end_s = self._send(Wire.OUTER, "outer reduce", unit, sent)
-        self._crossing.append((end_s, allocated + unit.pending_bytes))
+        self._pass(unit.allocated_across)
+        end_s = self._send(OUTER, unit, is_gather=False)
+        self._crossing.append((end_s, unit.allocated_across + unit.pending_bytes))
 
     def _finish_crossing(self) -> None:
         end_s, allocated = self._crossing.popleft()
@@ -539,10 +520,10 @@ class _Replay:
             else:
                 self._reduce_across(unit)
         self._retire_all()
-        self._cast_bytes = self._costs.cast_gradient_bytes
+        self._cast_bytes = passing_bytes(self._model.footprints, self._setup.strategy).cast_grads
 
 
-# ---- from a machine's figures to durations --------------------------------------------------------------------------
+# ---- collectives of model parallelism -------------------------------------------------------------------------------
 
 
 def groups_of(ranks: ParallelRanks) -> Mapping[str, tuple[int, int]]:
@@ -558,63 +539,25 @@ def groups_of(ranks: ParallelRanks) -> Mapping[str, tuple[int, int]]:
         "cp": (ranks.cp, stride),
         "ep": (ranks.ep, stride),
         "experts": (ranks.inner // ranks.ep, stride * ranks.ep),
-        "inner": (ranks.inner, stride),
-        "outer": (ranks.dp_outer, outer),
+        INNER: (ranks.inner, stride),
+        OUTER: (ranks.dp_outer, outer),
         "pp": (2 if ranks.pp > 1 else 1, outer * ranks.dp_outer),
     }
 
 
 def exchange_s(exchange: Exchange, setup: Setup, machine: Machine) -> float:
     """Estimate the seconds of one collective of model parallelism."""
-    group = groups_of(setup.ranks)[exchange.axis]
-    if exchange.axis == "ep":
-        return machine.all_to_all_s(exchange.sent_bytes, *group)
-    return machine.collective_s(exchange.sent_bytes, *group)
+    cost = machine.all_to_all_s if exchange.axis == "ep" else machine.collective_s
+    return cost(exchange.sent_bytes, *groups_of(setup.ranks)[exchange.axis])
 
 
-def step_costs(
-    model: PlannedModel,
-    profile: ComputeProfile,
-    exchanges: Sequence[Exchange],
-    machine: Machine,
-    saved_microbatches: float = 0.0,
-) -> StepCosts:
-    """Estimate the durations of one rank's step on a machine.
-
-    Args:
-        model: Its units.
-        profile: Its compute.
-        exchanges: What it waits for in each microbatch.
-        machine: What it runs on.
-        saved_microbatches: As in `StepCosts`.
-    """
-    setup, groups = model.setup, groups_of(model.setup.ranks)
-
-    def transfer(wire: Wire, sent_bytes: int, is_expert: bool) -> float:
-        name = "outer" if wire is Wire.OUTER else "experts" if is_expert else "inner"
-        return machine.collective_s(sent_bytes, *groups[name])
-
-    waits: dict[tuple[str, bool], float] = {}
-    for exchange in () if setup.overlap_exchanges else exchanges:
-        key = unit_around(exchange.unit, profile.unit_names), exchange.in_backward
-        waits[key] = waits.get(key, 0.0) + exchange.count * exchange_s(exchange, setup, machine)
-
-    def compute(segment: Segment) -> float:
-        fast = segment.product_flops if setup.fp8 else 0
-        own = machine.compute_s(segment.flops, segment.moved_bytes, segment.operators, fast)
-        if segment.event in (Event.FORWARD_BEGINS, Event.BACKWARD_BEGINS):
-            in_backward = segment.event is Event.BACKWARD_BEGINS
-            own += waits.get((profile.unit_names[segment.unit], in_backward), 0.0)
-        return own
-
-    elements = model.optimizer_elements(profile.used)
-    moved = sum(setup.optimizer.passes_per_param * part.elements * part.itemsize for part in elements)
-    moved += sum(part.elements * (part.itemsize + part.compute_itemsize) for part in elements)
-    return StepCosts(
-        transfer,
-        compute,
-        optimizer_s=machine.compute_s(0, moved),
-        cast_gradient_bytes=passing_bytes(model.footprints, setup.strategy).cast_grads,
-        optimizer_bytes=step_bytes(model, profile.used),
-        saved_microbatches=saved_microbatches,
-    )
+def _waits(
+    profile: ComputeProfile, exchanges: Iterable[Exchange], setup: Setup, machine: Machine
+) -> dict[tuple[Event, str], float]:
+    """Add up the seconds of exchanges by the event of the unit that waits for them."""
+    found: dict[tuple[Event, str], float] = {}
+    for exchange in exchanges:
+        event = Event.BACKWARD_BEGINS if exchange.in_backward else Event.FORWARD_BEGINS
+        key = event, unit_around(exchange.unit, profile.unit_names)
+        found[key] = found.get(key, 0.0) + exchange.count * exchange_s(exchange, setup, machine)
+    return found

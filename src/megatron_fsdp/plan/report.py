@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -12,20 +12,22 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.plan.machine import GIB, Machine
-from megatron_fsdp.plan.planning import Plan, ranks_that_fit
+from megatron_fsdp.plan.planning import Plan, Recommendation, ranks_that_fit
 from megatron_fsdp.plan.setup import Setup
 from megatron_fsdp.plan.sharded import PlannedUnit
 
-Row = tuple[str, str]
+Row = tuple[str, ...]
+Table = tuple[Row, list[Row]]
+"""The titles of the columns, and the cells of each row."""
 
 
-def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Return everything that a plan says, as JSON values; in bytes, seconds and elements."""
-    memory, setup = plan.memory, plan.setup
-    return {
+def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]:
+    """Return everything that a plan says as JSON values, in bytes, seconds and elements; and what else was tried."""
+    memory, setup, work = plan.memory, plan.setup, plan.workload
+    told = {
         "model": {
-            "name": plan.workload.name,
-            "parameters": plan.workload.total_numel,
+            "name": work.name,
+            "parameters": work.total_numel,
             "parameters_of_rank": plan.model.numel,
             "units": len(plan.model.units) - 1,
             "units_found_by": plan.model.source,
@@ -33,7 +35,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         },
         "setup": setup_dict(setup),
         "machine": asdict(plan.machine),
-        "workload": {"tokens_per_rank_and_microbatch": plan.workload.tokens, "notes": list(plan.notes)},
+        "workload": {"tokens_per_rank_and_microbatch": work.tokens, "notes": list(plan.notes)},
         "memory": {
             "held": {**vars(memory.held), "total": memory.held.total},
             "inputs": memory.input_bytes,
@@ -54,11 +56,12 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "communication_hides_from_tokens": plan.hidden_from_tokens,
         },
         "timeline": [{**vars(moment), "total_bytes": moment.total_bytes} for moment in plan.step.moments],
+        "flags": flags(setup),
     }
+    return told if tried is None else {**told, "tried": [_summary(each) for each in tried.plans]}
 
 
-def summary_dict(plan: Plan) -> dict[str, Any]:
-    """Return the figures by which to choose among plans."""
+def _summary(plan: Plan) -> dict[str, Any]:
     return {
         "setup": setup_dict(plan.setup),
         "peak_bytes": plan.memory.peak_bytes,
@@ -68,31 +71,15 @@ def summary_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def tried_row(plan: Plan) -> Sequence[str]:
-    """Return the summary as cells: strategy, outer strategy, ranks, recomputation, peak, fits, step, exposed."""
-    setup = plan.setup
-    return (
-        setup.strategy.name,
-        setup.outer.name if setup.outer is not None else "",
-        f"{setup.ranks.dp_outer} x {setup.ranks.inner}" if setup.ranks.dp_outer > 1 else str(setup.ranks.inner),
-        setup.recompute,
-        in_bytes(plan.memory.peak_bytes),
-        "yes" if plan.fits else "no",
-        f"{plan.step_s:.3f} s",
-        f"{100 * plan.exposed_fraction:.1f} %",
-    )
-
-
 def setup_dict(setup: Setup) -> dict[str, Any]:
     """Return the setup as JSON values."""
-    policy = setup.policy
+    dtypes = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
+    named = {name: getattr(setup.policy, name) for name in dtypes}
     return {
         "ranks": {**vars(setup.ranks), "world": setup.ranks.world},
         "strategy": setup.strategy.name,
         "outer_strategy": setup.outer.name if setup.outer is not None else None,
-        "main_params_dtype": _name(policy.main_params_dtype),
-        "main_grads_dtype": _name(policy.main_grads_dtype),
-        "grad_comm_dtype": _name(policy.grad_comm_dtype),
+        **{name: None if dtype is None else str(dtype).removeprefix("torch.") for name, dtype in named.items()},
         "microbatches": setup.microbatches,
         "accumulation": setup.accumulation.value,
         "optimizer": setup.optimizer.name,
@@ -106,11 +93,28 @@ def setup_dict(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _name(dtype: object) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+def tried_table(tried: Recommendation) -> Table:
+    """List the plans that were tried; the best is marked."""
+    rows: list[Row] = []
+    for plan in tried.plans:
+        setup, ranks = plan.setup, plan.setup.ranks
+        rows.append(
+            (
+                "*" if plan is tried.best else "",
+                setup.strategy.name,
+                setup.outer.name if setup.outer is not None else "",
+                f"{ranks.dp_outer} x {ranks.inner}" if ranks.dp_outer > 1 else str(ranks.inner),
+                setup.recompute,
+                in_bytes(plan.memory.peak_bytes),
+                "yes" if plan.fits else "no",
+                f"{plan.step_s:.3f} s",
+                f"{100 * plan.exposed_fraction:.1f} %",
+            )
+        )
+    return ("", "strategy", "outer", "ranks", "recompute", "peak", "fits", "step", "exposed"), rows
 
 
-def facts(plan: Plan) -> list[Row]:
+def facts(plan: Plan) -> list[tuple[str, str]]:
     """List what is planned, as names and values."""
     setup, ranks, work = plan.setup, plan.setup.ranks, plan.workload
     sizes = " x ".join(f"{name} {size}" for name, size in vars(ranks).items() if size > 1 and name != "ep") or "1 rank"
@@ -129,39 +133,51 @@ def facts(plan: Plan) -> list[Row]:
     ]
 
 
-def memory_rows(plan: Plan) -> list[Row]:
-    """List bytes of a rank at the peak of a step, one row per kind."""
+def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
+    """List units if they are wanted, memory at the peak, and traffic where there is some; numbers but for "class"."""
+    if with_units:
+        yield ("units", "class", "count", "parameters each", "padding each"), _unit_rows(plan.model.units)
     memory, peak = plan.memory, plan.memory.peak
-    at_peak = {**vars(memory.held), "main_gradients": peak.gradient_bytes}
-    held = [(name.replace("_", " "), count) for name, count in at_peak.items() if count]
-    rows = [
-        *held,
-        ("inputs", memory.input_bytes),
-        ("gathered weights", peak.gathered_bytes),
-        ("buckets and scratch", peak.bucket_bytes),
-        ("reductions and casts", peak.passing_bytes),
-        (f"activations (peak at {peak.label.removesuffix('+')})", peak.activation_bytes),
-        ("peak", memory.peak_bytes),
-        ("usable", plan.machine.usable_bytes),
-    ]
-    return [(name, in_bytes(count)) for name, count in rows]
-
-
-def traffic_rows(plan: Plan) -> list[Sequence[str]]:
-    """List axis, gathers, reductions, bytes sent and time on the wire of a step."""
-    return [
-        (
-            axis.axis,
-            f"{axis.gathers:,}",
-            f"{axis.reductions:,}",
-            in_bytes(axis.sent_bytes),
-            f"{1e3 * axis.seconds:,.1f} ms",
+    held = {**vars(memory.held), "main_gradients": peak.gradient_bytes}
+    at_peak = {
+        **{name.replace("_", " "): count for name, count in held.items() if count},
+        "inputs": memory.input_bytes,
+        "gathered weights": peak.gathered_bytes,
+        "buckets and scratch": peak.bucket_bytes,
+        "reductions and casts": peak.passing_bytes,
+        f"activations (peak at {peak.label.removesuffix('+')})": peak.activation_bytes,
+        "peak": memory.peak_bytes,
+        "usable": plan.machine.usable_bytes,
+    }
+    yield ("memory of a rank at the peak", "bytes"), [(name, in_bytes(count)) for name, count in at_peak.items()]
+    if plan.traffic:
+        columns = ("traffic of a step", "gathers", "reductions", "sent by a rank", "on the wire")
+        yield (
+            columns,
+            [
+                (
+                    axis.axis,
+                    f"{axis.gathers:,}",
+                    f"{axis.reductions:,}",
+                    in_bytes(axis.sent_bytes),
+                    f"{1e3 * axis.seconds:,.1f} ms",
+                )
+                for axis in plan.traffic
+            ],
         )
-        for axis in plan.traffic
-    ]
 
 
-def time_rows(plan: Plan) -> list[Row]:
+def _unit_rows(units: Sequence[PlannedUnit]) -> list[Row]:
+    """List runs of units of the same size: names, class, count, parameters and padding of each."""
+    rows: list[Row] = []
+    for (class_name, numel, padding), run in groupby(units, key=lambda u: (u.class_name, u.numel, u.padding_numel)):
+        names = [unit.name or "(root)" for unit in run]
+        told = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        rows.append((told, class_name, str(len(names)), f"{numel:,}", f"{padding:,}"))
+    return rows
+
+
+def time_rows(plan: Plan) -> list[tuple[str, str]]:
     """List the speeds, under the machine's assumptions."""
     hidden = plan.hidden_from_tokens
     return [
@@ -188,16 +204,6 @@ def machine_words(machine: Machine) -> str:
     )
 
 
-def unit_rows(units: Sequence[PlannedUnit]) -> list[Sequence[str]]:
-    """List runs of units of the same size: names, count, parameters and padding of each."""
-    rows: list[Sequence[str]] = []
-    for (class_name, numel, padding), run in groupby(units, key=lambda u: (u.class_name, u.numel, u.padding_numel)):
-        names = [unit.name or "(root)" for unit in run]
-        told = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-        rows.append((told, class_name, str(len(names)), f"{numel:,}", f"{padding:,}"))
-    return rows
-
-
 def advice(plan: Plan) -> str:
     """Advise what to try where nothing fits."""
     ranks = ranks_that_fit(plan)
@@ -217,6 +223,14 @@ def verdict(plan: Plan) -> str:
     return f"It does not fit: {in_bytes(-left)} too much at the peak."
 
 
+_AXIS_FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+
+
 def flags(setup: Setup) -> list[str]:
     """Return the flags to type for the trainer and in Megatron-LM's scripts."""
     ranks = setup.ranks
@@ -226,14 +240,9 @@ def flags(setup: Setup) -> list[str]:
     if ranks.dp_outer > 1:
         found += ["--num-distributed-optimizer-instances", str(ranks.dp_outer)]
         found += ["--outer-dp-sharding-strategy", setup.outer_strategy.name]
-    for name, flag in (
-        ("tp", "--tensor-model-parallel-size"),
-        ("pp", "--pipeline-model-parallel-size"),
-        ("cp", "--context-parallel-size"),
-        ("ep", "--expert-model-parallel-size"),
-    ):
-        if getattr(ranks, name) > 1:
-            found += [flag, str(getattr(ranks, name))]
+    for name, flag in _AXIS_FLAGS.items():
+        if name in ranks.divided:
+            found += [flag, str(ranks.divided[name])]
     if setup.recompute == "full":
         found += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     elif setup.recompute != "none":
@@ -247,14 +256,14 @@ def in_bytes(count: float) -> str:
     return f"{count / 1024**power:,.2f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
-_KINDS = (
-    ("held between steps", "#4c566a"),
-    ("main gradients", "#81a1c1"),
-    ("gathered weights", "#5e81ac"),
-    ("buckets and scratch", "#88c0d0"),
-    ("reductions and casts", "#b48ead"),
-    ("activations", "#d08770"),
-)
+_KINDS = {  # of memory, and their colours
+    "held between steps": "#4c566a",
+    "main gradients": "#81a1c1",
+    "gathered weights": "#5e81ac",
+    "buckets and scratch": "#88c0d0",
+    "reductions and casts": "#b48ead",
+    "activations": "#d08770",
+}
 
 
 def draw_memory(plan: Plan, path: Path) -> None:
@@ -271,47 +280,33 @@ def draw_memory(plan: Plan, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    moments = plan.step.moments
-    times = [1e3 * moment.time_s for moment in moments]
-    held = plan.memory.held.at_all_times + plan.memory.input_bytes
-    rows = [
-        [held] * len(moments),
-        [moment.gradient_bytes for moment in moments],
-        [moment.gathered_bytes for moment in moments],
-        [moment.bucket_bytes for moment in moments],
-        [moment.passing_bytes for moment in moments],
-        [moment.activation_bytes for moment in moments],
-    ]
     figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    if path.suffix.lstrip(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
+        raise ConfigurationError(f"{path.name} has no suffix of a picture; give .png, .svg or .pdf")
     axes = figure.subplots()
-    in_gib = [[count / GIB for count in row] for row in rows]
-    axes.stackplot(times, *in_gib, labels=[name for name, _ in _KINDS], colors=[colour for _, colour in _KINDS])
-    peak = plan.memory.peak
-    axes.plot([1e3 * peak.time_s], [plan.memory.peak_bytes / GIB], "o", color="black", markersize=4)
-    axes.annotate(
-        f"{plan.memory.peak_bytes / GIB:.1f} GiB at {peak.label.removesuffix('+')}",
-        (1e3 * peak.time_s, plan.memory.peak_bytes / GIB),
-        textcoords="offset points",
-        xytext=(6, 6),
-    )
+    held = plan.memory.held.at_all_times + plan.memory.input_bytes
+    stacks = [
+        (held, each.gradient_bytes, each.gathered_bytes, each.bucket_bytes, each.passing_bytes, each.activation_bytes)
+        for each in plan.step.moments
+    ]
+    times = [1e3 * moment.time_s for moment in plan.step.moments]
+    in_gib = [[count / GIB for count in kind] for kind in zip(*stacks, strict=True)]
+    axes.stackplot(times, *in_gib, labels=_KINDS, colors=_KINDS.values())
+    peak, top = plan.memory.peak, plan.memory.peak_bytes / GIB
+    at = (1e3 * peak.time_s, top)
+    axes.plot(*at, "o", color="black", markersize=4)
+    told = f"{top:.1f} GiB at {peak.label.removesuffix('+')}"
+    axes.annotate(told, at, textcoords="offset points", xytext=(6, 6))
     usable = plan.machine.usable_bytes / GIB
-    top = plan.memory.peak_bytes / GIB
     if usable < 3 * top:  # else the line would press the rest flat
         axes.axhline(usable, color="#bf616a", linestyle="--", label=f"usable on {plan.machine.name}")
         top = max(top, usable)
     axes.set_xlim(0, max(times) or 1)
-    axes.set_ylim(
-        0, 1.12 * max(plan.memory.peak_bytes / GIB, usable if usable < 3 * plan.memory.peak_bytes / GIB else 0)
-    )
+    axes.set_ylim(0, 1.12 * top)
     axes.set_xlabel("time in the step, ms (assumed machine)")
     axes.set_ylabel("GiB on one rank")
     setup = plan.setup
-    axes.set_title(
-        f"{plan.workload.name} on {setup.ranks.world:,} ranks, {setup.strategy.name}, recompute {setup.recompute}",
-        fontsize=11,
-    )
+    title = f"{plan.workload.name} on {setup.ranks.world:,} ranks, {setup.strategy.name}, recompute {setup.recompute}"
+    axes.set_title(title, fontsize=11)
     axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
-    if path.suffix.lstrip(".") not in canvas.get_supported_filetypes():
-        raise ConfigurationError(f"{path.name} has no suffix of a picture; give .png, .svg or .pdf")
     figure.savefig(path)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
@@ -38,11 +38,6 @@ class Backend(Enum):
 
     GLOO = "gloo"
     NCCL = "nccl"
-
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether the backend is for CPU ranks."""
-        return self is Backend.GLOO
 
 
 class Accumulation(Enum):
@@ -124,7 +119,7 @@ class ParallelRanks:
 
     def __post_init__(self) -> None:
         sizes = vars(self)
-        wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
+        wrong = [f"{name}={size!r}" for name, size in sizes.items() if not is_count(size)]
         if wrong:
             raise ParallelSizeError(f"invalid {', '.join(wrong)}: give whole numbers, 1 or more")
         if self.inner % self.ep:
@@ -142,6 +137,11 @@ class ParallelRanks:
     def inner(self) -> int:
         """Ranks of the sharding axis, context-parallel ones included."""
         return self.dp_shard * self.cp
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Sizes above 1 of the axes that divide the model or its sequences, by name."""
+        return {name: size for name in ("tp", "cp", "pp", "ep") if (size := getattr(self, name)) > 1}
 
     @property
     def data_parallel(self) -> int:
@@ -184,7 +184,8 @@ def find_member(kind: type[_Choice], given: object, argument: str) -> _Choice:
     raise ConfigurationError(f"{argument}={given!r} is not known; give one of {', '.join(names)}")
 
 
-def _is_count(size: object) -> bool:
+def is_count(size: object) -> bool:
+    """Return whether a value is a whole number of 1 or more."""
     return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
 
@@ -234,6 +235,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ConfigurationError(f"invalid microbatches={self.microbatches}: give 1 or more")
+        if self.recompute not in get_args(Recompute):
+            raise ConfigurationError(f"recompute={self.recompute!r}; choose one of {', '.join(get_args(Recompute))}")
         if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.ranks.pp == 1):
             raise ConfigurationError(
                 f"invalid virtual_stages={self.virtual_stages} with pp={self.ranks.pp}: give 1, or more with pp above 1"

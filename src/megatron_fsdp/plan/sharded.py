@@ -6,7 +6,7 @@ holds between steps is counted from the layouts, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import nlargest
@@ -26,9 +26,7 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan.setup import Setup
 from megatron_fsdp.sharding.accounting import GroupFootprint, persistent_bytes
 from megatron_fsdp.sharding.units import (
-    ParameterGroupSpec,
     ParameterInfo,
-    UnitPlan,
     cut_groups,
     find_units,
     group_parameters,
@@ -48,13 +46,11 @@ class PlannedUnit:
         name: Of its module; empty for the root.
         class_name: Of the module's class.
         groups: What was decided for each of its parameter groups.
-        is_end: Whether it is an embedding or a linear layer that was found beside the blocks.
     """
 
     name: str
     class_name: str
     groups: tuple[GroupPlan, ...]
-    is_end: bool = False
 
     @property
     def numel(self) -> int:
@@ -103,45 +99,23 @@ class PlannedModel:
         """Padding over payload, in elements."""
         return sum(unit.padding_numel for unit in self.units) / max(1, self.numel)
 
-    def optimizer_elements(self, used: Collection[str] | None = None) -> tuple[OptimizerElements, ...]:
-        """Return what the optimizer of this rank updates in each trained group, without padding.
+    def updated(self, used: Collection[str] | None = None) -> Iterator[tuple[GroupPlan, list[int]]]:
+        """Yield each trained group, and the elements of each of its parameters that this rank's optimizer updates.
 
         Args:
             used: Names of the parameters that get gradients, since an optimizer leaves others alone; None: all.
         """
-        return tuple(_optimizer_elements(group, used) for group in self.groups if group.requires_grad)
+        for group in self.groups:
+            if group.requires_grad:
+                names = [info.name for info in group.spec.parameters]
+                owned = zip(names, _owned(group), strict=True)
+                yield group, [count for name, count in owned if used is None or name in used]
 
 
-@dataclass(frozen=True)
-class OptimizerElements:
-    """The part of one group that the optimizer of this rank updates.
-
-    Attributes:
-        elements: Without padding.
-        largest: Those of the two largest parameters.
-        parameters: How many it knows, those without an element here included.
-        itemsize: Bytes of an element of the main weights.
-        compute_itemsize: Bytes of an element of the compute weights.
-    """
-
-    elements: int
-    largest: tuple[int, ...]
-    parameters: int
-    itemsize: int
-    compute_itemsize: int
-
-
-def _optimizer_elements(group: GroupPlan, used: Collection[str] | None) -> OptimizerElements:
-    steps = [index for index, info in enumerate(group.spec.parameters) if used is None or info.name in used]
-    ranges = [group.layout.range_in(index, group.main_region) for index in steps]
-    owned = [stop - start for start, stop in ranges]
-    return OptimizerElements(
-        sum(owned),
-        tuple(nlargest(2, owned)),
-        len(owned),
-        group.precision.main_params.itemsize,
-        group.precision.compute.itemsize,
-    )
+def _owned(group: GroupPlan) -> list[int]:
+    """Count the elements of each parameter in this rank's main weights, without padding."""
+    ranges = (group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes)))
+    return [stop - start for start, stop in ranges]
 
 
 def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules = None) -> PlannedModel:
@@ -160,28 +134,31 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
         ConfigurationError: As `fully_shard` would for the model and these options.
         ParallelSizeError: Experts cannot be divided over the expert-parallel ranks.
     """
-    found = _find_units(module, setup, fsdp_unit_modules)
+    given: Any = fsdp_unit_modules
+    found = find_units(module, given)
+    setup.memory.check_plan(len(found.units) - 1)
+    if setup.memory.fine_grained:
+        found = refine_units(module, found, setup.memory.whole_types)
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
     sharding = _sharding(setup)
-    layouts = _Layouts(sharding)
+    known: dict[object, GroupPlan] = {}  # a model of 126 equal layers has one layout
     cut_numel = setup.memory.bucket_numel_on(setup.ranks.inner * setup.ranks.dp_outer)
     units = []
     for index, spec in enumerate(found.units):
         infos = [_info(name, params[name], sharding, setup) for name in spec.parameters]
         specs = group_parameters(infos)
-        groups = tuple(layouts.plan(group) for group in (specs if index else cut_groups(specs, cut_numel)))
-        units.append(PlannedUnit(spec.name, spec.class_name, groups, spec.is_end))
+        groups = []
+        for group in specs if index else cut_groups(specs, cut_numel):
+            alike = (group.key, tuple((info.shape, info.granularity) for info in group.parameters))
+            if alike not in known:
+                originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in group.parameters]
+                known[alike] = sharding.plan_group(group, originals)
+            groups.append(replace(known[alike], spec=group))
+        units.append(PlannedUnit(spec.name, spec.class_name, tuple(groups)))
     memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
     return PlannedModel(setup, tuple(units), found.source, memory)
-
-
-def _find_units(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules) -> UnitPlan:
-    given: Any = fsdp_unit_modules
-    plan = find_units(module, given)
-    setup.memory.check_plan(len(plan.units) - 1)
-    return refine_units(module, plan, setup.memory.whole_types) if setup.memory.fine_grained else plan
 
 
 def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> ParameterInfo:
@@ -194,21 +171,6 @@ def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> P
             f"{name} has {rows} experts, which ep={setup.ranks.ep} does not divide; give a divisor of their number"
         )
     return replace(info, shape=(rows // setup.ranks.ep, *rest))
-
-
-class _Layouts:
-    """Plans groups and caches layouts of equal shapes: a model of 126 equal layers has one."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        self._sharding = sharding
-        self._known: dict[object, GroupPlan] = {}
-
-    def plan(self, spec: ParameterGroupSpec) -> GroupPlan:
-        alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters))
-        if alike not in self._known:
-            originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in spec.parameters]
-            self._known[alike] = self._sharding.plan_group(spec, originals)
-        return replace(self._known[alike], spec=spec)
 
 
 def _sharding(setup: Setup) -> Sharding:
@@ -290,26 +252,23 @@ def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) ->
     """Count the optimizer state of this rank in bytes; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
     total = 0
-    for group in model.optimizer_elements(used):
-        total += kind.states_per_param * group.elements * group.itemsize
-        total += _COUNTER_BYTES * group.parameters if kind.counts_steps else 0
+    for group, counts in model.updated(used):
+        total += kind.states_per_param * sum(counts) * group.precision.main_params.itemsize
+        total += _COUNTER_BYTES * len(counts) if kind.counts_steps else 0
     return total
 
 
 def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """Count the bytes that the optimizer's step borrows; `used` as for `held_bytes`."""
     kind = model.setup.optimizer
-    groups = model.optimizer_elements(used)
+    sizes = [count * group.precision.main_params.itemsize for group, counts in model.updated(used) for count in counts]
     if kind.one_by_one:  # a parameter at a time, and the last value of the one before is still there
-        first, second = nlargest(2, [*(count * group.itemsize for group in groups for count in group.largest), 0, 0])
+        first, second = nlargest(2, [*sizes, 0, 0])
         return kind.temporaries * first + second
-    return kind.temporaries * sum(group.elements * group.itemsize for group in groups)
+    return kind.temporaries * sum(sizes)
 
 
 def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     """Count the bytes of a checkpoint of this rank: main weights without padding, and optimizer state."""
-    weights = 0
-    for group in model.groups:
-        ranges = (group.layout.range_in(index, group.main_region) for index in range(len(group.layout.shapes)))
-        weights += sum(stop - start for start, stop in ranges) * group.precision.main_params.itemsize
+    weights = sum(sum(_owned(group)) * group.precision.main_params.itemsize for group in model.groups)
     return weights + optimizer_bytes(model, used)
