@@ -7,8 +7,7 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.run_folder import RunFolder
-from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder
 from tests.support.save_loop import iteration_in, nursery, save
 
 KILLS = 24

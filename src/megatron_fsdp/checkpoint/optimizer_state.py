@@ -7,7 +7,7 @@ torch keys optimizer state by the position of parameters in the groups. In a che
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.checkpoint.naming import (
     PREFIX,
     alike,
-    by_number,
     is_repeated,
     listed_names,
     original_name,
@@ -61,10 +60,11 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     names = listed_names(optimizer, model, own)
     _require_no_local_parts(optimizer)
     by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
-    flat = by_number(names)
+    flat = list(itertools.chain.from_iterable(names))
     params = (param for group in optimizer.param_groups for param in group["params"])
     blank = {name for name, param in zip(itertools.chain(*own), params, strict=True) if not optimizer.state.get(param)}
-    repeated = {original_name(model, name) for name in own_names_of(model) if is_repeated(model, name)}
+    named = (saved_name(model, name) for name, _ in model.named_parameters())
+    repeated = {original_name(model, name) for name in named if is_repeated(model, name)}
     state = {
         PREFIX + flat[index]: slots
         for index, slots in by_index[STATE].items()
@@ -79,11 +79,6 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     ]
     rest = {key: value for key, value in by_index.items() if key not in (STATE, GROUPS)}
     return {STATE: state, GROUPS: options, KIND: kind_of(optimizer), **rest}
-
-
-def own_names_of(model: nn.Module) -> set[str]:
-    """Return the checkpoint names of this rank's parameters."""
-    return {saved_name(model, name) for name, _ in model.named_parameters()}
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -192,7 +187,7 @@ def install(
         options: Of each group; those left out stay.
         rest: Other entries of its state dict.
     """
-    positions = dict(_positions(names))
+    positions = {name: position for position, name in enumerate(itertools.chain.from_iterable(names))}
     groups = []
     for group, params, wanted in zip(optimizer.param_groups, names, options, strict=True):
         own = {key: value for key, value in group.items() if key != "params"}
@@ -203,14 +198,6 @@ def install(
             if name in kept and optimizer.state.get(param):
                 by_index[positions[name]] = dict(optimizer.state[param])
     optimizer.load_state_dict({STATE: by_index, GROUPS: groups, **rest})
-
-
-def _positions(names: Sequence[Sequence[str]]) -> Iterator[tuple[str, int]]:
-    position = 0
-    for group in names:
-        for name in group:
-            yield name, position
-            position += 1
 
 
 class OptimizerByPosition:

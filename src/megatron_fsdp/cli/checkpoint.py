@@ -19,7 +19,7 @@ import torch
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.checkpoint.folder import METADATA
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder, iteration_of
+from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import (

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from megatron_fsdp.checkpoint.publish import claim
+from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.evaluation import evaluate, evaluating, generate
 from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values

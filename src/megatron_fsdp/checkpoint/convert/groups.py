@@ -81,17 +81,11 @@ def assign(
 
     Raises:
         CheckpointError: A parameter has no group in the map, or none or several fit it.
-        ConfigurationError: A map is needed and not given, or given and not needed.
     """
     if how == NO_GROUPS:
         return Assignment({})
-    parameters = list(parameters)
     if how == MAP:
-        if written_map is None:
-            raise ConfigurationError("--groups map needs --param-to-param-group-map-json FILE")
-        return _from_map(parameters, len(groups), written_map)
-    if how != INFER:
-        raise ConfigurationError(f"--groups is {how!r}; use infer, map or none")
+        return _from_map(list(parameters), len(groups), written_map or {})
     if not groups:
         return Assignment({}, ("the checkpoint holds no parameter groups; none are written",))
     return Assignment({p.name: _only_fit(p, groups) for p in parameters if not p.is_exempt})

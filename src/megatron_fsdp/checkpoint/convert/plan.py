@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,6 @@ from megatron_fsdp.checkpoint.convert.groups import INFER, MAP, NO_GROUPS, Assig
 from megatron_fsdp.checkpoint.convert.names import (
     AUTO,
     Gating,
-    ObjectName,
     Piece,
     decide_gating,
     is_bucket_space,
@@ -173,9 +172,8 @@ class ConversionPlan:
 
 def needed_objects(object_keys: Iterable[str]) -> list[str]:
     """List the objects whose content a plan uses: those that are alone in their grid."""
-    named = [name for key in object_keys if (name := parse_object_key(key)) is not None]
-    wanted = [name for name in named if name.key in (RNG, RERUN) and _is_alone(name)]
-    return [f"{n.key}/shard_{'.'.join(map(str, n.cell))}_{'.'.join(map(str, n.grid))}" for n in wanted]
+    named = [(key, parse_object_key(key)) for key in object_keys]
+    return [key for key, name in named if name and name.key in (RNG, RERUN) and all(size == 1 for size in name.grid)]
 
 
 def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
@@ -203,8 +201,11 @@ def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
     assignment, values = Assignment({}), list[Value]()
     if not options.weights_only:
         moves += _state_moves(sorted_in, gating, prefixes, options)
-        assignment = _assign(sorted_in, parameters, source.common, options)
-        values = _group_values(parameters, assignment, sorted_in, source.common, prefixes, options)
+        optimised = _optimised(sorted_in, options)
+        about = [Parameter(name, cut[0].parameter_ndim, name in optimised) for name, cut in parameters.items()]
+        assignment = assign(about, source.common.groups, options.group_source, options.param_to_group)
+        stepless = optimised if "step" not in sorted_in.states else set()
+        values = _group_values(parameters, assignment, stepless, source.common, prefixes)
     members = _members(parameters, assignment)
     values += flatten(source.common.output_tree(options.weights_only, members))
     object_values, object_dropped, object_notes = _objects(source, options)
@@ -290,14 +291,6 @@ def _state_moves(found: _Sorted, gating: Gating, prefixes: Prefixes, options: Co
                     yield Move(entry.key, index, (1,) * len(index), key_of(path), path, (), entry.dtype)
 
 
-def _assign(
-    found: _Sorted, parameters: Mapping[str, Sequence[Piece]], common: CommonState, options: ConvertOptions
-) -> Assignment:
-    optimised = _optimised(found, options)
-    about = [Parameter(name, cut[0].parameter_ndim, name in optimised) for name, cut in parameters.items()]
-    return assign(about, common.groups, options.group_source, options.param_to_group)
-
-
 def _optimised(found: _Sorted, options: ConvertOptions) -> set[str]:
     """Return the output names of the parameters that have optimizer state."""
     keys = found.with_state()
@@ -309,14 +302,20 @@ def _optimised(found: _Sorted, options: ConvertOptions) -> set[str]:
 def _group_values(
     parameters: Mapping[str, Sequence[Piece]],
     assignment: Assignment,
-    found: _Sorted,
+    stepless: Collection[str],
     common: CommonState,
     prefixes: Prefixes,
-    options: ConvertOptions,
 ) -> list[Value]:
-    """List the fields of each parameter's group, and its step, which torch's optimizers keep per parameter."""
+    """List the fields of each parameter's group, and its step, which torch's optimizers keep per parameter.
+
+    Args:
+        parameters: Pieces of each parameter, by its name in the output.
+        assignment: Their groups.
+        stepless: Parameters that have optimizer state without a step.
+        common: With the fields of the groups, and the step.
+        prefixes: Of the output.
+    """
     values: list[Value] = []
-    optimised = _optimised(found, options)
     for name, cut in parameters.items():
         group = assignment.group_of.get(name)
         if group is not None:
@@ -325,7 +324,7 @@ def _group_values(
                 values += [
                     Value(key_of((*path, *v.path)), (*path, *v.path), v.value) for v in flatten(common.groups[group])
                 ]
-        step = common.step_of(group) if name in optimised and "step" not in found.states else None
+        step = common.step_of(group) if name in stepless else None
         if step is not None:
             paths = [prefixes.of_state(piece.name, "step") for piece in cut]
             values += [Value(key_of(path), path, torch.tensor(step)) for path in paths]
@@ -348,10 +347,6 @@ def _is_known_object(key: str) -> bool:
     name = parse_object_key(key)
     known = name is not None and name.key in (COMMON, RNG, RERUN)
     return known or "._extra_state" in key or is_bucket_space(key)
-
-
-def _is_alone(name: ObjectName) -> bool:
-    return all(size == 1 for size in name.grid)
 
 
 def _objects(source: Source, options: ConvertOptions) -> tuple[list[Value], list[Dropped], list[str]]:

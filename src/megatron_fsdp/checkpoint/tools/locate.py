@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.run_folder import POINTER, RELEASE, RunFolder, is_whole, iteration_of
+from megatron_fsdp.checkpoint.store import POINTER, RELEASE, RunFolder, is_whole, iteration_of
 
 
 @dataclass(frozen=True)
