@@ -118,7 +118,7 @@ class Checkpointer:
         } | facts_of(optimizer, extra, with_rng)
         doing = f"saving iteration {iteration!r} in {self.store.root}"
         target, state = together(doing, prepare, self._group, facts)
-        join_stages(state, model, self._group)
+        _join_stages(state, model, self._group)
         if not self._is_in_background:
             return self.store.write(
                 iteration, lambda folder: write_state(state, folder, self._group), overwrite=overwrite
@@ -294,14 +294,8 @@ def collect(
     return state
 
 
-def join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Let the state of a pipeline stage name the parameter groups of all stages; collective over the pipeline.
-
-    Args:
-        state: As of `collect`; changed in place.
-        model: Whose state it is.
-        group: The ranks that save.
-    """
+def _join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let the state of a pipeline stage name the parameter groups of all stages; collective over the pipeline."""
     place = place_of(model)
     if place is not None and OPTIMIZER in state:
         section = state[OPTIMIZER]

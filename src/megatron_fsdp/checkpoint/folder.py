@@ -112,16 +112,8 @@ class ObjectEntry:
     transforms: tuple[str, ...] = ()
 
 
-def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
-    """Return the tensors and objects that metadata describe, in the order of their names.
-
-    Args:
-        metadata: A `Metadata` as read; of its insides nothing is believed before it is checked.
-        where: Names the checkpoint in messages.
-
-    Raises:
-        CheckpointError: Something is not what it should be: names the key.
-    """
+def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+    """Return the tensors and objects that metadata describe, in the order of names; believes nothing unchecked."""
     described: Any = getattr(metadata, "state_dict_metadata", None)
     storage: Any = getattr(metadata, "storage_data", None)
     if not (isinstance(described, dict) and isinstance(storage, dict)):
@@ -309,18 +301,8 @@ def stretch_of(shape: Sequence[int], box: Box) -> int | None:
     return start
 
 
-def place_of_elements(stream: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype, where: str) -> int | None:
-    """Find where the elements begin in an archive of `torch.save`; None if they are not stored as in memory.
-
-    Args:
-        stream: With the archive; its elements are not read.
-        shape: Of the tensor in it.
-        dtype: Of the elements.
-        where: Names the file (and the entry) in messages.
-
-    Raises:
-        CheckpointError: The archive is damaged.
-    """
+def _place_of_elements(stream: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype, where: str) -> int | None:
+    """Find where the elements begin in an archive of `torch.save`; None if they are not stored as in memory."""
     with reading(where):
         found = load_without_elements(stream, where)
         is_whole = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (shape, dtype)
@@ -360,7 +342,7 @@ class CheckpointFolder:
         raw = _metadata_bytes(self.path)
         self.metadata: Metadata = load_metadata(raw, where)
         with reading(where):
-            self.tensors, self.objects = entries_of(self.metadata, where)
+            self.tensors, self.objects = _entries_of(self.metadata, where)
             _check_paths(self.metadata, where, ReadingBudget(len(raw)))
         if check:
             self.require_files()
@@ -499,7 +481,7 @@ class CheckpointFolder:
             where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
             with self._opened_chunk(entry, chunk, where) as stream:
                 if chunk not in self._places:
-                    self._places[chunk] = place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
+                    self._places[chunk] = _place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
                 place = self._places[chunk]
                 if place is not None:
                     raw = bytearray(wanted.numel * entry.dtype.itemsize)

@@ -122,7 +122,7 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> lis
         below = [each for each in stored if each == name or each.startswith(f"{name}.")]
         inside.update(below)
         head = path_of(folder, stored[below[0]])[:2] if below else (MODEL, PREFIX + name)
-        states.append(match_extra(match, folder, head, ModuleState(model, name, value)))
+        states.append(match_extra(match, folder, head, _ModuleState(model, name, value)))
     _forgive_ties(match, model, stored)
     known = live.keys() | inside
     match.unexpected += [key for name, key in stored.items() if name not in known and not is_elsewhere(model, name)]
@@ -157,24 +157,16 @@ def note_left_out(match: Match, folder: CheckpointFolder, asked: Collection[str]
         match.notes.append(f"in the checkpoint and not asked for: {', '.join(left[:12])}")
 
 
-class ModuleState:
-    """The `_extra_state` of one module, under the protocol of the caller's own objects.
-
-    Args:
-        model: Sharded or not.
-        name: Of the state in the model.
-        value: As the module gives it.
-    """
+class _ModuleState:
+    """The `_extra_state` of one module, under the protocol of the caller's own objects."""
 
     def __init__(self, model: nn.Module, name: str, value: Any) -> None:
         self._model, self._name, self._value = model, name, value
 
     def state_dict(self) -> Any:
-        """Return the state as the module gave it."""
         return self._value
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Set the state of the module."""
         is_wrapped = hasattr(self._model, "install_optimized_model_weights")
         inner = cast(nn.Module, self._model.module) if is_wrapped else self._model
         inner.get_submodule(self._name.rpartition(".")[0]).set_extra_state(state_dict)

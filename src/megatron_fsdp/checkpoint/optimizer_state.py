@@ -200,34 +200,22 @@ def install(
     optimizer.load_state_dict({STATE: by_index, GROUPS: groups, **rest})
 
 
-class OptimizerByPosition:
-    """Presents an optimizer's state under text keys, and makes tensors that a fresh one does not have yet.
-
-    Args:
-        optimizer: Of parameters outside of the checkpoint's own model and optimizer.
-    """
+class _OptimizerByPosition:
+    """Presents an optimizer's state under text keys, and makes tensors that a fresh one does not have yet."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict, with positions as text."""
         found = self._optimizer.state_dict()
         return {**found, STATE: {str(position): slots for position, slots in found[STATE].items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state by the optimizer's own method."""
         by_position = {int(position): slots for position, slots in state_dict.get(STATE, {}).items()}
         self._optimizer.load_state_dict({**state_dict, STATE: by_position})
 
     def blank(self, path: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Make a tensor to load into, sharded as its parameter; None for what is no state of a parameter.
-
-        Args:
-            path: Inside the state dict.
-            shape: Global.
-            dtype: Of the elements.
-        """
+        """Make a tensor to load into, sharded as its parameter; None for what is no state of a parameter."""
         params = list(itertools.chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
         if len(path) < 3 or path[0] != STATE or not path[1].isdecimal() or int(path[1]) >= len(params):
             return None
@@ -236,4 +224,4 @@ class OptimizerByPosition:
 
 def as_extra(value: Any) -> Any:
     """Wrap an optimizer so that it can be an extra of a checkpoint; return other objects unchanged."""
-    return OptimizerByPosition(value) if isinstance(value, torch.optim.Optimizer) else value
+    return _OptimizerByPosition(value) if isinstance(value, torch.optim.Optimizer) else value

@@ -49,17 +49,8 @@ def _share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collecti
     return [keys[at] for at in share_out([sizes[key] for key in keys], rank, ranks)]
 
 
-def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collection[str]) -> dict[str, str]:
-    """Describe what is wrong with tensors and objects, by key.
-
-    Args:
-        folder: The checkpoint.
-        manifest: Of the checkpoint.
-        keys: Which to read; metadata and manifest say the same of them.
-
-    Raises:
-        CheckpointError: The manifest's checksums are of a kind that this version does not know.
-    """
+def _content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collection[str]) -> dict[str, str]:
+    """Read tensors and objects of which metadata and manifest say the same, and describe what is wrong with them."""
     if manifest.checksum_name != checksum.NAME:
         raise CheckpointError(
             f"{folder.path}: the manifest has checksums of kind {manifest.checksum_name!r}, and this version knows "
@@ -115,7 +106,7 @@ def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Coll
         raise CheckpointError(f"{folder.path} has no manifest to compare with; load it without verify=True")
     problems = folder.differences(manifest)
     mine = [key for key in _share_of(folder, rank, ranks, without) if key not in problems]
-    problems |= content_problems(folder, manifest, mine)
+    problems |= _content_problems(folder, manifest, mine)
     if problems:
         told = [f"{key} {problem}" for key, problem in list(problems.items())[:_SHOWN_IN_ERROR]]
         more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []
@@ -296,7 +287,7 @@ def _check(
     problem, unsure = None, _why_unverified(sealed, key)
     if sealed is not None and unsure is None:
         with reading(key):
-            problem = content_problems(opened, sealed, [key]).get(key)
+            problem = _content_problems(opened, sealed, [key]).get(key)
         if problem is None and key in opened.tensors:
             return "fine", ""
     unread = _unreadable_parts(opened, key)

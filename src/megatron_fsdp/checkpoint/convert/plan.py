@@ -244,10 +244,10 @@ def _sort(source: Source, options: ConvertOptions) -> _Sorted:
             result.dropped.append(Dropped(entry.key, "--weights-only"))
         elif name is None:
             unknown.append(entry.key)
-        elif name.slot is None:
-            result.weights[name.model_key] = entry
+        elif name[1] is None:
+            result.weights[name[0]] = entry
         else:
-            states.append((name.slot, name.model_key, entry))
+            states.append((name[1], name[0], entry))
     unknown += [key for key in source.object_keys if not _is_known_object(key)]
     unknown += [entry.key for _, key, entry in states if key not in result.weights]
     if unknown:
