@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.comm.agreement import decided_by_first, raise_together, together, world_size_of
 from megatron_fsdp.comm.groups import twin_of
@@ -79,15 +80,12 @@ class StagingBuffers:
         """
         if isinstance(state, dict):  # torch also calls `state_dict()` of objects at the top level
             state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
-        frozen = _mapped(state, lambda value: value if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+        frozen = tree_map(lambda value: value if isinstance(value, torch.Tensor) else copy.deepcopy(value), state)
         sources: dict[Any, torch.Tensor] = {}
-
-        def collect(value: Any) -> None:
+        for value in tree_leaves(frozen):
             if isinstance(value, torch.Tensor):
                 local = _local(value)
                 sources.setdefault(_memory(local), local)
-
-        _mapped(frozen, collect)
         self.staged_bytes = sum(local.nbytes for local in sources.values())
         devices = {local.device for local in sources.values() if _is_remote(local.device)}
         try:
@@ -98,7 +96,7 @@ class StagingBuffers:
             }
         finally:  # memory that a copy is under way to must not go before it has arrived
             self._events = [_recorded(device) for device in devices]
-        return _mapped(frozen, lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value)
+        return tree_map(lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value, frozen)
 
     def wait_until_copied(self) -> None:
         """Block until the last copy can be read; from any thread."""
@@ -139,15 +137,6 @@ def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Ten
     memory = (ctypes.c_char * like.nbytes).from_address(arena.data_ptr() + first)
     memory.arena = arena  # type: ignore[attr-defined]  # lives as long as a tensor over it does
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
-
-
-def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return a nesting with its leaves replaced."""
-    if isinstance(value, dict):
-        return {key: _mapped(each, leaf) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, leaf) for each in value)
-    return leaf(value)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def read_checkpoint(
     doing = f"loading {folder}"
     notes: list[str] = []
 
-    def prepare() -> tuple[_Plan, LoadReport, dict[str, Any], rng.RandomStates | None]:
+    def prepare() -> tuple[_Plan, LoadReport, dict[str, Any], Callable[[], None]]:
         plan = _plan(Path(folder), model, optimizer, extra or {})
         report = plan.match.report(plan.iteration)
         if strict:
@@ -87,16 +87,19 @@ def read_checkpoint(
             without = () if verify else unread
             notes.append(require_sound(plan.folder, rank_of(group), world_size_of(group), without))
         objects = {key: plan.folder.read_object(key) for key in plan.match.objects}
-        return plan, report, objects, _random_states(plan.folder, model, group) if with_rng else None
+        if not with_rng:
+            return plan, report, objects, lambda: None
+        restore_rng, told = _random_states(plan.folder, model, group)
+        notes.append(f"random states: {told}")
+        return plan, report, objects, restore_rng
 
     def install() -> None:
         _install(plan, objects, model, optimizer)
-        if with_rng:
-            notes.append(_restore_rng(random_states))
+        restore_rng()
 
     compares = "where there is a manifest" if verify is None else str(bool(verify))
     asked = {"strict": str(bool(strict)), "verify": compares} | facts_of(optimizer, extra, with_rng)
-    plan, report, objects, random_states = together(doing, prepare, group, {**(facts or {}), **asked})
+    plan, report, objects, restore_rng = together(doing, prepare, group, {**(facts or {}), **asked})
     together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
     together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
     report = replace(report, notes=(*report.notes, *notes))
@@ -208,19 +211,12 @@ def _install(
 
 def _random_states(
     folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None
-) -> rng.RandomStates | None:
+) -> tuple[Callable[[], None], str]:
     """Read and test the random states to restore last, so that damage changes nothing."""
     keys = [key for key in folder.objects if key.startswith(f"{RNG}.")]
     if f"{RNG}.topology" not in keys:
-        return None
+        return lambda: None, "none that this library has saved, so the streams go on as they are"
     place = rng.logical_rank_of(model, group)
     same = folder.read_object(f"{RNG}.topology") == place.topology
     wanted = [key for key in keys if not same or key.endswith((".topology", f".{place.key}.states"))]
     return rng.prepare({key: folder.read_object(key) for key in wanted}, place, device_of(model))
-
-
-def _restore_rng(states: rng.RandomStates | None) -> str:
-    if states is None:
-        return "random states: none that this library has saved, so the streams go on as they are"
-    rng.restore(states)
-    return states.told

@@ -12,7 +12,7 @@ Options stand in `optimizer.param_groups` (one list, or flattened), or in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
@@ -107,8 +107,9 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> lis
         The `_extra_state` of modules.
     """
     live = {key.removeprefix(PREFIX): value for key, value in model_section(model).items()}
-    stored, match.prefixes = keys_below(folder, MODEL, live.__contains__)
-    match.model_keys = stored
+    keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{MODEL}.")]
+    names, match.prefixes = unwrapped([key.removeprefix(f"{MODEL}.") for key in keys], live.__contains__)
+    stored = match.model_keys = {name: f"{MODEL}.{full}" for name, full in names.items()}
     states: list[ExtraMatch] = []
     inside: set[str] = set()
     for name, value in live.items():
@@ -127,14 +128,6 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> lis
     known = live.keys() | inside
     match.unexpected += [key for name, key in stored.items() if name not in known and not is_elsewhere(model, name)]
     return states
-
-
-def keys_below(folder: CheckpointFolder, section: str, known: Callable[[str], bool]) -> tuple[dict[str, str], int]:
-    """Return keys of a section by name without the prefixes of wrappers, and how many prefixes there were."""
-    prefix = f"{section}."
-    keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(prefix)]
-    names, count = unwrapped([key.removeprefix(prefix) for key in keys], known)
-    return {name: prefix + stored for name, stored in names.items()}, count
 
 
 def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> None:
@@ -204,7 +197,7 @@ def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: S
     are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
     """
     name, cut = ".".join(head), len(head)
-    leaves, paths = flatten(_below(head, target.state_dict()))
+    leaves, paths = flatten(unflatten({head: target.state_dict()}))
     live = {paths[key]: value for key, value in leaves.items()}
     keys = [key for key in [*folder.tensors, *folder.objects] if key == name or key.startswith(f"{name}.")]
     order = {key: place for place, key in enumerate(folder.metadata.planner_data or ())}  # as dicts had their keys
@@ -242,13 +235,6 @@ def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
     if isinstance(path, tuple) and all(isinstance(part, str) for part in path):
         return path
     return tuple(key.split("."))
-
-
-def _below(head: KeyPath, state: Any) -> dict[str, Any]:
-    """Nest a state below a path."""
-    for part in reversed(head):
-        state = {part: state}
-    return state
 
 
 @dataclass

@@ -108,30 +108,16 @@ def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
     return {RNG: {outer: {inner: {"states": [states]}}, "topology": place.topology}}
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """The states to set a rank's generators to.
-
-    Attributes:
-        device: Whose accelerator stream to set.
-        states: The very states that were saved; None: seed anew.
-        seed: The seed, where there are no states.
-        told: What this does, for the report.
-    """
-
-    device: torch.device
-    states: Mapping[str, Any] | None
-    seed: int
-    told: str
-
-
-def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> RandomStates:
-    """Prepare what `restore` is to set, tested on separate generators; nothing is set yet.
+def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> tuple[Callable[[], None], str]:
+    """Prepare to set this rank's generators; states are tested on separate ones, and nothing is set yet.
 
     Args:
         found: Objects of the section by key.
         place: Of this rank now.
         device: Whose accelerator stream to set.
+
+    Returns:
+        What sets the generators, and what it does, for the report.
 
     Raises:
         CheckpointError: The states are not of the kind that `collect` writes.
@@ -142,27 +128,19 @@ def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) 
         _set(states, device, on_trial=True)
         lacks = device.type != "cpu" and "accelerator_rng_state" not in states
         added = f", but for those of {device.type}, which were not saved and go on as they are" if lacks else ""
-        return RandomStates(device, states, 0, f"random states: restored for every logical rank{added}")
+        return partial(_set, states, device, on_trial=False), f"restored for every logical rank{added}"
     has_stages = place.stages > 1 or (isinstance(topology, list) and len(topology) > 2)
     told = (
-        f"random states: saved with (tensor, data{', pipeline' if has_stages else ''}) ranks {topology}, now "
+        f"saved with (tensor, data{', pipeline' if has_stages else ''}) ranks {topology}, now "
         f"{tuple(place.topology)}, so every rank was seeded anew from the saved states and its logical rank"
     )
-    return RandomStates(device, None, _seed(found, place), told)
+    return partial(_seed_all, _seed(found, place)), told
 
 
-def restore(prepared: RandomStates) -> None:
-    """Set this rank's generators.
-
-    Raises:
-        CheckpointError: The states cannot be set.
-    """
-    if prepared.states is not None:
-        _set(prepared.states, prepared.device, on_trial=False)
-        return
-    random.seed(prepared.seed)
-    torch.manual_seed(prepared.seed)  # accelerators too
-    np.random.seed(prepared.seed % 2**32)
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)  # accelerators too
+    np.random.seed(seed % 2**32)
 
 
 def _states_of(found: Any, key: str) -> Mapping[str, Any]:

@@ -268,14 +268,15 @@ class FileOps:
 
     def sync(self, path: Path) -> None:
         """Force a file, or the names in a folder, to the disk; folders where the file system supports that."""
-        descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             if not path.is_dir() or error.errno not in _CANNOT_SYNC_FOLDERS:
                 raise
-        finally:
-            os.close(descriptor)
 
     def sync_tree(self, root: Path) -> None:
         """Force everything in a folder to the disk."""

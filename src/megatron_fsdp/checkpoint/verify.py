@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fsdp.checkpoint import checksum, manifest
-from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.safe_read import printable, read_file, reading, shortened
-from megatron_fsdp.checkpoint.tools.kinds import side_file_problems
+from megatron_fsdp.checkpoint.report import listed
+from megatron_fsdp.checkpoint.safe_read import printable, reading, shortened
+from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
-COMMON_FILE = "common.pt"
-KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, "metadata.json", COMMON_FILE, "integrity.json"})
+KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, MARKER, COMMON_FILE, "integrity.json"})
 """Files that this library, torch or Megatron puts beside the data."""
 NO_MANIFEST = "no manifest: contents read but not compared"
 NOT_READ = "contents not read"
@@ -176,7 +175,7 @@ class VerifyReport:
         )
         lines = [head]
         for title in ("damaged", "missing", "unexpected"):
-            lines += _listed(title, getattr(self, title))
+            lines += listed(title, getattr(self, title), _SHOWN)
         reasons = sorted({found.reason for found in self.unverified})
         for reason in reasons[:_SHOWN]:
             count = sum(found.reason == reason for found in self.unverified)
@@ -213,9 +212,9 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     report.tensors, report.objects = len(opened.tensors), len(opened.objects)
     problems = opened.file_problems()
     _check_files(opened, problems, report)
-    different = {} if sealed is None else _compare_descriptions(opened, sealed, report)
+    damaged = set() if sealed is None else _compare_descriptions(opened, sealed, report)
     for key in [*opened.tensors, *opened.objects]:
-        if different.get(key) == "damaged":
+        if key in damaged:
             continue
         state, reason = _check(opened, key, sealed, problems, deep)
         if state != "fine":
@@ -254,25 +253,27 @@ def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: 
         if path.name not in known:
             what = "folder" if path.is_dir() else "file"
             report.unexpected.append(Finding("file", printable(path.name), f"a {what} that no part of it points to"))
-    common = opened.path / COMMON_FILE
-    if common.is_file():
+    if (opened.path / COMMON_FILE).is_file():
         try:
-            load_object(read_file(common), str(common))
-        except (CheckpointError, OSError) as error:
+            read_common_file(opened)
+        except CheckpointError as error:
             report.damaged.append(Finding("file", COMMON_FILE, str(error)))
 
 
-def _compare_descriptions(
-    opened: CheckpointFolder, sealed: Manifest, report: VerifyReport
-) -> dict[str, Literal["missing", "unexpected", "damaged"]]:
-    """Report the keys of which metadata and manifest say different things; return what they are."""
-    states: dict[str, Literal["missing", "unexpected", "damaged"]] = {}
+def _compare_descriptions(opened: CheckpointFolder, sealed: Manifest, report: VerifyReport) -> set[str]:
+    """Report the keys of which metadata and manifest say different things; return those that both have."""
+    in_both = set()
     for key, problem in opened.differences(sealed).items():
-        states[key] = "missing" if key not in opened else "unexpected" if key not in sealed else "damaged"
         is_tensor = key in opened.tensors or (key not in opened and key in sealed.tensors)
         found = Finding("tensor" if is_tensor else "object", printable(key, 4096), problem)
-        getattr(report, states[key]).append(found)
-    return states
+        if key not in opened:
+            report.missing.append(found)
+        elif key not in sealed:
+            report.unexpected.append(found)
+        else:
+            report.damaged.append(found)
+            in_both.add(key)
+    return in_both
 
 
 def _check(
@@ -318,10 +319,3 @@ def _why_unverified(sealed: Manifest | None, key: str) -> str | None:
     if sealed.checksum_name != checksum.NAME:
         return f"the manifest has checksums of another kind, {printable(sealed.checksum_name):.50}"
     return None if key in sealed else "the manifest does not know it"
-
-
-def _listed(title: str, found: list[Finding]) -> list[str]:
-    if not found:
-        return []
-    more = [f"  ... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [f"{title}:", *(f"  {item}" for item in found[:_SHOWN]), *more]

@@ -120,14 +120,12 @@ class CommonState:
     common_step: float | None = None
 
     @classmethod
-    def of(cls, tree: Any) -> CommonState:
+    def of(cls, tree: Mapping[str, Any]) -> CommonState:
         """Read the groups and the step from a common dict.
 
         Raises:
-            CheckpointError: It is no dict, or its parameter groups are not a list of dicts.
+            CheckpointError: Its parameter groups are not a list of dicts.
         """
-        if not isinstance(tree, Mapping):
-            raise CheckpointError(f"the common state is a {type(tree).__name__}, not a dict; the checkpoint is damaged")
         groups: list[Mapping[str, Any]] = []
         steps: list[float] = []
         _collect(tree.get("optimizer"), groups, steps)

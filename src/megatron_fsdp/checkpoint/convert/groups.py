@@ -23,6 +23,7 @@ from megatron_fsdp.checkpoint.convert.entries import listed
 from megatron_fsdp.checkpoint.convert.names import canonical_name
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import is_repeated, own_name
+from megatron_fsdp.checkpoint.new_folder import new_folder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, together
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -214,9 +215,8 @@ def _merge(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _write(merged: Mapping[str, int], folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not an empty folder; give another one")
-    save_alone(merged, checkpoint_id=folder)
+    with new_folder(folder) as temporary:
+        save_alone(merged, checkpoint_id=temporary)
 
 
 def export_group_map_json(

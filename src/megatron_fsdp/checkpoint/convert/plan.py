@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from megatron_fsdp.checkpoint.convert.entries import (
 from megatron_fsdp.checkpoint.convert.groups import INFER, MAP, NO_GROUPS, Assignment, Parameter, assign
 from megatron_fsdp.checkpoint.convert.names import (
     AUTO,
-    Gating,
     Piece,
     decide_gating,
     is_bucket_space,
@@ -190,19 +190,22 @@ def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
     )
     prefixes = Prefixes.of(options, source.common.is_fp32)
     masters = sorted_in.states.get(_MASTER, {}) if options.masters == FP32 else {}
-    moves: list[Move] = []
+    cut = {
+        key: list(pieces(key, entry.shape, key in gating.gated, options.rename_mtp)) for key, entry in weights.items()
+    }
+    moves = [
+        _move(masters.get(key, weights[key]), piece, prefixes.of_weight(piece.name))
+        for key, found in cut.items()
+        for piece in found
+    ]
     parameters: dict[str, list[Piece]] = {}
-    for key, entry in weights.items():
-        found = list(pieces(key, entry.shape, key in gating.gated, options.rename_mtp))
-        chosen = masters.get(key, entry)
-        moves += [_move(chosen, piece, prefixes.of_weight(piece.name)) for piece in found]
-        for piece in found:
-            parameters.setdefault(piece.parameter, []).append(piece)
+    for piece in chain.from_iterable(cut.values()):
+        parameters.setdefault(piece.parameter, []).append(piece)
     assignment, values = Assignment({}), list[Value]()
     if not options.weights_only:
-        moves += _state_moves(sorted_in, gating, prefixes, options)
-        optimised = _optimised(sorted_in, options)
-        about = [Parameter(name, cut[0].parameter_ndim, name in optimised) for name, cut in parameters.items()]
+        moves += _state_moves(sorted_in, cut, prefixes)
+        optimised = {piece.parameter for key in sorted_in.with_state() for piece in cut[key]}
+        about = [Parameter(name, own[0].parameter_ndim, name in optimised) for name, own in parameters.items()]
         assignment = assign(about, source.common.groups, options.group_source, options.param_to_group)
         stepless = optimised if "step" not in sorted_in.states else set()
         values = _group_values(parameters, assignment, stepless, source.common, prefixes)
@@ -278,25 +281,16 @@ def _move(entry: Entry, piece: Piece, path: PathParts) -> Move:
     return Move(entry.key, piece.offsets, piece.lengths, key_of(path), path, piece.shape, entry.dtype)
 
 
-def _state_moves(found: _Sorted, gating: Gating, prefixes: Prefixes, options: ConvertOptions) -> Iterator[Move]:
+def _state_moves(found: _Sorted, cut: Mapping[str, Sequence[Piece]], prefixes: Prefixes) -> Iterator[Move]:
     for slot, states in found.states.items():
         for key, entry in states.items() if slot != _MASTER else ():
-            weight = found.weights[key]
-            for piece in pieces(key, weight.shape, key in gating.gated, options.rename_mtp):
+            for piece in cut[key]:
                 path = prefixes.of_state(piece.name, slot)
-                if entry.shape == weight.shape:
+                if entry.shape == found.weights[key].shape:
                     yield _move(entry, piece, path)
                 else:  # one number for each layer's, each expert's parameter
                     index = piece.offsets[: len(entry.shape)]
                     yield Move(entry.key, index, (1,) * len(index), key_of(path), path, (), entry.dtype)
-
-
-def _optimised(found: _Sorted, options: ConvertOptions) -> set[str]:
-    """Return the output names of the parameters that have optimizer state."""
-    keys = found.with_state()
-    return {
-        piece.parameter for key in keys for piece in pieces(key, found.weights[key].shape, False, options.rename_mtp)
-    }
 
 
 def _group_values(
@@ -306,15 +300,7 @@ def _group_values(
     common: CommonState,
     prefixes: Prefixes,
 ) -> list[Value]:
-    """List the fields of each parameter's group, and its step, which torch's optimizers keep per parameter.
-
-    Args:
-        parameters: Pieces of each parameter, by its name in the output.
-        assignment: Their groups.
-        stepless: Parameters that have optimizer state without a step.
-        common: With the fields of the groups, and the step.
-        prefixes: Of the output.
-    """
+    """List the fields of each parameter's group, and its step, which torch's optimizers keep per parameter."""
     values: list[Value] = []
     for name, cut in parameters.items():
         group = assignment.group_of.get(name)

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
-from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
+from megatron_fsdp.checkpoint.convert.plan import Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, stretch_of
-from megatron_fsdp.checkpoint.safe_read import Opaque, read_file, read_json
+from megatron_fsdp.checkpoint.safe_read import Opaque
+from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
 ReadBox = Callable[[Sequence[int], Sequence[int]], Tensor]
 """(offsets, lengths) in the stored tensor -> its elements."""
 
-_COMMON_KEY = f"{COMMON}/shard_0_1"
 _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 
 
@@ -137,7 +136,9 @@ class TorchDistSource:
         ]
         wanted = needed_objects(folder.objects)
         objects = {key: without_opaque(_only(folder.read_object(key))) for key in wanted}
-        common = CommonState.of(without_opaque(_read_common(folder, path)))
+        if COMMON_KEY not in folder.objects and not (path / COMMON_FILE).is_file():
+            raise CheckpointError(f"{path} has neither {COMMON_KEY} nor {COMMON_FILE}; the checkpoint is incomplete")
+        common = CommonState.of(without_opaque(read_common(folder)))
         return cls(folder, Source(entries, list(folder.objects), common, objects), cells)
 
     def read(self, move: Move) -> Tensor:
@@ -162,29 +163,19 @@ def without_opaque(value: Any) -> Any:
 
 
 def _require_marker(path: Path) -> None:
-    marker = path / "metadata.json"
+    marker = path / MARKER
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give the iter_* folder of a torch_dist checkpoint")
     if not marker.is_file():
-        inner = sorted(child.name for child in path.iterdir() if (child / "metadata.json").is_file())
+        inner = sorted(child.name for child in path.iterdir() if (child / MARKER).is_file())
         hint = f"; did you mean {path / inner[-1]}?" if inner else ""
         raise CheckpointError(
-            f"{path} has no metadata.json, which torch_dist writes last: it is no torch_dist checkpoint, or an "
+            f"{path} has no {MARKER}, which torch_dist writes last: it is no torch_dist checkpoint, or an "
             f"incomplete one{hint}"
         )
-    told = read_json(marker)
-    backend = told.get("sharded_backend") if isinstance(told, dict) else None
+    backend = read_marker(path).get("sharded_backend")
     if backend != "torch_dist":
         raise CheckpointError(f"{marker} says that the format is {backend!r}; only torch_dist can be converted")
-
-
-def _read_common(folder: CheckpointFolder, path: Path) -> Any:
-    if _COMMON_KEY in folder.objects:
-        return _only(folder.read_object(_COMMON_KEY))
-    old = path / "common.pt"
-    if not old.is_file():
-        raise CheckpointError(f"{path} has neither {_COMMON_KEY} nor common.pt; the checkpoint is incomplete")
-    return load_object(read_file(old), str(old))
 
 
 def _only(content: Any) -> Any:
