@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from megatron_fsdp.checkpoint.live_state import collect
+from megatron_fsdp.checkpoint.checkpointer import collect
 from megatron_fsdp.checkpoint.load import read_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError, ConfigurationError

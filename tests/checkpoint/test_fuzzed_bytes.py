@@ -11,7 +11,7 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.load import read_checkpoint
-from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
+from megatron_fsdp.checkpoint.store import POINTER, RunFolder
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
 from tests.support import byte_damage

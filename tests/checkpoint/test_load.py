@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.checkpoint.live_state import collect
+from megatron_fsdp.checkpoint.checkpointer import collect
 from megatron_fsdp.checkpoint.load import read_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from tests.conftest import RunRanks

@@ -37,8 +37,8 @@ from megatron_fsdp.checkpoint import reading_budget
 from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.files import open_folder
-from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
 from megatron_fsdp.checkpoint.safe_read import load_metadata
+from megatron_fsdp.checkpoint.store import POINTER, RunFolder
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.partial import ChunkIndex
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, ChunkIndex
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.checkpoint.publish import FileOps
-from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder
-from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.checkpoint.store import POINTER, CheckpointStore, FileOps, RunFolder
 from megatron_fsdp.errors import CheckpointError
 from tests.support.store_faults import (
     FAULTS,
@@ -18,7 +16,6 @@ from tests.support.store_faults import (
     FaultyOps,
     Killed,
     content_of,
-    new_process,
     write_content,
 )
 
@@ -97,7 +94,6 @@ SCENARIOS = {
 def disturbed(root: Path, scenario: Scenario, ops: FileOps) -> str:
     """Prepare and save; how it ended."""
     scenario.prepare(root)
-    new_process()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what could not be deleted
         try:
@@ -106,8 +102,6 @@ def disturbed(root: Path, scenario: Scenario, ops: FileOps) -> str:
             return "killed"
         except CheckpointError as error:
             return "error" if "No space left on device" in str(error) else str(error)
-        finally:
-            new_process()
     return "saved"
 
 
@@ -155,7 +149,7 @@ def test_a_fault_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, name: str
     scenario = SCENARIOS[name]
     clean = FaultyOps()
     assert disturbed(tmp_path / "clean", scenario, clean) == "saved"
-    assert len(clean.log) >= 12
+    assert len(clean.log) >= 11
     check_next_save(tmp_path / "clean", scenario, check_whole(tmp_path / "clean", scenario, "saved"))
     for step in range(len(clean.log)):
         root = tmp_path / f"step{step}"
@@ -170,7 +164,7 @@ def test_an_error_publishes_nothing_and_leaves_nothing(tmp_path: Path, name: str
     scenario = SCENARIOS[name]
     clean = FaultyOps()
     disturbed(tmp_path / "clean", scenario, clean)
-    moved = next(number for number, (step, _) in enumerate(clean.log) if step == "replace")
+    moved = next(number for number, step in enumerate(clean.log) if moves_pointer(*step))
     for step in range(moved + 1):
         root = tmp_path / f"step{step}"
         scenario.prepare(root)
@@ -178,6 +172,10 @@ def test_an_error_publishes_nothing_and_leaves_nothing(tmp_path: Path, name: str
         with pytest.raises(CheckpointError, match="No space left on device"):
             save(root, scenario.iteration, "new", FaultyOps(step), scenario.overwrite)
         assert everything(root) == before
+
+
+def moves_pointer(step: str, path: Path) -> bool:
+    return step == "rename" and path.name.startswith(f".{POINTER}")
 
 
 def everything(root: Path) -> dict[str, str]:
@@ -191,25 +189,20 @@ def test_what_is_renamed_has_been_forced_to_the_disk(tmp_path: Path) -> None:
     steps = [(name, path.name if path != root else "root") for name, path in ops.log]
     staging = next(path for name, path in ops.log if name == "make_folder").name
     into_place = steps.index(("rename", staging))
-    pointer_moves = next(number for number, (name, _) in enumerate(steps) if name == "replace")
-    synced = {path for name, path in steps[:into_place] if name in ("sync_file", "sync_folder")}
+    pointer_moves = next(number for number, step in enumerate(ops.log) if moves_pointer(*step))
+    synced = {path for name, path in steps[:into_place] if name == "sync"}
     assert synced == {Path(name).name for name in FILES} | {".metadata", "folder", staging}
-    assert steps[pointer_moves - 1] == ("sync_folder", "root")
+    assert steps[pointer_moves - 1] == ("sync", "root")
     assert ("write_file", steps[pointer_moves][1]) in steps[:into_place]
-    assert steps[pointer_moves + 1] == ("sync_folder", "root")
-    assert all(name not in ("remove_tree", "remove_file") for name, _ in steps[:pointer_moves])
+    assert steps[pointer_moves + 1] == ("sync", "root")
+    assert all(name != "remove" for name, _ in steps[:pointer_moves])
 
 
 def test_what_a_living_process_is_saving_is_not_taken_for_left_over(tmp_path: Path) -> None:
     replaced, first = tmp_path / "replaced", tmp_path / "first"
 
-    def save_as_another(folder: Path) -> None:
-        new_process()
-        save(folder, 20, "of another", FileOps())
-        new_process()
-
     def write(folder: Path) -> None:
-        save_as_another(first)
+        save(first, 20, "of another", FileOps())
         write_content(folder, "new")
 
     CheckpointStore(first).write(10, write)
@@ -223,7 +216,7 @@ def test_what_a_living_process_is_saving_is_not_taken_for_left_over(tmp_path: Pa
         def rename(self, source: Path, target: Path) -> None:
             super().rename(source, target)
             if ".replaced-" in target.name:
-                save_as_another(replaced)
+                save(replaced, 20, "of another", FileOps())
 
     save(replaced, 10, "old", FileOps())
     save(replaced, 10, "new", Slow(), overwrite=True)

@@ -7,8 +7,7 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
-from megatron_fsdp.checkpoint.run_folder import RunFolder
-from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder
 from tests.support.save_loop import iteration_in, nursery, save
 
 KILLS = 24
@@ -24,7 +23,9 @@ def kill_savers(root: Path) -> tuple[int, int]:
     there.close()
     draw = random.Random(0)
     interrupted, newest = 0, 0
-    for _ in range(KILLS):
+    for kill in range(10 * KILLS):  # a busy machine finishes few saves in so short a time
+        if kill >= KILLS and newest > KILLS // 4:
+            break
         here.send("save")
         child = here.recv()
         time.sleep(draw.uniform(0.0, LONGEST_S))

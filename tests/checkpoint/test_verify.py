@@ -13,12 +13,14 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_fsdp.checkpoint.run_folder import POINTER
+from megatron_fsdp.checkpoint.store import POINTER
 from megatron_fsdp.checkpoint.verify import NO_MANIFEST, NOT_READ, VerifyReport, verify
 from megatron_fsdp.cli import checkpoint as checkpoint_command
 from megatron_fsdp.errors import CheckpointError
 from tests.support import byte_damage, hostile
 from tests.support.byte_damage import saved_bytes
+from tests.support.torch_dist.gpt import GptSpec, make_truth
+from tests.support.torch_dist.write import WriteOptions, write_torch_dist
 
 DATA, WEIGHT, LR = "__0_0.distcp", "model.weight", "optimizer.lr"
 Found = set[tuple[str, str]]
@@ -187,6 +189,32 @@ def test_a_file_of_megatron_beside_the_data(folder: Path) -> None:
     assert names(verify(folder)) == (set(), set(), set())
     (folder / "common.pt").write_bytes(b"PK")
     assert names(verify(folder))[0] == {("file", "common.pt")}
+
+
+def files(report: VerifyReport) -> dict[str, set[str]]:
+    kinds = {"damaged": report.damaged, "missing": report.missing, "unexpected": report.unexpected}
+    return {kind: {item.name for item in found} for kind, found in kinds.items() if found}
+
+
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("generation", [1, 2, 3])
+def test_what_megatron_writes_beside_the_tensors(tmp_path: Path, generation: int) -> None:
+    folder = write_torch_dist(tmp_path / "a", make_truth(GptSpec(layers=1)), WriteOptions(generation=generation))
+    marker, common = folder / "metadata.json", folder / "common.pt"
+    assert verify(folder).is_whole
+    assert files(verify(folder)) == {}
+    right = marker.read_bytes()
+    for wrong in (b"\0garbage", b"[1]", b'{"sharded_backend": "zarr"}', b"{}"):
+        marker.write_bytes(wrong)
+        assert files(verify(folder)) == {"damaged": {"metadata.json"}}, wrong
+    marker.unlink()
+    assert files(verify(folder)) == {"missing": {"metadata.json"}}
+    if generation < 3:
+        common.unlink()
+        assert files(verify(folder)) == {"missing": {"metadata.json", "common.pt"}}
+        marker.write_bytes(right)
+        assert files(verify(folder)) == {"missing": {"common.pt"}}
+        assert "common.pt: iteration, arguments and parameter groups" in str(verify(folder))
 
 
 @pytest.mark.parametrize("given", ["nothing", "file"])

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.load import SafeLoadPlanner, SafeReader, read_checkpoint
+from megatron_fsdp.checkpoint.load import read_checkpoint
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
 
@@ -33,19 +31,6 @@ def by_folder(folder: Path) -> None:
         opened.read_tensor(key)
     for key in opened.objects:
         opened.read_object(key)
-
-
-def by_dcp(folder: Path) -> None:
-    state: dict[str, Any] = {
-        "model": {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)},
-        "schedule": {"step": 0},
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            load(state, storage_reader=SafeReader(CheckpointFolder(folder)), planner=SafeLoadPlanner(), no_dist=True)
-        except CheckpointException as error:  # what torch puts around errors
-            raise error.failures[0][0] from error
 
 
 def by_loading(folder: Path) -> None:
@@ -74,7 +59,7 @@ def by_verify(folder: Path) -> None:
         raise CheckpointError(str(report))
 
 
-READERS = [by_folder, by_dcp, by_loading, by_verify]
+READERS = [by_folder, by_loading, by_verify]
 Reader = Callable[[Path], None]
 
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fsdp.checkpoint import run_folder
-from megatron_fsdp.checkpoint.publish import FileOps
+from megatron_fsdp.checkpoint.store import FileOps
 
 Fault = Literal["killed before", "killed halfway", "killed after", "error once", "errors from there on"]
 FAULTS: tuple[Fault, ...] = ("killed before", "killed halfway", "killed after", "error once", "errors from there on")
@@ -52,36 +51,24 @@ class FaultyOps(FileOps):
     def make_folder(self, path: Path) -> None:
         self._step("make_folder", path)
 
-    def make_root(self, path: Path) -> None:
-        self._step("make_root", path)
-
     def rename(self, source: Path, target: Path) -> None:
         self._step("rename", source, target)
-
-    def replace(self, source: Path, target: Path) -> None:
-        self._step("replace", source, target)
 
     def write_file(self, path: Path, content: str) -> None:
         self._step("write_file", path, content)
 
-    def sync_file(self, path: Path) -> None:
-        self._step("sync_file", path)
+    def sync(self, path: Path) -> None:
+        self._step("sync", path)
 
-    def sync_folder(self, path: Path) -> None:
-        self._step("sync_folder", path)
-
-    def remove_file(self, path: Path) -> None:
-        self._step("remove_file", path)
-
-    def remove_tree(self, path: Path) -> None:
-        self._step("remove_tree", path)
+    def remove(self, path: Path) -> None:
+        self._step("remove", path)
 
 
 def act(ops: FileOps, name: str, path: Path, *rest: Any) -> None:
     """Do a step, without forcing anything to the disk: thousands of steps are done, and no machine stops."""
     if name == "write_file":
         path.write_text(*rest)
-    elif not name.startswith("sync"):
+    elif name != "sync":
         getattr(FileOps, name)(ops, path, *rest)
 
 
@@ -89,13 +76,8 @@ def halfway(name: str, path: Path) -> None:
     """What a killed process leaves of the steps that are not atomic."""
     if name == "write_file":
         path.write_text("")
-    if name == "remove_tree":
+    if name == "remove" and path.is_dir():
         (path / FILES[0]).unlink(missing_ok=True)  # and `.metadata` is still there
-
-
-def new_process() -> None:
-    """From now on hidden names are those of another process."""
-    run_folder._owner.cache_clear()
 
 
 def write_content(folder: Path, content: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import threading
 import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.comm.agreement import decided_by_first, raise_together, together, world_size_of
 from megatron_fsdp.comm.groups import twin_of
@@ -79,15 +80,12 @@ class StagingBuffers:
         """
         if isinstance(state, dict):  # torch also calls `state_dict()` of objects at the top level
             state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
-        frozen = _mapped(state, lambda value: value if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+        frozen = tree_map(lambda value: value if isinstance(value, torch.Tensor) else copy.deepcopy(value), state)
         sources: dict[Any, torch.Tensor] = {}
-
-        def collect(value: Any) -> None:
+        for value in tree_leaves(frozen):
             if isinstance(value, torch.Tensor):
                 local = _local(value)
                 sources.setdefault(_memory(local), local)
-
-        _mapped(frozen, collect)
         self.staged_bytes = sum(local.nbytes for local in sources.values())
         devices = {local.device for local in sources.values() if _is_remote(local.device)}
         try:
@@ -98,7 +96,7 @@ class StagingBuffers:
             }
         finally:  # memory that a copy is under way to must not go before it has arrived
             self._events = [_recorded(device) for device in devices]
-        return _mapped(frozen, lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value)
+        return tree_map(lambda value: _like(value, staged) if isinstance(value, torch.Tensor) else value, frozen)
 
     def wait_until_copied(self) -> None:
         """Block until the last copy can be read; from any thread."""
@@ -139,15 +137,6 @@ def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Ten
     memory = (ctypes.c_char * like.nbytes).from_address(arena.data_ptr() + first)
     memory.arena = arena  # type: ignore[attr-defined]  # lives as long as a tensor over it does
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
-
-
-def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return a nesting with its leaves replaced."""
-    if isinstance(value, dict):
-        return {key: _mapped(each, leaf) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, leaf) for each in value)
-    return leaf(value)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,16 +185,6 @@ def _recorded(device: torch.device) -> torch.Event:
     return event
 
 
-class _Outcome:
-    """The error of the last save, until it has been raised."""
-
-    error: BaseException | None = None
-
-    def take(self) -> BaseException | None:
-        error, self.error = self.error, None
-        return error
-
-
 class BackgroundSaver:
     """Saves states from a thread, one at a time, with one copy of this rank's part in host memory.
 
@@ -234,10 +213,10 @@ class BackgroundSaver:
         """
         self.group = _gloo_twin(group, timeout)
         self._buffers = StagingBuffers()
-        self._thread: threading.Thread | None = None
-        self._outcome = _Outcome()
+        self._pool = ThreadPoolExecutor(1, "megatron_fsdp background save")
+        self._saves: list[Future[None]] = []  # the last one, until its error has been raised
         self._is_closed = False
-        weakref.finalize(self, _warn_of_untold, self._outcome)
+        weakref.finalize(self, _warn_of_untold, self._saves)
 
     @property
     def staged_bytes(self) -> int:
@@ -252,7 +231,7 @@ class BackgroundSaver:
     @property
     def is_saving(self) -> bool:
         """Whether the thread is saving on this rank."""
-        return self._thread is not None and self._thread.is_alive()
+        return any(not save.done() for save in self._saves)
 
     def start(self, state: Any, save: Save) -> None:
         """Copy a state and save the copy in the background; waits for the previous save, if there is one.
@@ -278,10 +257,7 @@ class BackgroundSaver:
         except Exception as error:  # noqa: BLE001  the thread reports it to the other ranks, which are about to wait for this one
             problem = error
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-        self._thread = threading.Thread(
-            target=self._run, args=(copied, problem, save, device), name="megatron_fsdp background save"
-        )
-        self._thread.start()
+        self._saves.append(self._pool.submit(self._run, copied, problem, save, device))
 
     def wait(self) -> None:
         """Wait until nothing is being saved.
@@ -289,12 +265,9 @@ class BackgroundSaver:
         Raises:
             CheckpointError: The save failed on some rank; the same message on every rank, once.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        error = self._outcome.take()
-        if error is not None:
-            raise error
+        if self._saves:
+            self._saves[0].exception()  # an interrupted wait can be repeated
+            self._saves.pop().result()
 
     def close(self) -> None:
         """Finish, and free the memory and the group; collective. May be called again.
@@ -308,6 +281,7 @@ class BackgroundSaver:
         try:
             self.wait()
         finally:
+            self._pool.shutdown()
             self._buffers.release()
             if self.group is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)
@@ -322,19 +296,16 @@ class BackgroundSaver:
 
     def _run(self, copied: Any, problem: BaseException | None, save: Save, device: int | None) -> None:
         """Save the copy in the thread."""
-        try:
-            if device is not None:
-                torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
-            raise_together(problem, "copying the state for a background save", self.group)
+        if device is not None:
+            torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
+        raise_together(problem, "copying the state for a background save", self.group)
 
-            def save_copy() -> None:
-                self._buffers.wait_until_copied()
-                with torch.no_grad():
-                    save(copied, self.group)
+        def save_copy() -> None:
+            self._buffers.wait_until_copied()
+            with torch.no_grad():
+                save(copied, self.group)
 
-            together("saving in the background", save_copy, self.group)
-        except BaseException as error:  # noqa: BLE001  raised by the next wait
-            self._outcome.error = error
+        together("saving in the background", save_copy, self.group)
 
 
 def _gloo_twin(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:
@@ -347,11 +318,12 @@ def _gloo_twin(group: dist.ProcessGroup | None, timeout: timedelta | None) -> di
     return twin_of(group, name, "gloo", timeout)
 
 
-def _warn_of_untold(outcome: _Outcome) -> None:
-    error = outcome.take()
-    if error is not None:
-        warnings.warn(
-            f"a save in the background has failed, and nobody has asked: {error}; call wait() or close()",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _warn_of_untold(saves: Sequence[Future[None]]) -> None:
+    for save in saves:
+        error = save.exception() if save.done() else None
+        if error is not None:
+            warnings.warn(
+                f"a save in the background has failed, and nobody has asked: {error}; call wait() or close()",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,10 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.background import BackgroundSaver
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import Extras, collect, join_stages
 from megatron_fsdp.checkpoint.load import facts_of, read_checkpoint
+from megatron_fsdp.checkpoint.naming import (
+    ITERATION,
+    MODEL,
+    OPTIMIZER,
+    Extras,
+    check_names,
+    device_of,
+    groups_of_all,
+    model_section,
+    place_of,
+)
+from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.checkpoint.store import CheckpointStore
@@ -107,18 +118,15 @@ class Checkpointer:
         } | facts_of(optimizer, extra, with_rng)
         doing = f"saving iteration {iteration!r} in {self.store.root}"
         target, state = together(doing, prepare, self._group, facts)
-        join_stages(state, model, self._group)
+        _join_stages(state, model, self._group)
         if not self._is_in_background:
             return self.store.write(
-                iteration,
-                lambda folder: write_state(state, folder, self._group),
-                overwrite=overwrite,
-                is_synced=True,
+                iteration, lambda folder: write_state(state, folder, self._group), overwrite=overwrite
             )
 
         def write(copied: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
             self.store.over(group).write(
-                iteration, lambda folder: write_state(copied, folder, group), overwrite=overwrite, is_synced=True
+                iteration, lambda folder: write_state(copied, folder, group), overwrite=overwrite
             )
 
         if self._saver is None:
@@ -214,7 +222,6 @@ def load_checkpoint(
     with_rng: bool = True,
     strict: bool = True,
     verify: bool | None = None,
-    view: Callable[[CheckpointFolder], CheckpointFolder] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load one checkpoint; collective.
@@ -233,7 +240,6 @@ def load_checkpoint(
             fits and reports the rest.
         verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
             None: where there is one, and without the sections that are not loaded.
-        view: From the opened folder to one that shows its content under the names of the model; None: as it is.
         group: The ranks; None: all.
 
     Returns:
@@ -252,7 +258,45 @@ def load_checkpoint(
         with_rng=with_rng,
         strict=strict,
         verify=verify,
-        view=view,
         group=group,
         facts={"iteration": repr(iteration)},
     )
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    iteration: int,
+    extra: Extras | None = None,
+    with_rng: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Collect everything that belongs in a checkpoint; only random states are copied.
+
+    Args:
+        model: Sharded or not.
+        optimizer: Of its parameters; None: not saved.
+        iteration: Steps done.
+        extra: More to save, by name.
+        with_rng: Whether to save the random states of this rank.
+        group: The ranks that save.
+
+    Raises:
+        ConfigurationError: A name of `extra` is taken or has a dot, or the optimizer is not that of the model.
+    """
+    check_names(extra)
+    state: dict[str, Any] = {MODEL: model_section(model), ITERATION: iteration}
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer_state.collect(optimizer, model)
+    if with_rng:
+        state |= rng.collect(rng.logical_rank_of(model, group), device_of(model))
+    state |= {name: as_extra(value).state_dict() for name, value in (extra or {}).items()}
+    return state
+
+
+def _join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let the state of a pipeline stage name the parameter groups of all stages; collective over the pipeline."""
+    place = place_of(model)
+    if place is not None and OPTIMIZER in state:
+        section = state[OPTIMIZER]
+        section[optimizer_state.GROUPS] = groups_of_all(section[optimizer_state.GROUPS], place, group)

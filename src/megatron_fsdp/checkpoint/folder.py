@@ -7,10 +7,11 @@ import io
 import math
 import os
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
@@ -18,10 +19,9 @@ import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor
+from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor, load_without_elements
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
-from megatron_fsdp.checkpoint.partial import ChunkIndex, place_of_elements, stretch_of
 from megatron_fsdp.checkpoint.reading_budget import ELEMENT_BYTES, MAX_DEPTH, MAX_DIMS, ReadingBudget
 from megatron_fsdp.checkpoint.safe_read import MAX_OBJECT_BYTES, load_metadata, open_file, printable, read_file, reading
 from megatron_fsdp.errors import CheckpointError
@@ -38,6 +38,7 @@ METADATA = ".metadata"
 _MAX_ARCHIVE_OVERHEAD = 1 << 20
 _MAX_SHARING = 16  # how often the bytes of a file may be named, on average; writers name them once
 _AT_ONCE_BYTES = 1 << 18
+_MAX_AXES = 2  # layers and experts, by which chunks are indexed
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,8 @@ class ObjectEntry:
     transforms: tuple[str, ...] = ()
 
 
-def entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
-    """Return the tensors and objects that metadata describe, in the order of their names.
-
-    Args:
-        metadata: A `Metadata` as read; of its insides nothing is believed before it is checked.
-        where: Names the checkpoint in messages.
-
-    Raises:
-        CheckpointError: Something is not what it should be: names the key.
-    """
+def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+    """Return the tensors and objects that metadata describe, in the order of names; believes nothing unchecked."""
     described: Any = getattr(metadata, "state_dict_metadata", None)
     storage: Any = getattr(metadata, "storage_data", None)
     if not (isinstance(described, dict) and isinstance(storage, dict)):
@@ -254,6 +247,74 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     return sum(volume(box.offsets, box.lengths) for box in boxes) % _PRIME == volume([0] * len(shape), shape)
 
 
+# ---- parts of a chunk, such as one layer of a stack ------------------------------------------------------------------
+
+
+class ChunkIndex:
+    """The boxes of one tensor's chunks, indexed by their position along the first axes; there may be thousands.
+
+    Only axes along which all boxes have the same length are used (so they begin at multiples of it, since they cover
+    the tensor); the others do not narrow the search.
+
+    Args:
+        boxes: Of the chunks; those without elements are never found.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        filled = [(i, box) for i, box in enumerate(boxes) if box.numel]
+        self._steps: list[int] = []
+        for axis in range(min(_MAX_AXES, len(filled[0][1].offsets)) if filled else 0):
+            step = filled[0][1].lengths[axis]
+            if any(box.lengths[axis] != step for _, box in filled):
+                break
+            self._steps.append(step)
+        self._cells: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, box in filled:
+            self._cells[tuple(at // step for at, step in zip(box.offsets, self._steps, strict=False))].append(i)
+
+    def candidates(self, wanted: Box) -> Iterator[int]:
+        """Yield chunks that may meet a box; all that do are among them."""
+        ranges = [
+            range(first // step, (first + length - 1) // step + 1)
+            for first, length, step in zip(wanted.offsets, wanted.lengths, self._steps, strict=False)
+        ]
+        for cell in product(*ranges):
+            yield from self._cells.get(cell, ())
+
+    def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the chunks that share elements with a box, each with the shared box in global coordinates."""
+        for i in self.candidates(wanted) if wanted.numel else ():
+            shared = self._boxes[i].meet(wanted)
+            if shared is not None:
+                yield i, shared
+
+
+def stretch_of(shape: Sequence[int], box: Box) -> int | None:
+    """Return the first element of a box that is contiguous in the flattened tensor; None if it is not."""
+    partial = max((axis for axis, n in enumerate(box.lengths) if n != shape[axis]), default=0)
+    if any(length != 1 for length in box.lengths[:partial]):
+        return None
+    start = 0
+    for at, length in zip(box.offsets, shape, strict=True):
+        start = start * length + at
+    return start
+
+
+def _place_of_elements(stream: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype, where: str) -> int | None:
+    """Find where the elements begin in an archive of `torch.save`; None if they are not stored as in memory."""
+    with reading(where):
+        found = load_without_elements(stream, where)
+        is_whole = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (shape, dtype)
+        if not is_whole or not found.is_contiguous() or found.storage_offset() or found.is_conj() or found.is_neg():
+            return None
+    place: int | None = found.untyped_storage()._checkpoint_offset
+    return place
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+
 class CheckpointFolder:
     """A folder that torch.distributed.checkpoint (or Megatron's torch_dist) wrote.
 
@@ -281,11 +342,14 @@ class CheckpointFolder:
         raw = _metadata_bytes(self.path)
         self.metadata: Metadata = load_metadata(raw, where)
         with reading(where):
-            self.tensors, self.objects = entries_of(self.metadata, where)
+            self.tensors, self.objects = _entries_of(self.metadata, where)
             _check_paths(self.metadata, where, ReadingBudget(len(raw)))
         if check:
             self.require_files()
             self.require_manifest()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.tensors or key in self.objects
 
     def spans(self) -> Iterator[tuple[str, Span]]:
         """Every piece of bytes, with the key it belongs to."""
@@ -346,16 +410,26 @@ class CheckpointFolder:
         sealed = Manifest.read(self.path)
         if sealed is None:
             return
-        here = {key: (entry.shape, str(entry.dtype)) for key, entry in self.tensors.items()}
-        there = {key: (seal.shape, seal.dtype) for key, seal in sealed.tensors.items()}
-        other = {key for key in here.keys() | there.keys() if here.get(key) != there.get(key)}
-        other |= self.objects.keys() ^ sealed.objects.keys()
-        if other:
-            first = ", ".join(printable(key) for key in sorted(other)[:4])
+        found = self.differences(sealed)
+        if found:
+            first = ", ".join(printable(key) for key in list(found)[:4])
             raise CheckpointError(
-                f"{self.path}: {METADATA} and {FILE_NAME} describe different checkpoints ({len(other)} entries differ, "
+                f"{self.path}: {METADATA} and {FILE_NAME} describe different checkpoints ({len(found)} entries differ, "
                 f"such as {first}); `mfsdp checkpoint verify` lists them"
             )
+
+    def differences(self, sealed: Manifest) -> dict[str, str]:
+        """Describe the tensors and objects of which metadata and manifest say different things, by key."""
+        here = {key: f"{entry.shape} of {entry.dtype}" for key, entry in self.tensors.items()}
+        there = {key: f"{seal.shape} of {seal.dtype}" for key, seal in sealed.tensors.items()}
+        here |= dict.fromkeys(self.objects, "an object")
+        there |= dict.fromkeys(sealed.objects, "an object")
+        found = {}
+        for key in sorted(here.keys() | there.keys()):
+            own, other = here.get(key, "nothing"), there.get(key, "nothing")
+            if own != other:
+                found[key] = f"is {own} in {METADATA} and {printable(other)} in {FILE_NAME}"
+        return found
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
@@ -407,7 +481,7 @@ class CheckpointFolder:
             where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
             with self._opened_chunk(entry, chunk, where) as stream:
                 if chunk not in self._places:
-                    self._places[chunk] = place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
+                    self._places[chunk] = _place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
                 place = self._places[chunk]
                 if place is not None:
                     raw = bytearray(wanted.numel * entry.dtype.itemsize)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,117 +11,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
-from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import ITERATION, OPTIMIZER, Extras, check_names, device_of
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.matching import (
     ExtraMatch,
     Match,
     OptimizerMatch,
-    asked_sections,
     match_extra,
     match_model,
     match_optimizer,
     note_left_out,
 )
-from megatron_fsdp.checkpoint.naming import place_of, unflatten
+from megatron_fsdp.checkpoint.naming import (
+    ITERATION,
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    Extras,
+    check_names,
+    device_of,
+    place_of,
+)
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-
-
-class SafeReader(FileSystemReader):
-    """Reads a checked folder; each chunk once, however many pieces of it are wanted, and one at a time.
-
-    Args:
-        folder: Opened, and so checked.
-    """
-
-    def __init__(self, folder: CheckpointFolder) -> None:
-        super().__init__(folder.path)
-        self._folder = folder
-        self._chunk_of = {
-            (key, chunk.box.offsets): which
-            for key, entry in folder.tensors.items()
-            for which, chunk in enumerate(entry.chunks)
-            if chunk.box.numel or not entry.numel
-        }
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Return the metadata that the folder has read and checked already."""
-        found = self._folder.metadata
-        if found.storage_meta is None:
-            found.storage_meta = StorageMeta()
-        return found
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan wants, file by file in the order of bytes.
-
-        Raises:
-            CheckpointError: Bytes are damaged or ask for code; names key and file.
-        """
-        wanted: dict[tuple[str, int, str, int], list[ReadItem]] = {}
-        for item in plan.items:
-            key = item.storage_index.fqn
-            if item.type is LoadItemType.BYTE_IO:
-                place, which = self._folder.objects[key].span, 0
-            else:
-                which = self._chunk_of[key, tuple(item.storage_index.offset or ())]
-                place = self._folder.tensors[key].chunks[which].span
-            wanted.setdefault((place.file, place.offset, key, which), []).append(item)
-        with self._folder.kept_open():
-            for (*_, which), items in sorted(wanted.items(), key=lambda entry: entry[0]):
-                self._read_one(which, items, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read_one(self, which: int, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        key = items[0].storage_index.fqn
-        if items[0].type is LoadItemType.BYTE_IO:
-            for item in items:
-                planner.load_bytes(item, io.BytesIO(self._folder.read_bytes(key)))
-            return
-        chunk = self._folder.read_chunk(key, which)  # checks shape and dtype
-        for item in items:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(_narrowed(chunk, item.storage_offsets, item.lengths))
-            planner.commit_tensor(item, target)
-
-
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's load planner, with objects read as data."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an object into the state dict.
-
-        Raises:
-            CheckpointError: It is damaged or asks for code.
-        """
-        key = read_item.dest_index.fqn
-        found = load_object(value.getvalue(), key)
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[key], found)
-        else:
-            self.state_dict[key] = found
-
-
-def _narrowed(chunk: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Return a box of a chunk; raises where `copy_` would broadcast instead."""
-    for dim, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
-        chunk = chunk.narrow(dim, first, length)
-    return chunk
 
 
 @dataclass(frozen=True)
@@ -146,7 +67,6 @@ def read_checkpoint(
     with_rng: bool = True,
     strict: bool = True,
     verify: bool | None = None,
-    view: Callable[[CheckpointFolder], CheckpointFolder] | None = None,
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> LoadReport:
@@ -157,27 +77,29 @@ def read_checkpoint(
     doing = f"loading {folder}"
     notes: list[str] = []
 
-    def prepare() -> tuple[_Plan, LoadReport, dict[str, Any], rng.RandomStates | None]:
-        stored = CheckpointFolder(folder)
-        plan = _plan(stored if view is None else view(stored), model, optimizer, extra or {})
+    def prepare() -> tuple[_Plan, LoadReport, dict[str, Any], Callable[[], None]]:
+        plan = _plan(Path(folder), model, optimizer, extra or {})
         report = plan.match.report(plan.iteration)
         if strict:
             report.require_complete(str(folder))
-        if verify or (verify is None and Manifest.read(stored.path) is not None):
-            unread = {*({OPTIMIZER} if optimizer is None else ()), *(() if with_rng else {rng.SECTION})}
+        if verify or (verify is None and Manifest.read(plan.folder.path) is not None):
+            unread = {*({OPTIMIZER} if optimizer is None else ()), *(() if with_rng else {RNG})}
             without = () if verify else unread
-            notes.append(require_sound(stored, rank_of(group), world_size_of(group), without))
+            notes.append(require_sound(plan.folder, rank_of(group), world_size_of(group), without))
         objects = {key: plan.folder.read_object(key) for key in plan.match.objects}
-        return plan, report, objects, _random_states(plan.folder, model, group) if with_rng else None
+        if not with_rng:
+            return plan, report, objects, lambda: None
+        restore_rng, told = _random_states(plan.folder, model, group)
+        notes.append(f"random states: {told}")
+        return plan, report, objects, restore_rng
 
     def install() -> None:
         _install(plan, objects, model, optimizer)
-        if with_rng:
-            notes.append(_restore_rng(random_states))
+        restore_rng()
 
     compares = "where there is a manifest" if verify is None else str(bool(verify))
     asked = {"strict": str(bool(strict)), "verify": compares} | facts_of(optimizer, extra, with_rng)
-    plan, report, objects, random_states = together(doing, prepare, group, {**(facts or {}), **asked})
+    plan, report, objects, restore_rng = together(doing, prepare, group, {**(facts or {}), **asked})
     together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
     together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
     report = replace(report, notes=(*report.notes, *notes))
@@ -194,14 +116,14 @@ def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with
     }
 
 
-def _plan(opened: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
+def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
     check_names(extra)
     if not getattr(model, "is_param_fsdp_distributed", True):
         raise ConfigurationError(
             "the model shows full parameters at the moment, whose values are dropped afterwards; load outside of "
             "full_parameters_context(), forward and backward"
         )
-    match = Match()
+    opened, match = CheckpointFolder(folder), Match()
     states = match_model(match, opened, model)
     names: list[list[str]] = []
     found, options = None, []
@@ -211,9 +133,9 @@ def _plan(opened: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Opt
         try:
             options = optimizer_state.merged_options(names, optimizer.param_groups, found.options)
         except ConfigurationError as error:
-            raise CheckpointError(f"{opened.path}: {error}") from error
+            raise CheckpointError(f"{folder}: {error}") from error
     extras = tuple(match_extra(match, opened, (name,), as_extra(target)) for name, target in extra.items())
-    note_left_out(match, opened, asked_sections(optimizer), extra)
+    note_left_out(match, opened, {MODEL, *([] if optimizer is None else [OPTIMIZER]), *extra})
     _note_dtypes(match, opened)
     return _Plan(opened, match, names, found, options, (*states, *extras), _iteration(opened))
 
@@ -242,14 +164,35 @@ def _note_dtypes(match: Match, folder: CheckpointFolder) -> None:
 
 
 def _read(plan: _Plan) -> None:
-    """Read the chunks that this rank holds a part of; no communication."""
-    reader, planner = SafeReader(plan.folder), SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata = plan.folder.metadata
-    with torch.no_grad():
-        planner.state_dict = dict(plan.match.tensors)
-        local = create_default_local_load_plan(planner.state_dict, metadata, True)
-        reader.set_up_storage_reader(metadata, False)
-        reader.read_data(local, planner).wait()
+    """Read each chunk that this rank holds a part of once, file by file; no communication.
+
+    torch's planner says which parts those are. Its reader is not used: it reads a chunk as often as parts of it are
+    wanted, and believes what a file says of itself.
+    """
+    folder, targets = plan.folder, plan.match.tensors
+    chunk_of = {
+        (key, chunk.box.offsets): which
+        for key in targets
+        for which, chunk in enumerate(folder.tensors[key].chunks)
+        if chunk.box.numel or not folder.tensors[key].numel
+    }
+    wanted: dict[tuple[str, int, str, int], list[ReadItem]] = defaultdict(list)
+    for item in create_default_local_load_plan(targets, folder.metadata, True).items:
+        key = item.storage_index.fqn
+        which = chunk_of[key, tuple(item.storage_index.offset or ())]
+        span = folder.tensors[key].chunks[which].span
+        wanted[span.file, span.offset, key, which].append(item)
+    with torch.no_grad(), folder.kept_open():
+        for place in sorted(wanted):
+            _copy(folder.read_chunk(*place[2:]), targets, wanted[place])
+
+
+def _copy(chunk: torch.Tensor, targets: dict[str, Any], items: Sequence[ReadItem]) -> None:
+    """Copy parts of a chunk to where they belong."""
+    for item in items:
+        target = find_state_dict_object(targets, item.dest_index).detach()
+        part = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
+        narrow_tensor_by_index(target, item.dest_offsets, item.lengths).copy_(part)
 
 
 def _install(
@@ -263,31 +206,17 @@ def _install(
         state, kept = plan.optimizer.state(objects), plan.optimizer.kept
         optimizer_state.install(optimizer, plan.names, state, kept, plan.options, rest)
     for extra in plan.extras:
-        if extra.is_absent:
-            continue  # reported as missing; the object stays as it is
-        if extra.root_key is not None:
-            extra.target.load_state_dict(objects[extra.root_key])
-            continue
-        found = {**extra.tensors, **{path: objects[key] for path, key in extra.objects.items()}}
-        paths = {".".join(path): path for path in extra.order if path in found}
-        extra.target.load_state_dict(unflatten({key: found[path] for key, path in paths.items()}, paths))
+        extra.install(objects)
 
 
 def _random_states(
     folder: CheckpointFolder, model: nn.Module, group: dist.ProcessGroup | None
-) -> rng.RandomStates | None:
+) -> tuple[Callable[[], None], str]:
     """Read and test the random states to restore last, so that damage changes nothing."""
-    keys = [key for key in folder.objects if key.startswith(f"{rng.SECTION}.")]
-    if f"{rng.SECTION}.topology" not in keys:
-        return None
+    keys = [key for key in folder.objects if key.startswith(f"{RNG}.")]
+    if f"{RNG}.topology" not in keys:
+        return lambda: None, "none that this library has saved, so the streams go on as they are"
     place = rng.logical_rank_of(model, group)
-    same = folder.read_object(f"{rng.SECTION}.topology") == place.topology
+    same = folder.read_object(f"{RNG}.topology") == place.topology
     wanted = [key for key in keys if not same or key.endswith((".topology", f".{place.key}.states"))]
     return rng.prepare({key: folder.read_object(key) for key in wanted}, place, device_of(model))
-
-
-def _restore_rng(states: rng.RandomStates | None) -> str:
-    if states is None:
-        return "random states: none that this library has saved, so the streams go on as they are"
-    rng.restore(states)
-    return states.told

@@ -49,6 +49,9 @@ class Manifest:
     version: int = VERSION
     checksum_name: str = checksum.NAME
 
+    def __contains__(self, key: str) -> bool:
+        return key in self.tensors or key in self.objects
+
     def to_json(self) -> str:
         """Return the manifest as JSON; keys are sorted, so that equal contents give equal text."""
         tensors = {key: {**vars(seal), "shape": list(seal.shape)} for key, seal in self.tensors.items()}

@@ -12,8 +12,9 @@ Options stand in `optimizer.param_groups` (one list, or flattened), or in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -22,14 +23,18 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.live_state import ITERATION, MODEL, OPTIMIZER, Extras, Stateful, model_section
 from megatron_fsdp.checkpoint.naming import (
+    ITERATION,
+    MODEL,
+    OPTIMIZER,
     PREFIX,
+    RNG,
     KeyPath,
-    by_number,
+    Stateful,
     flatten,
     is_elsewhere,
     listed_names,
+    model_section,
     names_of_all,
     own_name,
     saved_name,
@@ -40,12 +45,10 @@ from megatron_fsdp.checkpoint.naming import (
 )
 from megatron_fsdp.checkpoint.optimizer_state import GROUPS, KIND, META, STATE, blank_slot, kind_of, options_by_name
 from megatron_fsdp.checkpoint.report import LoadReport
-from megatron_fsdp.checkpoint.rng import SECTION as RNG
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 _STATE, _META, _GROUPS = f"{OPTIMIZER}.{STATE}.", f"{OPTIMIZER}.{META}.", f"{OPTIMIZER}.{GROUPS}"
 _KIND = f"{OPTIMIZER}.{KIND}"
-SlotPath = tuple[str, ...]
 
 
 @dataclass
@@ -104,8 +107,9 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> lis
         The `_extra_state` of modules.
     """
     live = {key.removeprefix(PREFIX): value for key, value in model_section(model).items()}
-    stored, match.prefixes = keys_below(folder, MODEL, live.__contains__)
-    match.model_keys = stored
+    keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{MODEL}.")]
+    names, match.prefixes = unwrapped([key.removeprefix(f"{MODEL}.") for key in keys], live.__contains__)
+    stored = match.model_keys = {name: f"{MODEL}.{full}" for name, full in names.items()}
     states: list[ExtraMatch] = []
     inside: set[str] = set()
     for name, value in live.items():
@@ -119,19 +123,11 @@ def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> lis
         below = [each for each in stored if each == name or each.startswith(f"{name}.")]
         inside.update(below)
         head = path_of(folder, stored[below[0]])[:2] if below else (MODEL, PREFIX + name)
-        states.append(match_extra(match, folder, head, ModuleState(model, name, value)))
+        states.append(match_extra(match, folder, head, _ModuleState(model, name, value)))
     _forgive_ties(match, model, stored)
     known = live.keys() | inside
     match.unexpected += [key for name, key in stored.items() if name not in known and not is_elsewhere(model, name)]
     return states
-
-
-def keys_below(folder: CheckpointFolder, section: str, known: Callable[[str], bool]) -> tuple[dict[str, str], int]:
-    """Return keys of a section by name without the prefixes of wrappers, and how many prefixes there were."""
-    prefix = f"{section}."
-    keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(prefix)]
-    names, count = unwrapped([key.removeprefix(prefix) for key in keys], known)
-    return {name: prefix + stored for name, stored in names.items()}, count
 
 
 def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> None:
@@ -145,38 +141,25 @@ def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> Non
             match.missing = [key for key in match.missing if key not in spare]
 
 
-def note_left_out(match: Match, folder: CheckpointFolder, asked: set[str], extra: Extras) -> None:
+def note_left_out(match: Match, folder: CheckpointFolder, asked: Collection[str]) -> None:
     """Note which sections of the checkpoint were not requested."""
     # No section has a dot in its name; a first part that has is a flat name, such as `mfsdp checkpoint edit` makes.
     sections = {path_of(folder, key)[0].partition(".")[0] for key in [*folder.tensors, *folder.objects]}
-    left = sorted(sections - asked - extra.keys() - {ITERATION, RNG})
+    left = sorted(sections - {*asked, ITERATION, RNG})
     if left:
         match.notes.append(f"in the checkpoint and not asked for: {', '.join(left[:12])}")
 
 
-def asked_sections(optimizer: Any) -> set[str]:
-    """Return the sections that are loaded, besides those of `extra`."""
-    return {MODEL} if optimizer is None else {MODEL, OPTIMIZER}
-
-
-class ModuleState:
-    """The `_extra_state` of one module, under the protocol of the caller's own objects.
-
-    Args:
-        model: Sharded or not.
-        name: Of the state in the model.
-        value: As the module gives it.
-    """
+class _ModuleState:
+    """The `_extra_state` of one module, under the protocol of the caller's own objects."""
 
     def __init__(self, model: nn.Module, name: str, value: Any) -> None:
         self._model, self._name, self._value = model, name, value
 
     def state_dict(self) -> Any:
-        """Return the state as the module gave it."""
         return self._value
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Set the state of the module."""
         is_wrapped = hasattr(self._model, "install_optimized_model_weights")
         inner = cast(nn.Module, self._model.module) if is_wrapped else self._model
         inner.get_submodule(self._name.rpartition(".")[0]).set_extra_state(state_dict)
@@ -188,22 +171,23 @@ class ExtraMatch:
 
     Attributes:
         target: The object.
-        tensors: By path inside its state: tensors to be read.
-        objects: By path: key of each object.
-        root_key: Key of the state where it is one object in all.
-        order: All paths, as dicts had their keys when they were saved.
+        leaves: By path inside its state, as dicts had their keys when they were saved: the tensor that is read into, or
+            the key of an object. Of a state that is one object in all the path is ().
     """
 
     target: Stateful
-    tensors: dict[tuple[str, ...], torch.Tensor]
-    objects: dict[tuple[str, ...], str]
-    root_key: str | None
-    order: tuple[tuple[str, ...], ...]
+    leaves: dict[KeyPath, torch.Tensor | str]
 
-    @property
-    def is_absent(self) -> bool:
-        """Whether the checkpoint has no state for it."""
-        return not self.tensors and not self.objects
+    def install(self, objects: Mapping[str, Any]) -> None:
+        """Load the state once tensors and objects are read; without any, the object stays as it is."""
+        found = _filled(self.leaves, objects)
+        if found:
+            self.target.load_state_dict(found[()] if () in found else unflatten(found))
+
+
+def _filled(leaves: Mapping[KeyPath, torch.Tensor | str], objects: Mapping[str, Any]) -> dict[KeyPath, Any]:
+    """Put objects that were read in the place of their keys."""
+    return {path: objects[leaf] if isinstance(leaf, str) else leaf for path, leaf in leaves.items()}
 
 
 def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: Stateful) -> ExtraMatch:
@@ -213,10 +197,8 @@ def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: S
     are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
     """
     name, cut = ".".join(head), len(head)
-    leaves, paths = flatten(_below(head, target.state_dict()))
+    leaves, paths = flatten(unflatten({head: target.state_dict()}))
     live = {paths[key]: value for key, value in leaves.items()}
-    tensors: dict[tuple[str, ...], torch.Tensor] = {}
-    objects: dict[tuple[str, ...], str] = {}
     keys = [key for key in [*folder.tensors, *folder.objects] if key == name or key.startswith(f"{name}.")]
     order = {key: place for place, key in enumerate(folder.metadata.planner_data or ())}  # as dicts had their keys
     keys.sort(key=lambda key: order.get(key, len(order)))
@@ -230,23 +212,20 @@ def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: S
         ]
     else:
         match.missing.append(name)
+    stored: dict[KeyPath, torch.Tensor | str] = {}
     for path, key in found.items():
-        here = live.get(path)
         if key in folder.objects:
-            objects[path[cut:]] = key
+            stored[path[cut:]] = key
             match.objects.add(key)
             continue
-        entry = folder.tensors[key]
-        fits = isinstance(here, DTensor) or (isinstance(here, torch.Tensor) and tuple(here.shape) == entry.shape)
-        make_blank = getattr(target, "blank", None)
-        blank = None if fits or make_blank is None else make_blank(path[cut:], entry.shape, entry.dtype)
-        plain = torch.empty(entry.shape, dtype=entry.dtype) if not fits and blank is None else None
-        target_tensor = cast(torch.Tensor, next(each for each in (blank, plain, here) if each is not None))
-        if match.want_tensor(folder, key, target_tensor):
-            tensors[path[cut:]] = target_tensor
-    return ExtraMatch(
-        target, tensors, objects, name if name in folder.objects else None, tuple(path[cut:] for path in found)
-    )
+        here, entry = live.get(path), folder.tensors[key]
+        if not isinstance(here, DTensor) and not (isinstance(here, torch.Tensor) and tuple(here.shape) == entry.shape):
+            make_blank = getattr(target, "blank", None)
+            here = None if make_blank is None else make_blank(path[cut:], entry.shape, entry.dtype)
+            here = torch.empty(entry.shape, dtype=entry.dtype) if here is None else here
+        if match.want_tensor(folder, key, here):
+            stored[path[cut:]] = here
+    return ExtraMatch(target, stored)
 
 
 def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
@@ -258,45 +237,33 @@ def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
     return tuple(key.split("."))
 
 
-def _below(head: KeyPath, state: Any) -> dict[str, Any]:
-    """Nest a state below a path."""
-    for part in reversed(head):
-        state = {part: state}
-    return state
-
-
 @dataclass
 class OptimizerMatch:
     """The state that an optimizer will have once everything is read.
 
     Attributes:
-        tensors: Slot by parameter and path of the slot, which is one name unless state is nested.
-        objects: Key of the checkpoint by parameter and path of the slot.
+        leaves: By parameter and path of the slot (one name unless state is nested): the tensor that is read into, or
+            the key of an object.
         options: Of each parameter's group, by parameter.
         kept: Parameters whose live state is left as it is, since the checkpoint has none that fits.
         rest: Keys of what else is stored.
     """
 
-    tensors: dict[str, dict[SlotPath, torch.Tensor]] = field(default_factory=dict)
-    objects: dict[str, dict[SlotPath, str]] = field(default_factory=dict)
+    leaves: dict[str, dict[KeyPath, torch.Tensor | str]] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     rest: dict[str, str] = field(default_factory=dict)
 
     def state(self, objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the state by parameter, once tensors are read.
-
-        Args:
-            objects: What was read, by key.
-        """
-        leaves: dict[str, dict[SlotPath, Any]] = {name: dict(slots) for name, slots in self.tensors.items()}
-        for name, keys in self.objects.items():
-            leaves.setdefault(name, {}).update({slot: objects[key] for slot, key in keys.items()})
-        for name, slots in leaves.items():  # Megatron keeps the step counter in the options of the group
-            step = self.options.get(name, {}).get("step")
+        """Return the state by parameter, once tensors and objects are read."""
+        made = {}
+        for name, leaves in self.leaves.items():
+            slots = _filled(leaves, objects)
+            step = self.options.get(name, {}).get("step")  # where Megatron keeps the step counter
             if ("step",) not in slots and isinstance(step, int | float):
                 slots["step",] = torch.tensor(float(step))
-        return {name: nested(slots) for name, slots in leaves.items()}
+            made[name] = unflatten(slots)
+        return made
 
 
 def match_optimizer(
@@ -329,7 +296,7 @@ def match_optimizer(
         for group, in_group in zip(names, optimizer.param_groups, strict=True)
         for name, param in zip(group, in_group["params"], strict=True)
     }
-    listed = list(by_number(listed_names(optimizer, model, names)).values())  # other experts, too
+    listed = list(chain.from_iterable(listed_names(optimizer, model, names)))  # other experts, too
     of_all = names_of_all(model)
     slots = {name: each for name, each in _slots(match, folder, keys, listed, of_all).items() if name in params}
     own_names = {id(param): own_name(model, name) for name, param in model.named_parameters()}
@@ -360,16 +327,11 @@ def match_optimizer(
     return found
 
 
-def nested(slots: Mapping[SlotPath, Any]) -> dict[str, Any]:
-    """Nest the leaves of one parameter's state."""
-    return unflatten({".".join(path): value for path, value in slots.items()}, {".".join(path): path for path in slots})
-
-
 def _slots(
     match: Match, folder: CheckpointFolder, keys: Sequence[str], listed: Sequence[str], of_all: Collection[str]
-) -> dict[str, dict[SlotPath, str]]:
+) -> dict[str, dict[KeyPath, str]]:
     """Return the key of each slot, by parameter and path of the slot."""
-    found: dict[str, dict[SlotPath, str]] = {}
+    found: dict[str, dict[KeyPath, str]] = {}
     known = {*listed, *of_all}
     rests = [key.removeprefix(_STATE) for key in keys if key.startswith(_STATE)]
     by_rest, _ = unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, match.prefixes)
@@ -403,7 +365,7 @@ def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
 
 
 def _is_reshaped(
-    match: Match, folder: CheckpointFolder, name: str, param: torch.Tensor, by_slot: Mapping[SlotPath, str]
+    match: Match, folder: CheckpointFolder, name: str, param: torch.Tensor, by_slot: Mapping[KeyPath, str]
 ) -> bool:
     """Return whether the parameter had another shape when it was saved; then its state is of no use."""
     entry = folder.tensors.get(match.model_keys.get(name, ""))
@@ -421,18 +383,18 @@ def _want(
     found: OptimizerMatch,
     name: str,
     param: torch.Tensor,
-    by_slot: Mapping[SlotPath, str],
-    live: Mapping[SlotPath, Any],
+    by_slot: Mapping[KeyPath, str],
+    live: Mapping[KeyPath, Any],
 ) -> None:
     for slot, key in by_slot.items():
         if key in folder.objects:
-            found.objects.setdefault(name, {})[slot] = key
+            found.leaves.setdefault(name, {})[slot] = key
             match.objects.add(key)
             continue
         entry, here = folder.tensors[key], live.get(slot)
         target = here if isinstance(here, torch.Tensor) else blank_slot(param, slot[-1], entry.shape, entry.dtype)
         if match.want_tensor(folder, key, target):
-            found.tensors.setdefault(name, {})[slot] = target
+            found.leaves.setdefault(name, {})[slot] = target
     match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
 
 

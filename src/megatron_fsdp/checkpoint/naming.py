@@ -1,5 +1,12 @@
 """Keys of a checkpoint: how nested state becomes flat keys, and the names of a live model's tensors.
 
+model.module.<parameter or buffer>                     DTensors and tensors, the live ones
+optimizer.state.module.<parameter>.<slot>              live DTensors and tensors
+optimizer.param_groups                                 options of the groups, with the names of their parameters
+rng_state.(<stage>, <tensor rank>).<data rank>.states  random states
+iteration                                              steps done
+<anything else>                                        what the caller adds: a schedule, a data position, an average
+
 Parameters have the names of the whole model in every stage of a pipeline. So what differs from a model on one rank is
 only what the stages have to exchange: which names are in other stages, which parameter groups the others have,
 and that the head is a copy where it is tied to input embeddings in another stage. Experts have the names of all ranks.
@@ -7,16 +14,16 @@ and that the head is a copy where it is tied to input embeddings in another stag
 
 from __future__ import annotations
 
-import itertools
 import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint._traverse import set_element
 
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import ConfigurationError
@@ -26,7 +33,23 @@ KeyPath = tuple[str, ...]
 Groups = list[dict[str, Any]]
 Names = list[list[str]]
 PREFIX = "module."
+MODEL, OPTIMIZER, ITERATION, RNG = "model", "optimizer", "iteration", "rng_state"
+RESERVED = frozenset({MODEL, OPTIMIZER, ITERATION, RNG})
 _MOST_WRAPPERS = 8
+
+
+class Stateful(Protocol):
+    """The interface of objects that can be put into a checkpoint next to model and optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; tensors in it are loaded in place."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load a state."""
+
+
+Extras = Mapping[str, Stateful]
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -53,15 +76,11 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath
     return leaves, paths
 
 
-def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
-    """Rebuild the nested dicts."""
+def unflatten(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """Rebuild nested dicts from leaves by path."""
     nested: dict[str, Any] = {}
-    for key, value in leaves.items():
-        *outer, last = paths[key]
-        inside = nested
-        for part in outer:
-            inside = inside.setdefault(part, {})
-        inside[last] = value
+    for path, value in leaves.items():
+        set_element(nested, path, value)
     return nested
 
 
@@ -255,6 +274,24 @@ def listed_names(optimizer: torch.optim.Optimizer, model: nn.Module, own: Names)
     return own if found is None else found
 
 
-def by_number(names: Names) -> dict[Any, str]:
-    """Map numbers to names."""
-    return dict(enumerate(itertools.chain.from_iterable(names)))
+def model_section(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state, with one `module.` before each name, whether a wrapper adds it or not."""
+    return {f"{PREFIX}{own_name(model, key)}": value for key, value in model.state_dict().items()}
+
+
+def check_names(extra: Extras | None) -> None:
+    """Refuse names of extras that would be mistaken for others.
+
+    Raises:
+        ConfigurationError: A name is reserved, empty or has a dot.
+    """
+    for name in extra or {}:
+        if name in RESERVED or not name or "." in name:
+            raise ConfigurationError(
+                f"extra has {name!r}; give names without dots other than {', '.join(sorted(RESERVED))}"
+            )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the parameters."""
+    return next((param.device for param in model.parameters()), torch.device("cpu"))

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.publish import FileOps
+from megatron_fsdp.checkpoint.store import FileOps, require_seen
 from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together
 from megatron_fsdp.errors import CheckpointError
+
+_PATIENCE_S = 10.0
 
 
 def require_apart(target: Path, source: Path | None = None) -> None:
@@ -107,7 +109,7 @@ def new_shared_folder(target: Path, sizes: Mapping[str, int], group: dist.Proces
         _publish(temporary, target)
 
     try:
-        together(f"saving to {target}", lambda: _require_seen(temporary), group)
+        together(f"saving to {target}", lambda: require_seen(temporary, _PATIENCE_S), group)
         yield temporary
         decided_by_first(publish, f"publishing {target}", group)
     except BaseException:
@@ -133,26 +135,15 @@ def _begin(target: Path) -> Path:
     return temporary
 
 
-def _require_seen(temporary: Path) -> None:
-    if not temporary.is_dir():
-        raise CheckpointError(
-            f"this rank does not see {temporary}, which the first one has made; save to a folder that all ranks share"
-        )
-
-
 def _publish(temporary: Path, target: Path) -> None:
-    files = FileOps()
-    for folder, _, names in os.walk(temporary):
-        for name in names:
-            files.sync_file(Path(folder) / name)
-        files.sync_folder(Path(folder))
+    FileOps().sync_tree(temporary)
     _rename(temporary, target)
 
 
 def _rename(temporary: Path, target: Path) -> None:
     try:
         temporary.rename(target)  # over an empty folder too
-        FileOps().sync_folder(target.absolute().parent)
+        FileOps().sync(target.absolute().parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be made ({error.strerror}); what was written is removed") from error
 

@@ -7,7 +7,7 @@ torch keys optimizer state by the position of parameters in the groups. In a che
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.checkpoint.naming import (
     PREFIX,
     alike,
-    by_number,
     is_repeated,
     listed_names,
     original_name,
@@ -61,10 +60,11 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     names = listed_names(optimizer, model, own)
     _require_no_local_parts(optimizer)
     by_index = optimizer.state_dict()  # with the hooks that describe the chunks of its tensors
-    flat = by_number(names)
+    flat = list(itertools.chain.from_iterable(names))
     params = (param for group in optimizer.param_groups for param in group["params"])
     blank = {name for name, param in zip(itertools.chain(*own), params, strict=True) if not optimizer.state.get(param)}
-    repeated = {original_name(model, name) for name in own_names_of(model) if is_repeated(model, name)}
+    named = (saved_name(model, name) for name, _ in model.named_parameters())
+    repeated = {original_name(model, name) for name in named if is_repeated(model, name)}
     state = {
         PREFIX + flat[index]: slots
         for index, slots in by_index[STATE].items()
@@ -79,11 +79,6 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     ]
     rest = {key: value for key, value in by_index.items() if key not in (STATE, GROUPS)}
     return {STATE: state, GROUPS: options, KIND: kind_of(optimizer), **rest}
-
-
-def own_names_of(model: nn.Module) -> set[str]:
-    """Return the checkpoint names of this rank's parameters."""
-    return {saved_name(model, name) for name, _ in model.named_parameters()}
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -192,7 +187,7 @@ def install(
         options: Of each group; those left out stay.
         rest: Other entries of its state dict.
     """
-    positions = dict(_positions(names))
+    positions = {name: position for position, name in enumerate(itertools.chain.from_iterable(names))}
     groups = []
     for group, params, wanted in zip(optimizer.param_groups, names, options, strict=True):
         own = {key: value for key, value in group.items() if key != "params"}
@@ -205,42 +200,22 @@ def install(
     optimizer.load_state_dict({STATE: by_index, GROUPS: groups, **rest})
 
 
-def _positions(names: Sequence[Sequence[str]]) -> Iterator[tuple[str, int]]:
-    position = 0
-    for group in names:
-        for name in group:
-            yield name, position
-            position += 1
-
-
-class OptimizerByPosition:
-    """Presents an optimizer's state under text keys, and makes tensors that a fresh one does not have yet.
-
-    Args:
-        optimizer: Of parameters outside of the checkpoint's own model and optimizer.
-    """
+class _OptimizerByPosition:
+    """Presents an optimizer's state under text keys, and makes tensors that a fresh one does not have yet."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict, with positions as text."""
         found = self._optimizer.state_dict()
         return {**found, STATE: {str(position): slots for position, slots in found[STATE].items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state by the optimizer's own method."""
         by_position = {int(position): slots for position, slots in state_dict.get(STATE, {}).items()}
         self._optimizer.load_state_dict({**state_dict, STATE: by_position})
 
     def blank(self, path: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Make a tensor to load into, sharded as its parameter; None for what is no state of a parameter.
-
-        Args:
-            path: Inside the state dict.
-            shape: Global.
-            dtype: Of the elements.
-        """
+        """Make a tensor to load into, sharded as its parameter; None for what is no state of a parameter."""
         params = list(itertools.chain.from_iterable(group["params"] for group in self._optimizer.param_groups))
         if len(path) < 3 or path[0] != STATE or not path[1].isdecimal() or int(path[1]) >= len(params):
             return None
@@ -249,4 +224,4 @@ class OptimizerByPosition:
 
 def as_extra(value: Any) -> Any:
     """Wrap an optimizer so that it can be an extra of a checkpoint; return other objects unchanged."""
-    return OptimizerByPosition(value) if isinstance(value, torch.optim.Optimizer) else value
+    return _OptimizerByPosition(value) if isinstance(value, torch.optim.Optimizer) else value

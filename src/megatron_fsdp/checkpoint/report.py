@@ -10,8 +10,6 @@ import torch.distributed as dist
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import CheckpointError
 
-_SHOWN = 8
-
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -39,9 +37,9 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.reshaped)
 
     def __str__(self) -> str:
-        lines = _listed("missing", self.missing)
-        lines += _listed("unexpected", self.unexpected)
-        lines += _listed("of another shape", [f"{key} (has {a}, wanted {b})" for key, (a, b) in self.reshaped.items()])
+        lines = listed("missing", self.missing)
+        lines += listed("unexpected", self.unexpected)
+        lines += listed("of another shape", [f"{key} (has {a}, wanted {b})" for key, (a, b) in self.reshaped.items()])
         counts = (
             f"{len(self.loaded)} loaded, {len(self.missing)} missing, {len(self.unexpected)} unexpected, "
             f"{len(self.reshaped)} of another shape"
@@ -86,8 +84,7 @@ def _union(keys: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(sorted({key for of_rank in keys for key in of_rank}))
 
 
-def _listed(title: str, keys: Sequence[str]) -> list[str]:
-    if not keys:
-        return []
-    more = [f"  ... and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
-    return [f"{title}:", *(f"  {key}" for key in keys[:_SHOWN]), *more]
+def listed(title: str, items: Sequence[object], shown: int = 8) -> list[str]:
+    """Return lines of a report: a title and the first items below it; nothing without items."""
+    more = [f"  ... and {len(items) - shown} more"] if len(items) > shown else []
+    return [f"{title}:", *(f"  {item}" for item in items[:shown]), *more] if items else []

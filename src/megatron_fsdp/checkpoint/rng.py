@@ -9,11 +9,11 @@ same checkpoint on the same new ranks gives the same numbers again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.naming import place_of
+from megatron_fsdp.checkpoint.naming import RNG, place_of
 from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError
-
-SECTION = "rng_state"
 
 
 @dataclass(frozen=True)
@@ -107,64 +105,42 @@ def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         states["accelerator_rng_state"] = torch.get_device_module(device.type).get_rng_state(device)
     outer, inner = place.key.split(".")
-    return {SECTION: {outer: {inner: {"states": [states]}}, "topology": place.topology}}
+    return {RNG: {outer: {inner: {"states": [states]}}, "topology": place.topology}}
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """The states to set a rank's generators to.
-
-    Attributes:
-        device: Whose accelerator stream to set.
-        states: The very states that were saved; None: seed anew.
-        seed: The seed, where there are no states.
-        told: What this does, for the report.
-    """
-
-    device: torch.device
-    states: Mapping[str, Any] | None
-    seed: int
-    told: str
-
-
-def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> RandomStates:
-    """Prepare what `restore` is to set, tested on separate generators; nothing is set yet.
+def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> tuple[Callable[[], None], str]:
+    """Prepare to set this rank's generators; states are tested on separate ones, and nothing is set yet.
 
     Args:
         found: Objects of the section by key.
         place: Of this rank now.
         device: Whose accelerator stream to set.
 
+    Returns:
+        What sets the generators, and what it does, for the report.
+
     Raises:
         CheckpointError: The states are not of the kind that `collect` writes.
     """
-    topology = found.get(f"{SECTION}.topology")
+    topology = found.get(f"{RNG}.topology")
     if topology == place.topology:
-        states = _states_of(found.get(f"{SECTION}.{place.key}.states"), place.key)
-        _try(states, device)
+        states = _states_of(found.get(f"{RNG}.{place.key}.states"), place.key)
+        _set(states, device, on_trial=True)
         lacks = device.type != "cpu" and "accelerator_rng_state" not in states
         added = f", but for those of {device.type}, which were not saved and go on as they are" if lacks else ""
-        return RandomStates(device, states, 0, f"random states: restored for every logical rank{added}")
+        return partial(_set, states, device, on_trial=False), f"restored for every logical rank{added}"
     has_stages = place.stages > 1 or (isinstance(topology, list) and len(topology) > 2)
     told = (
-        f"random states: saved with (tensor, data{', pipeline' if has_stages else ''}) ranks {topology}, now "
+        f"saved with (tensor, data{', pipeline' if has_stages else ''}) ranks {topology}, now "
         f"{tuple(place.topology)}, so every rank was seeded anew from the saved states and its logical rank"
     )
-    return RandomStates(device, None, _seed(found, place), told)
+    return partial(_seed_all, _seed(found, place)), told
 
 
-def restore(prepared: RandomStates) -> None:
-    """Set this rank's generators.
-
-    Raises:
-        CheckpointError: The states cannot be set.
-    """
-    if prepared.states is not None:
-        _set(prepared.states, prepared.device)
-        return
-    random.seed(prepared.seed)
-    torch.manual_seed(prepared.seed)  # accelerators too
-    np.random.seed(prepared.seed % 2**32)
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)  # accelerators too
+    np.random.seed(seed % 2**32)
 
 
 def _states_of(found: Any, key: str) -> Mapping[str, Any]:
@@ -176,30 +152,20 @@ def _states_of(found: Any, key: str) -> Mapping[str, Any]:
     return states
 
 
-def _try(states: Mapping[str, Any], device: torch.device) -> None:
-    with _told_as_unfit():
-        torch.Generator().set_state(states["torch_rng_state"])
-        random.Random().setstate(states["random_rng_state"])
-        if "np_rng_state" in states:
-            np.random.RandomState().set_state(states["np_rng_state"])
-        if device.type != "cpu" and "accelerator_rng_state" in states:
-            torch.Generator(device).set_state(states["accelerator_rng_state"])
-
-
-def _set(states: Mapping[str, Any], device: torch.device) -> None:
-    with _told_as_unfit():
-        torch.set_rng_state(states["torch_rng_state"])
-        random.setstate(states["random_rng_state"])
-        if "np_rng_state" in states:
-            np.random.set_state(states["np_rng_state"])
-        if device.type != "cpu" and "accelerator_rng_state" in states:
-            torch.get_device_module(device.type).set_rng_state(states["accelerator_rng_state"], device)
-
-
-@contextlib.contextmanager
-def _told_as_unfit() -> Iterator[None]:
+def _set(states: Mapping[str, Any], device: torch.device, *, on_trial: bool) -> None:
+    """Set this rank's generators, or separate ones on trial."""
+    setters: dict[str, Callable[[Any], object]] = {
+        "torch_rng_state": torch.Generator().set_state if on_trial else torch.set_rng_state,
+        "random_rng_state": random.Random().setstate if on_trial else random.setstate,
+    }
+    if "np_rng_state" in states:
+        setters["np_rng_state"] = np.random.RandomState().set_state if on_trial else np.random.set_state
+    if device.type != "cpu" and "accelerator_rng_state" in states:
+        of_all = partial(torch.get_device_module(device.type).set_rng_state, device=device)
+        setters["accelerator_rng_state"] = torch.Generator(device).set_state if on_trial else of_all
     try:
-        yield
+        for name, set_state in setters.items():
+            set_state(states[name])
     except (RuntimeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(f"the saved random states cannot be set ({error}); load with with_rng=False") from error
 

@@ -94,7 +94,7 @@ class SealingPlanner(DefaultSavePlanner):
         Raises:
             CheckpointError: Ranks give different values for one key, of which torch would write one and drop the rest.
         """
-        require_alike(all_plans)
+        _require_alike(all_plans)
         plans, metadata = super().create_global_plan(all_plans)
         metadata.planner_data = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
         return plans, metadata
@@ -166,7 +166,7 @@ class SealingWriter(FileSystemWriter):
         """Write the manifest on one rank, then the metadata, whose presence marks a whole checkpoint."""
         seals = [found.storage_data for of_rank in results for found in of_rank if found.index == _SEAL]
         written = [[found for found in of_rank if found.index != _SEAL] for of_rank in results]
-        text = manifest_of(metadata, seals).to_json()
+        text = _manifest_of(metadata, seals).to_json()
         with (Path(self.path) / manifest.FILE_NAME).open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -183,15 +183,8 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
-def require_alike(plans: Sequence[SavePlan]) -> None:
-    """Refuse keys whose global tensor or kind differs between ranks.
-
-    Args:
-        plans: By rank, as they come from the ranks.
-
-    Raises:
-        CheckpointError: There are such keys.
-    """
+def _require_alike(plans: Sequence[SavePlan]) -> None:
+    """Refuse keys whose global tensor or kind differs between ranks."""
     first: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
     differing: dict[str, None] = {}
     for plan in plans:
@@ -220,7 +213,7 @@ def _kind_in_words(kind: tuple[torch.Size, torch.dtype] | None) -> str:
     return "an object" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
 
 
-def manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
+def _manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
     """Make the manifest of what ranks have written."""
     tensors = {}
     for key, found in metadata.state_dict_metadata.items():

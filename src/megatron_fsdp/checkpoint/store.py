@@ -1,25 +1,497 @@
-"""The checkpoints of a run: published atomically, found again, and pruned."""
+"""The checkpoints of a run in one folder: written under hidden names, published by renames, found again, and pruned.
+
+<root>/latest_checkpointed_iteration.txt              the pointer: a decimal iteration, or `release`
+<root>/iter_0000010/                                  a checkpoint
+<root>/.iter_0000020.partial-<serial>/                being written, or left by a killed run
+<root>/.iter_0000010.replaced-<serial>/               being replaced; counts until another one has its name
+<root>/.iter_0000005.discarded-<serial>/              being deleted
+<root>/.latest_checkpointed_iteration.txt.partial-<serial>   the next pointer
+
+Whenever a process is killed, the previous checkpoint or the new one is found (docs/saving.md has the steps).
+"""
 
 from __future__ import annotations
 
-import functools
-import hashlib
+import contextlib
+import errno
+import fcntl
 import os
+import re
+import shutil
 import time
-from collections.abc import Callable
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.publish import FileOps, Publisher
-from megatron_fsdp.checkpoint.run_folder import MARK_OF_WHOLE, POINTER, RunFolder, is_whole
-from megatron_fsdp.comm.agreement import by_value, decided_by_first, gather_objects, rank_of, together, world_size_of
+from megatron_fsdp.checkpoint.safe_read import open_file
+from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+
+POINTER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+MARK_OF_WHOLE = ".metadata"
 
 Writer = Callable[[Path], object]
 """Writes this rank's files of a checkpoint into a folder; called on every rank."""
+Purpose = Literal["partial", "replaced", "discarded"]
 
+_FOLDER = re.compile(r"iter_(\d{7,18})", re.ASCII)
+_NUMBER = re.compile(rb"\s*(\d{1,18})\s*")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<purpose>partial|replaced|discarded)-[\w-]+", re.ASCII)
+_POINTER_BYTES = 64
+_SHOWN = 8
 _LOOK_AGAIN_S = 0.05
+_CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+class Hidden(NamedTuple):
+    """An entry of the folder with a hidden name: its path, the name it will have or had, and why it is hidden."""
+
+    path: Path
+    name: str
+    purpose: str
+
+
+def hidden_name(name: str, purpose: Purpose) -> str:
+    """Make a new hidden name, unique over processes and saves."""
+    return f".{name}.{purpose}-{uuid.uuid4().hex[:16]}"
+
+
+def folder_name(iteration: int) -> str:
+    """Return the name of a checkpoint's folder.
+
+    Raises:
+        ConfigurationError: The iteration is no whole number from 0.
+    """
+    if type(iteration) is not int or not 0 <= iteration < 10**18:
+        raise ConfigurationError(f"iteration={iteration!r}: give a whole number from 0")
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration of a folder's name; None for any other name."""
+    found = _FOLDER.fullmatch(name)
+    return int(found[1]) if found is not None and folder_name(int(found[1])) == name else None
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a folder holds the file that is written last."""
+    return (path / MARK_OF_WHOLE).is_file()
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, read by one process.
+
+    Attributes:
+        root: The folder.
+    """
+
+    root: Path
+
+    def path_of(self, iteration: int) -> Path:
+        """Return where the checkpoint of an iteration is published, whether it exists or not.
+
+        Raises:
+            ConfigurationError: The iteration is no whole number from 0.
+        """
+        return self.root / folder_name(iteration)
+
+    def hidden(self) -> list[Hidden]:
+        """List the entries with hidden names, in the order of names; empty if there is no folder."""
+        found = [(path, _HIDDEN.fullmatch(path.name)) for path in self._entries()]
+        entries = [Hidden(path, parts["name"], parts["purpose"]) for path, parts in found if parts is not None]
+        return [entry for entry in entries if entry.name == POINTER or iteration_of(entry.name) is not None]
+
+    def iterations(self) -> list[int]:
+        """List the iterations with a whole checkpoint, ascending."""
+        numbers = {iteration_of(path.name) for path in self._entries() if is_whole(path)}
+        numbers |= {iteration_of(entry.name) for entry in self._replaced()}
+        return sorted(number for number in numbers if number is not None)
+
+    def find(self, iteration: int) -> Path | None:
+        """Return the whole checkpoint of an iteration; None if there is none.
+
+        A process that was killed while it replaced a checkpoint may have left the old one under its hidden name.
+        """
+        published = self.path_of(iteration)
+        if is_whole(published):
+            return published
+        aside = [entry.path for entry in self._replaced() if entry.name == published.name]
+        return aside[-1] if aside else None
+
+    def pointed(self, pointer: Path | None = None) -> int | str | None:
+        """Read the pointer: an iteration or `release`; None if there is no pointer.
+
+        Args:
+            pointer: Another file than the published pointer.
+
+        Raises:
+            CheckpointError: It has other content, or cannot be read.
+        """
+        pointer = self.root / POINTER if pointer is None else pointer
+        try:
+            with open_file(pointer) as stream:
+                content = stream.read(_POINTER_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{pointer} cannot be read ({type(error).__name__}: {error})") from error
+        if content.strip() == RELEASE.encode():
+            return RELEASE
+        number = _NUMBER.fullmatch(content)
+        if number is None:
+            raise CheckpointError(
+                f"{pointer} says {content!r}, and should say an iteration or {RELEASE!r}; {self._whole_ones()}"
+            )
+        return int(number[1])
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint that the pointer names; without a pointer the newest; None if there is none.
+
+        Raises:
+            CheckpointError: The root is no folder or a checkpoint itself, the pointer is invalid, or names one that
+                is not there; says which are.
+        """
+        self._require_folder()
+        pointed = self.pointed()
+        if pointed is None:
+            whole = self.iterations()
+            return self.find(whole[-1]) if whole else None
+        release = self.root / RELEASE
+        found = self.find(pointed) if isinstance(pointed, int) else release if is_whole(release) else None
+        if found is None:
+            raise CheckpointError(
+                f"{self.root / POINTER} says {pointed}, but there is no whole checkpoint of that name; "
+                f"{self._whole_ones()}"
+            )
+        return found
+
+    def resolve(self, iteration: int | None = None) -> Path:
+        """Return the checkpoint of an iteration, or the latest one.
+
+        Raises:
+            CheckpointError: As `latest`, or there is no such checkpoint.
+            ConfigurationError: The iteration is no whole number from 0.
+        """
+        if iteration is None:
+            latest = self.latest()
+            if latest is None:
+                missing = "" if self.root.exists() else ", which does not exist"
+                raise CheckpointError(f"there is no checkpoint in {self.root}{missing}; give the folder of a run")
+            return latest
+        wanted = self.path_of(iteration)
+        self._require_folder()
+        found = self.find(iteration)
+        if found is None:
+            state = f"is not whole: it has no {MARK_OF_WHOLE}" if wanted.exists() else "does not exist"
+            raise CheckpointError(f"{wanted} {state}; {self._whole_ones()}")
+        return found
+
+    def resolve_or_itself(self, iteration: int | None = None) -> Path:
+        """Return the checkpoint of an iteration, the root if it is itself a checkpoint, or the latest one.
+
+        Raises:
+            CheckpointError: As `resolve`, or the root is a checkpoint and also holds those of a run.
+            ConfigurationError: The iteration is no whole number from 0.
+        """
+        if iteration is not None or not is_whole(self.root):
+            return self.resolve(iteration)
+        others = self.iterations()
+        if others:
+            raise CheckpointError(
+                f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}), and the folder of a run with "
+                f"checkpoints of its own; give the folder of one of these, as {self.find(others[-1])}, or move its "
+                f"{POINTER} and iter_ folders elsewhere to load the other one"
+            )
+        return self.root
+
+    def _entries(self) -> list[Path]:
+        return sorted(self.root.iterdir()) if self.root.is_dir() else []
+
+    def _replaced(self) -> list[Hidden]:
+        return [entry for entry in self.hidden() if entry.purpose == "replaced" and is_whole(entry.path)]
+
+    def _require_folder(self) -> None:
+        if self.root.exists() and not self.root.is_dir():
+            raise CheckpointError(f"{self.root} is a file; give the folder of a run")
+        if is_whole(self.root) and iteration_of(self.root.name) is not None:
+            raise CheckpointError(
+                f"{self.root} is a checkpoint; give the folder of the run, {self.root.parent}, and the iteration"
+            )
+        if is_whole(self.root):
+            raise CheckpointError(
+                f"{self.root} is a checkpoint, and not the folder of a run, which holds {POINTER} and iter_ folders"
+            )
+
+    def _whole_ones(self) -> str:
+        whole = self.iterations()
+        if not whole:
+            return f"there is no whole checkpoint in {self.root}"
+        shown = ", ".join(str(iteration) for iteration in whole[-_SHOWN:])
+        more = "..., " if len(whole) > _SHOWN else ""
+        return f"whole ones in {self.root}: {more}{shown}; ask for one of these"
+
+
+# ---- publishing ------------------------------------------------------------------------------------------------------
+
+
+class FileOps:
+    """Changes to the file system, which tests may replace."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder, and its parents if they are missing."""
+        path.mkdir(parents=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a folder, or a file over another one; atomic."""
+        source.replace(target)
+
+    def write_file(self, path: Path, content: str) -> None:
+        """Write a small file and force it to the disk."""
+        with path.open("x", encoding="ascii") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def sync(self, path: Path) -> None:
+        """Force a file, or the names in a folder, to the disk; folders where the file system supports that."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if not path.is_dir() or error.errno not in _CANNOT_SYNC_FOLDERS:
+                raise
+
+    def sync_tree(self, root: Path) -> None:
+        """Force everything in a folder to the disk."""
+        for folder, _, names in os.walk(root, topdown=False):
+            for name in names:
+                self.sync(Path(folder, name))
+            self.sync(Path(folder))
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a folder with all in it, if it exists."""
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except FileNotFoundError:
+            if path.exists():  # another process removes it too; the next save removes the rest
+                raise
+
+
+def claim(path: Path, held: ExitStack) -> bool:
+    """Lock a file or folder until `held` ends, or the process, however that ends.
+
+    If the file system has no locks, or nothing can be opened, every claim succeeds. On NFS a lock of a file holds for
+    all machines, that of a folder for this one.
+
+    Returns:
+        False where another process, or another call in this one, has it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    except OSError:
+        return True
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    held.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
+    return True
+
+
+def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> list[int]:
+    """Return the iterations to delete, oldest first.
+
+    Kept are the `keep_last` newest up to the one pointed to. What is newer than that belongs to a run that was given
+    up for an earlier checkpoint; it is left to the user.
+
+    Args:
+        iterations: All whole ones.
+        pointed: The one that the pointer names.
+        keep_last: How many to keep; None: all.
+    """
+    if keep_last is None:
+        return []
+    upto = sorted(iteration for iteration in set(iterations) | {pointed} if iteration <= pointed)
+    return upto[:-keep_last]
+
+
+class Publisher:
+    """Writes to the folder of a run, on rank 0. What a save writes is locked until `claims` is closed.
+
+    Args:
+        folder: The folder of the run.
+        ops: Changes to the file system.
+    """
+
+    def __init__(self, folder: RunFolder, ops: FileOps) -> None:
+        self.folder, self.ops = folder, ops
+        self.claims = ExitStack()
+
+    def begin(self, iteration: int, overwrite: bool) -> Path:
+        """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
+
+        Raises:
+            CheckpointError: The root is a checkpoint itself, or the iteration exists and is not to be overwritten.
+            OSError: The folder cannot be made.
+        """
+        root, target = self.folder.root, self.folder.path_of(iteration)
+        if is_whole(root):
+            raise CheckpointError(
+                f"{root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which holds "
+                "nothing but the run's checkpoints"
+            )
+        never_pointed_to = self._clear_leftovers()
+        found = self.folder.find(iteration)
+        if (found or target.exists()) and not overwrite and iteration not in never_pointed_to:
+            state = "exists" if found else f"exists, without a {MARK_OF_WHOLE}"
+            raise CheckpointError(f"{target} {state}; pass overwrite=True to replace it, or save another iteration")
+        while True:
+            staging = root / hidden_name(target.name, "partial")
+            self.ops.make_folder(staging)
+            if claim(staging, self.claims) and staging.exists():
+                return staging
+            # Another process took it for left over before it was claimed.
+
+    def publish(self, staging: Path, iteration: int, keep_last: int | None) -> None:
+        """Rename a written folder, point the pointer to it, and delete what is not kept.
+
+        An error before the pointer has moved undoes all of it. Afterwards it is a warning, but for the last step that
+        makes the move survive a power failure.
+
+        Args:
+            staging: What `begin` has made.
+            iteration: The one to publish.
+            keep_last: How many to keep; None: all.
+
+        Raises:
+            CheckpointError: The folder is not whole.
+            OSError: As the file system says.
+        """
+        if not is_whole(staging):
+            raise CheckpointError(f"the writer has left no {MARK_OF_WHOLE} in {staging}")
+        self.ops.sync_tree(staging)
+        root, target = self.folder.root, self.folder.path_of(iteration)
+        pointer = root / hidden_name(POINTER, "partial")
+        with ExitStack() as undo:
+            undo.callback(self.ops.remove, pointer)
+            self.ops.write_file(pointer, str(iteration))
+            claim(pointer, self.claims)
+            if target.exists():
+                claim(target, self.claims)
+                aside = root / hidden_name(target.name, "replaced")
+                self.ops.rename(target, aside)
+                undo.callback(self.ops.rename, aside, target)
+            self.ops.rename(staging, target)
+            undo.callback(self.ops.rename, target, staging)
+            self.ops.sync(root)
+            self.ops.rename(pointer, root / POINTER)
+            undo.pop_all()
+        self.ops.sync(root)
+        self._clear_replaced(iteration)
+        for old in to_prune(self.folder.iterations(), iteration, keep_last):
+            self._discard(self.folder.path_of(old), folder_name(old))
+
+    def remove(self, path: Path) -> None:
+        """Delete what no reader looks at, if it exists; failures are warnings."""
+        with _warning_of(f"{path} could not be deleted"):
+            self.ops.remove(path)
+
+    def _discard(self, path: Path, name: str) -> None:
+        """Delete a checkpoint, if it exists, under another hidden name, so that no reader sees half of it."""
+        hidden = self.folder.root / hidden_name(name, "discarded")
+        with _warning_of(f"{path} could not be deleted"):
+            if path.exists():
+                self.ops.rename(path, hidden)
+                self.ops.remove(hidden)
+
+    def _clear_leftovers(self) -> set[int]:
+        """Remove leftovers of killed processes; what a living one has claimed stays.
+
+        Returns:
+            Iterations that were renamed by a process that was killed before it could move the pointer. A run that
+            resumes from the pointer reaches them again, and may replace them.
+        """
+        never_pointed_to: set[int] = set()
+        for entry in self.folder.hidden():
+            with ExitStack() as held:
+                if not claim(entry.path, held):
+                    continue
+                iteration = self._iteration_in(entry)
+                if entry.purpose == "replaced":
+                    self._restore_or_discard(entry)
+                elif iteration is not None and self._is_unpointed(iteration):
+                    never_pointed_to.add(iteration)
+                else:
+                    self.remove(entry.path)
+        return never_pointed_to
+
+    def _iteration_in(self, entry: Hidden) -> int | None:
+        """Return the iteration that a hidden pointer names; None for anything else."""
+        if entry.name != POINTER:
+            return None
+        try:
+            found = self.folder.pointed(entry.path)
+        except CheckpointError:  # a process was killed while it wrote it
+            return None
+        return found if isinstance(found, int) else None
+
+    def _is_unpointed(self, iteration: int) -> bool:
+        """Return whether a checkpoint is there and the pointer does not name it."""
+        try:
+            return self.folder.path_of(iteration).exists() and self.folder.pointed() != iteration
+        except CheckpointError:  # the pointer says nonsense, and is about to be replaced
+            return True
+
+    def _restore_or_discard(self, entry: Hidden) -> None:
+        """Restore the name of a checkpoint that was about to be replaced, if no other has taken it."""
+        published = self.folder.root / entry.name
+        if not published.exists():
+            with _warning_of(f"{entry.path} could not be renamed to {published.name}"):
+                self.ops.rename(entry.path, published)
+        elif is_whole(published):
+            self._discard(entry.path, entry.name)
+
+    def _clear_replaced(self, iteration: int) -> None:
+        """Remove the previous version of an iteration, and pointers that mark it as never pointed to."""
+        for entry in self.folder.hidden():
+            if entry.purpose == "replaced" and entry.name == folder_name(iteration):
+                self._discard(entry.path, entry.name)
+            elif self._iteration_in(entry) == iteration:
+                self.remove(entry.path)
+
+
+@contextlib.contextmanager
+def _warning_of(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{what} ({type(error).__name__}: {error})", RuntimeWarning, stacklevel=3)
+
+
+# ---- all ranks -------------------------------------------------------------------------------------------------------
 
 
 class CheckpointStore:
@@ -65,24 +537,17 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.group = group
         self._patience_s = patience_s
-        self._ops = FileOps() if ops is None else ops
         self._folder = RunFolder(self.root)
-        self._publisher = Publisher(self._folder, self._ops)
+        self._publisher = Publisher(self._folder, FileOps() if ops is None else ops)
 
     def over(self, group: dist.ProcessGroup | None) -> CheckpointStore:
         """Return this store over another group of the same ranks, as a background save needs."""
         return CheckpointStore(
-            self.root, keep_last=self.keep_last, group=group, patience_s=self._patience_s, ops=self._ops
+            self.root, keep_last=self.keep_last, group=group, patience_s=self._patience_s, ops=self._publisher.ops
         )
 
-    # ---- finding ----------------------------------------------------------------------------------------------------
-
     def path_of(self, iteration: int) -> Path:
-        """Return where the checkpoint of an iteration is published, whether it exists or not; not collective.
-
-        Raises:
-            ConfigurationError: The iteration is no whole number from 0.
-        """
+        """Return where the checkpoint of an iteration is published (as `RunFolder.path_of`); not collective."""
         return self._folder.path_of(iteration)
 
     def iterations(self) -> list[int]:
@@ -94,54 +559,16 @@ class CheckpointStore:
         return decided_by_first(self._folder.iterations, f"looking into {self.root}", self.group)
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that the pointer names, or the newest if there is no pointer; collective.
-
-        Returns:
-            Its folder; None where there is no checkpoint yet.
-
-        Raises:
-            CheckpointError: The root is no folder or a checkpoint itself, or the pointer is invalid or names one
-                that is not there; says which are.
-        """
+        """Return what `RunFolder.latest` does on rank 0, and raise what it raises; collective."""
         return self._found(self._folder.latest)
 
     def resolve(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint to load; collective.
-
-        Args:
-            iteration: Which; None: the latest.
-
-        Raises:
-            CheckpointError: As `latest`, or there is no such whole checkpoint; says which are there.
-            ConfigurationError: The iteration is no whole number from 0.
-        """
-        found = self._found(functools.partial(self._folder.resolve, iteration))
-        assert found is not None
-        return found
+        """Return what `RunFolder.resolve` does on rank 0, and raise what it raises; collective."""
+        return self._found(lambda: self._folder.resolve(iteration)) or self.root
 
     def resolve_or_itself(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint to load, or the root if it is itself one and no iteration is given.
-
-        Raises:
-            CheckpointError: As `resolve`, or the root is a checkpoint and also holds those of a run.
-            ConfigurationError: The iteration is no whole number from 0.
-        """
-        found = self._found(functools.partial(self._itself_or_one_of, iteration))
-        assert found is not None
-        return found
-
-    def _itself_or_one_of(self, iteration: int | None) -> Path:
-        if iteration is not None or not is_whole(self.root):
-            return self._folder.resolve(iteration)
-        others = self._folder.iterations()
-        if others:
-            newest = self._folder.find(others[-1])
-            raise CheckpointError(
-                f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}), and the folder of a run with "
-                f"checkpoints of its own; give the folder of one of these, as {newest}, or move its {POINTER} and "
-                "iter_ folders elsewhere to load the other one"
-            )
-        return self.root
+        """Return what `RunFolder.resolve_or_itself` does on rank 0, and raise what it raises; collective."""
+        return self._found(lambda: self._folder.resolve_or_itself(iteration)) or self.root
 
     def _found(self, find: Callable[[], Path | None]) -> Path | None:
         def name() -> str | None:
@@ -152,9 +579,7 @@ class CheckpointStore:
         found = decided_by_first(name, f"looking into {self.root}", self.group)
         return None if found is None else self.root / found
 
-    # ---- saving -----------------------------------------------------------------------------------------------------
-
-    def write(self, iteration: int, writer: Writer, *, overwrite: bool = False, is_synced: bool = False) -> Path:
+    def write(self, iteration: int, writer: Writer, *, overwrite: bool = False) -> Path:
         """Save a whole checkpoint, or nothing; collective.
 
         Every rank calls the writer with the same hidden folder, in which some rank has to leave `.metadata`. Then the
@@ -167,7 +592,6 @@ class CheckpointStore:
             iteration: From 0.
             writer: What it raises on some ranks only must not leave others waiting in a collective of its own.
             overwrite: Whether a checkpoint of this iteration may be replaced.
-            is_synced: Whether the writer forces its files to the disk itself.
 
         Returns:
             The folder of the checkpoint.
@@ -175,71 +599,37 @@ class CheckpointStore:
         Raises:
             CheckpointError: A rank has met an error, the ranks share no file system, or the iteration exists; the same
                 message on every rank. Nothing was published, and what was written is removed.
-            ConfigurationError: The iteration is no whole number from 0.
+            ConfigurationError: The iteration is no whole number from 0, or ranks give different ones.
         """
-        try:
-            return self._write(iteration, writer, overwrite, is_synced)
-        finally:
-            self._publisher.end()
-
-    def _write(self, iteration: int, writer: Writer, overwrite: bool, is_synced: bool) -> Path:
-        first, name, doing = decided_by_first(
-            lambda: self._begin(iteration, overwrite), f"saving iteration {iteration} in {self.root}", self.group
-        )
-        target = self.path_of(first)
-        staging = self.root / name
-        is_first = rank_of(self.group) == 0  # read now: torch.distributed may be shut down after an error
-        try:
-            self._require_common_ground(staging, iteration, first, doing)
-            together(doing, lambda: writer(staging), self.group)
-            if not is_synced:
-                together(doing, lambda: self._sync_share(staging), self.group)
-            decided_by_first(lambda: self._publisher.publish(staging, iteration, self.keep_last), doing, self.group)
-        except BaseException:
-            if is_first:
-                self._publisher.discard(staging)
-            raise
-        return target
-
-    def _begin(self, iteration: int, overwrite: bool) -> tuple[int, str, str]:
-        """Return, on rank 0, the iteration, the name of the hidden folder, and a description for errors."""
-        doing = f"saving {self.path_of(iteration)}"
-        try:
-            if is_whole(self.root):
-                raise CheckpointError(
-                    f"{self.root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which "
-                    "holds nothing but the run's checkpoints"
-                )
-            return iteration, self._publisher.begin(iteration, overwrite).name, doing
-        except OSError as error:
-            raise CheckpointError(f"{doing} failed ({type(error).__name__}: {error})") from error
-
-    def _require_common_ground(self, staging: Path, iteration: int, first: int, doing: str) -> None:
-        """Refuse ranks that save different iterations, or do not see rank 0's folder."""
-        everyone = gather_objects((iteration, self._sees(staging)), self.group)
-        if any(type(theirs) is not int or theirs != first for theirs, _ in everyone):
-            each = by_value([repr(theirs) for theirs, _ in everyone])
-            raise CheckpointError(f"ranks save different iterations: {each}; give all the same")
-        blind = [rank for rank, (_, sees) in enumerate(everyone) if not sees]
-        if blind:
-            raise CheckpointError(
-                f"{doing} failed: rank(s) {', '.join(map(str, blind))} do not see the folder that rank 0 has made "
-                "beside it; give a root on a file system that all ranks share"
+        with self._publisher.claims:
+            begun, doing = decided_by_first(
+                lambda: (self._publisher.begin(iteration, overwrite).name, f"saving {self.path_of(iteration)}"),
+                f"saving iteration {iteration} in {self.root}",
+                self.group,
             )
+            staging, same = self.root / begun, {"iteration": repr(iteration)}
+            is_first = rank_of(self.group) == 0  # read now: torch.distributed may be shut down after an error
+            try:
+                together(doing, lambda: require_seen(staging, self._patience_s), self.group, same)
+                together(doing, lambda: writer(staging), self.group)
+                decided_by_first(lambda: self._publisher.publish(staging, iteration, self.keep_last), doing, self.group)
+            except BaseException:
+                if is_first:
+                    self._publisher.remove(staging)
+                raise
+        return self.path_of(iteration)
 
-    def _sees(self, path: Path) -> bool:
-        deadline = time.monotonic() + self._patience_s
-        while not path.is_dir():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOOK_AGAIN_S)
-        return True
 
-    def _sync_share(self, staging: Path) -> None:
-        """Force this rank's share of the files to the disk; shares follow from names, not from listings."""
-        ranks, rank = world_size_of(self.group), rank_of(self.group)
-        for folder, _, names in os.walk(staging):
-            for name in names:
-                digest = hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
-                if int.from_bytes(digest) % ranks == rank:
-                    self._ops.sync_file(Path(folder) / name)
+def require_seen(folder: Path, patience_s: float) -> None:
+    """Wait until this rank sees a folder that rank 0 has made.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    deadline = time.monotonic() + patience_s
+    while not folder.is_dir():
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"this rank does not see {folder}, which the first one has made; save to a folder that all ranks share"
+            )
+        time.sleep(_LOOK_AGAIN_S)

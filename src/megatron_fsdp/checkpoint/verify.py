@@ -12,63 +12,53 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fsdp.checkpoint import checksum, manifest
-from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.safe_read import printable, read_file, reading, shortened
-from megatron_fsdp.checkpoint.tools.kinds import side_file_problems
+from megatron_fsdp.checkpoint.report import listed
+from megatron_fsdp.checkpoint.safe_read import printable, reading, shortened
+from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
-COMMON_FILE = "common.pt"
-KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, "metadata.json", COMMON_FILE, "integrity.json"})
+KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, MARKER, COMMON_FILE, "integrity.json"})
 """Files that this library, torch or Megatron puts beside the data."""
 NO_MANIFEST = "no manifest: contents read but not compared"
 NOT_READ = "contents not read"
-_SHOWN = 20
+_SHOWN, _SHOWN_IN_ERROR = 20, 8
 
 
-def share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> list[str]:
-    """Return the keys that one of several ranks reads, balanced by bytes: the largest first, in turns back and forth.
+def share_out(sizes: Sequence[int], rank: int, ranks: int) -> list[int]:
+    """Return the indices of the items that one of several ranks takes, balanced by bytes.
 
-    Args:
-        folder: The checkpoint.
-        rank: Which.
-        ranks: How many share the work.
-        without: Sections that are skipped.
+    The largest first, in turns back and forth, so that no two ranks differ by more than the largest item.
     """
-    sizes = {key: entry.nbytes for key, entry in folder.tensors.items()}
-    sizes |= {key: entry.span.length for key, entry in folder.objects.items()}
-    sizes = {key: size for key, size in sizes.items() if key.partition(".")[0] not in without}
     mine = []
-    for position, key in enumerate(sorted(sizes, key=lambda key: (-sizes[key], key))):
+    for position, index in enumerate(sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))):
         turn, place = divmod(position, ranks)
         if (place if turn % 2 == 0 else ranks - 1 - place) == rank:
-            mine.append(key)
-    return mine
+            mine.append(index)
+    return sorted(mine)
 
 
-def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collection[str]) -> dict[str, str]:
-    """Describe what is wrong with tensors and objects, by key.
+def _share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> list[str]:
+    """Return the keys that one of several ranks reads, but for those of some sections."""
+    sizes = {key: entry.nbytes for key, entry in folder.tensors.items()}
+    sizes |= {key: entry.span.length for key, entry in folder.objects.items()}
+    keys = [key for key in sizes if key.partition(".")[0] not in without]
+    return [keys[at] for at in share_out([sizes[key] for key in keys], rank, ranks)]
 
-    Args:
-        folder: The checkpoint.
-        manifest: Of the checkpoint.
-        keys: Which to read.
 
-    Raises:
-        CheckpointError: The manifest's checksums are of a kind that this version does not know.
-    """
+def _content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collection[str]) -> dict[str, str]:
+    """Read tensors and objects of which metadata and manifest say the same, and describe what is wrong with them."""
     if manifest.checksum_name != checksum.NAME:
         raise CheckpointError(
             f"{folder.path}: the manifest has checksums of kind {manifest.checksum_name!r}, and this version knows "
             f"{checksum.NAME!r}; use the version that wrote it"
         )
-    found = {key: problem for key in keys if (problem := _other_kind(folder, manifest, key))}
-    sealed = [key for key in keys if key not in found and (key in manifest.tensors or key in manifest.objects)]
+    found: dict[str, str] = {}
     sums: dict[str, int] = {}
     with folder.kept_open():
-        for key, index in _in_order_of_files(folder, sealed):
+        for key, index in _in_order_of_files(folder, keys):
             try:
                 if key in folder.objects:
                     if hashlib.sha256(folder.read_bytes(key)).hexdigest() != manifest.objects[key]:
@@ -79,23 +69,10 @@ def content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collect
                     sums[key] = combine([sums.get(key, 0), checksum_box(values, box.offsets, entry.shape)])
             except CheckpointError as error:
                 found[key] = f"cannot be read: {error}"
-    for key in sealed:
+    for key in keys:
         if key in manifest.tensors and f"{sums.get(key, 0):016x}" != manifest.tensors[key].checksum:
             found.setdefault(key, "holds other values than were saved")
     return found
-
-
-def _other_kind(folder: CheckpointFolder, manifest: Manifest, key: str) -> str | None:
-    """Describe how a key differs from its entry in the manifest; None if it does not."""
-    if key in folder.objects:
-        return "is an object, and a tensor in the manifest" if key in manifest.tensors else None
-    entry, seal = folder.tensors[key], manifest.tensors.get(key)
-    if seal is None:
-        return "is a tensor, and an object in the manifest" if key in manifest.objects else None
-    if entry.shape == seal.shape and str(entry.dtype) == seal.dtype:
-        return None
-    there = printable(f"{seal.shape} of {seal.dtype}")
-    return f"is {entry.shape} of {entry.dtype}, and {there} in the manifest"
 
 
 def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tuple[str, int]]:
@@ -106,13 +83,6 @@ def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tu
         spans = [chunk.span for chunk in folder.tensors[key].chunks] if is_tensor else [folder.objects[key].span]
         places += [(span.file, span.offset, key, number) for number, span in enumerate(spans)]
     return [(key, number) for *_, key, number in sorted(places)]
-
-
-def key_problems(folder: CheckpointFolder, manifest: Manifest) -> dict[str, str]:
-    """Describe keys that only one of checkpoint and manifest has."""
-    listed, there = manifest.tensors.keys() | manifest.objects.keys(), folder.tensors.keys() | folder.objects.keys()
-    missing = dict.fromkeys(sorted(listed - there), "is in the manifest and not in the checkpoint")
-    return missing | dict.fromkeys(sorted(there - listed), "is in the checkpoint and not in the manifest")
 
 
 def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> str:
@@ -133,19 +103,16 @@ def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Coll
     manifest = Manifest.read(folder.path)
     if manifest is None:
         raise CheckpointError(f"{folder.path} has no manifest to compare with; load it without verify=True")
-    mine = share_of(folder, rank, ranks, without)
-    problems = key_problems(folder, manifest) | content_problems(folder, manifest, mine)
+    problems = folder.differences(manifest)
+    mine = [key for key in _share_of(folder, rank, ranks, without) if key not in problems]
+    problems |= _content_problems(folder, manifest, mine)
     if problems:
-        raise CheckpointError(f"{folder.path} is damaged: {_told(problems)}; use another checkpoint")
-    looked_at = share_of(folder, 0, 1, without)
+        told = [f"{key} {problem}" for key, problem in list(problems.items())[:_SHOWN_IN_ERROR]]
+        more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []
+        raise CheckpointError(f"{folder.path} is damaged: {'; '.join([*told, *more])}; use another checkpoint")
+    looked_at = _share_of(folder, 0, 1, without)
     tensors = sum(key in folder.tensors for key in looked_at)
     return f"verified: {tensors} tensors and {len(looked_at) - tensors} objects are as they were saved"
-
-
-def _told(problems: dict[str, str], shown: int = 8) -> str:
-    told = [f"{key} {problem}" for key, problem in list(problems.items())[:shown]]
-    more: Sequence[str] = [f"and {len(problems) - shown} more"] if len(problems) > shown else []
-    return "; ".join([*told, *more])
 
 
 @dataclass(frozen=True)
@@ -208,7 +175,7 @@ class VerifyReport:
         )
         lines = [head]
         for title in ("damaged", "missing", "unexpected"):
-            lines += _listed(title, getattr(self, title))
+            lines += listed(title, getattr(self, title), _SHOWN)
         reasons = sorted({found.reason for found in self.unverified})
         for reason in reasons[:_SHOWN]:
             count = sum(found.reason == reason for found in self.unverified)
@@ -245,9 +212,10 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     report.tensors, report.objects = len(opened.tensors), len(opened.objects)
     problems = opened.file_problems()
     _check_files(opened, problems, report)
-    if sealed is not None:
-        _compare_names(opened, sealed, report)
+    damaged = set() if sealed is None else _compare_descriptions(opened, sealed, report)
     for key in [*opened.tensors, *opened.objects]:
+        if key in damaged:
+            continue
         state, reason = _check(opened, key, sealed, problems, deep)
         if state != "fine":
             found = Finding("tensor" if key in opened.tensors else "object", key, reason)
@@ -285,24 +253,27 @@ def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: 
         if path.name not in known:
             what = "folder" if path.is_dir() else "file"
             report.unexpected.append(Finding("file", printable(path.name), f"a {what} that no part of it points to"))
-    common = opened.path / COMMON_FILE
-    if common.is_file():
+    if (opened.path / COMMON_FILE).is_file():
         try:
-            load_object(read_file(common), str(common))
-        except (CheckpointError, OSError) as error:
+            read_common_file(opened)
+        except CheckpointError as error:
             report.damaged.append(Finding("file", COMMON_FILE, str(error)))
 
 
-def _compare_names(opened: CheckpointFolder, sealed: Manifest, report: VerifyReport) -> None:
-    kinds: tuple[tuple[Literal["tensor", "object"], Any, Any], ...] = (
-        ("tensor", sealed.tensors, opened.tensors),
-        ("object", sealed.objects, opened.objects),
-    )
-    for kind, known, present in kinds:
-        for key in sorted(known.keys() - present.keys()):
-            report.missing.append(Finding(kind, printable(key, 4096), f"in {manifest.FILE_NAME} and not in {METADATA}"))
-        for key in sorted(present.keys() - known.keys()):
-            report.unexpected.append(Finding(kind, key, f"in {METADATA} and not in {manifest.FILE_NAME}"))
+def _compare_descriptions(opened: CheckpointFolder, sealed: Manifest, report: VerifyReport) -> set[str]:
+    """Report the keys of which metadata and manifest say different things; return those that both have."""
+    in_both = set()
+    for key, problem in opened.differences(sealed).items():
+        is_tensor = key in opened.tensors or (key not in opened and key in sealed.tensors)
+        found = Finding("tensor" if is_tensor else "object", printable(key, 4096), problem)
+        if key not in opened:
+            report.missing.append(found)
+        elif key not in sealed:
+            report.unexpected.append(found)
+        else:
+            report.damaged.append(found)
+            in_both.add(key)
+    return in_both
 
 
 def _check(
@@ -312,20 +283,17 @@ def _check(
     chunks = opened.tensors[key].chunks if key in opened.tensors else [opened.objects[key]]
     files = dict.fromkeys(chunk.span.file for chunk in chunks)
     damage = [f"{name} {file_problems[name]}" for name in files if name in file_problems]
-    damage += filter(None, [_other_kind(opened, sealed, key) if sealed else None])
     if damage or not deep:
         return ("damaged", "; ".join(damage)) if damage else ("unverified", NOT_READ)
-    known = sealed is not None and (key in sealed.tensors or key in sealed.objects)
-    is_comparable = sealed is not None and known and sealed.checksum_name == checksum.NAME
-    problem = None
-    if is_comparable and sealed is not None:
+    problem, unsure = None, _why_unverified(sealed, key)
+    if sealed is not None and unsure is None:
         with reading(key):
-            problem = content_problems(opened, sealed, [key]).get(key)
+            problem = _content_problems(opened, sealed, [key]).get(key)
         if problem is None and key in opened.tensors:
             return "fine", ""
     unread = _unreadable_parts(opened, key)
     if problem is None and not unread:
-        return ("fine", "") if is_comparable else ("unverified", _why(sealed))
+        return ("fine", "") if unsure is None else ("unverified", unsure)
     places = "; ".join(unread[:4]) or f"as it was written, so another one stands in its place in {', '.join(files)}"
     return "damaged", places if problem is None else f"{problem} ({places})"
 
@@ -344,16 +312,10 @@ def _unreadable_parts(opened: CheckpointFolder, key: str) -> list[str]:
     return told
 
 
-def _why(sealed: Manifest | None) -> str:
+def _why_unverified(sealed: Manifest | None, key: str) -> str | None:
+    """Return why there is nothing to compare a tensor or object with; None if there is."""
     if sealed is None:
         return NO_MANIFEST
     if sealed.checksum_name != checksum.NAME:
         return f"the manifest has checksums of another kind, {printable(sealed.checksum_name):.50}"
-    return "the manifest does not know it"
-
-
-def _listed(title: str, found: list[Finding]) -> list[str]:
-    if not found:
-        return []
-    more = [f"  ... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [f"{title}:", *(f"  {item}" for item in found[:_SHOWN]), *more]
+    return None if key in sealed else "the manifest does not know it"

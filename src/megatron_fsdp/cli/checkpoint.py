@@ -20,7 +20,7 @@ from megatron_fsdp.checkpoint.folder import METADATA, TensorEntry
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.run_folder import POINTER, RunFolder, iteration_of
+from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import (

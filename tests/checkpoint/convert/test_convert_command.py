@@ -114,7 +114,7 @@ def test_defect_17_failures_have_an_exit_status(
     (tmp_path / "full" / "mine").touch()
     for words, message in {
         (str(tmp_path / "nowhere"), str(tmp_path / "out")): "is not a folder",
-        (str(source), str(tmp_path / "full")): "is not an empty folder",
+        (str(source), str(tmp_path / "full")): "exists already and is not empty",
         (str(source), str(tmp_path / "out"), "--groups", "map"): "needs --param-to-param-group-map-json",
         (str(source), str(tmp_path / "out"), "--enable-msc"): "give local folders",
         (

@@ -67,7 +67,7 @@ def test_ranks_that_disagree_are_refused_on_all(run_ranks: RunRanks, tmp_path: P
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     model = two_layers()
     (tmp_path / "mine").touch()
-    with pytest.raises(CheckpointError, match="not an empty folder"):
+    with pytest.raises(CheckpointError, match="exists already and is not empty"):
         dump_param_to_param_group_map(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

@@ -98,7 +98,7 @@ def test_a_marker_of_another_format(tmp_path: Path, marker: str) -> None:
 def test_a_common_state_that_is_missing_or_no_dict(tmp_path: Path) -> None:
     source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), WriteOptions(generation=2))
     torch.save(["not", "a", "dict"], source / "common.pt")
-    with pytest.raises(CheckpointError, match="the common state is a list, not a dict"):
+    with pytest.raises(CheckpointError, match="holds a list where the common state"):
         convert(source, tmp_path / "out")
     (source / "common.pt").unlink()
     with pytest.raises(CheckpointError, match=r"neither common_state/shard_0_1 nor common\.pt"):

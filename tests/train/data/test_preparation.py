@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.checkpoint.publish import claim
+from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (

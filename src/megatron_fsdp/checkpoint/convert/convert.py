@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import io
-import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +22,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_fsdp.checkpoint.checksum import checksum_box
-from megatron_fsdp.checkpoint.convert.entries import Move, Value, listed
+from megatron_fsdp.checkpoint.convert.entries import Move, Value
 from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, make_plan
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.new_folder import require_apart
+from megatron_fsdp.checkpoint.new_folder import new_shared_folder, require_apart
 from megatron_fsdp.checkpoint.save import Seal, SealingWriter, write_planned
+from megatron_fsdp.checkpoint.store import POINTER, RELEASE, iteration_of
 from megatron_fsdp.checkpoint.tools.locate import locate
-from megatron_fsdp.comm.agreement import gather_objects, rank_of, together, world_size_of
+from megatron_fsdp.checkpoint.verify import require_sound, share_out
+from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError
 
 ReadMove = Callable[[Move], Tensor]
@@ -41,49 +39,6 @@ ReadMove = Callable[[Move], Tensor]
 
 Progress = Callable[[int, int], None]
 """(bytes written by this rank, bytes that it will have written)"""
-
-_TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Assign items to ranks so that their bytes balance: the largest first, each to the rank with the fewest.
-
-    Returns:
-        For each rank the indices of its items, in order.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(index)
-        heapq.heappush(loads, (load + sizes[index], rank))
-    return [sorted(share) for share in shares]
-
-
-def write_moves(
-    folder: Path,
-    moves: Sequence[Move],
-    values: Sequence[Value],
-    read: ReadMove,
-    progress: Progress | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Write this rank's moves and values into the DCP checkpoint of all ranks; collective.
-
-    Args:
-        folder: To write to; the same on every rank.
-        moves: This rank's; no other rank has them.
-        values: This rank's; no other rank has them.
-        read: Reads a move.
-        progress: Called after each move.
-        group: The ranks.
-
-    Raises:
-        CheckpointError: Reading or writing failed on some rank; the same on every rank.
-    """
-    total = sum(move.nbytes for move in moves)
-    told = None if progress is None else lambda done: progress(min(done, total), total)
-    write_planned({}, SealingWriter(folder, told), _MovePlanner(moves, values, read), group)
 
 
 class _MovePlanner(DefaultSavePlanner):
@@ -130,56 +85,17 @@ class _MovePlanner(DefaultSavePlanner):
     def _serialised(self, value: object) -> tuple[bytes, str]:
         """Return bytes and their hash; values that parameters of a group share are serialised once."""
         if id(value) not in self._saved:  # ids stay valid: the plan holds the values
-            raw = saved_bytes(value)
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            raw = stream.getvalue()
             self._saved[id(value)] = raw, hashlib.sha256(raw).hexdigest()
         return self._saved[id(value)]
-
-
-def saved_bytes(value: object) -> bytes:
-    """Serialise an object with `torch.save`."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
 
 
 def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperties) -> WriteItem:
     size, origin = torch.Size(shape), torch.Size([0] * len(shape))
     data = TensorWriteData(ChunkStorageMetadata(origin, size), properties, size)
     return WriteItem(MetadataIndex(target, origin), WriteItemType.TENSOR, tensor_data=data)
-
-
-def differing_keys(output: CheckpointFolder, targets: Sequence[str]) -> list[str]:
-    """List keys that are missing from or unexpected in the output, one line each."""
-    there, wanted = {*output.tensors, *output.objects}, set(targets)
-    lines = [f"missing: {listed(sorted(wanted - there))}"] if wanted - there else []
-    return lines + ([f"unexpected: {listed(sorted(there - wanted))}"] if there - wanted else [])
-
-
-def differing_values(
-    output: CheckpointFolder, moves: Sequence[Move], values: Sequence[Value], read: ReadMove
-) -> list[str]:
-    """List tensors and objects of the output that differ from the source, one line each."""
-    found = []
-    for move in moves:
-        entry = output.tensors.get(move.target)
-        if entry is None or entry.dtype != move.dtype or not _holds(output, move.target, read(move)):
-            found.append(f"{move.target} (from {move.source})")
-    for value in values:
-        if isinstance(value.value, Tensor):
-            is_same = _holds(output, value.target, value.value)
-        else:
-            is_same = value.target in output.objects and output.read_bytes(value.target) == saved_bytes(value.value)
-        found += [] if is_same else [value.target]
-    return found
-
-
-def _holds(output: CheckpointFolder, key: str, wanted: Tensor) -> bool:
-    """Return whether a tensor of the output is bitwise equal to the wanted one."""
-    entry = output.tensors.get(key)
-    if entry is None or (entry.shape, entry.dtype) != (tuple(wanted.shape), wanted.dtype):
-        return False
-    found = output.read_tensor(key)
-    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (found, wanted)))
 
 
 class ConversionMismatchError(CheckpointError):
@@ -268,18 +184,14 @@ def convert(
     doing = f"converting {source}"
     opened, plan = together(doing, lambda: _prepare(source, target, options, steps, group), group)
     ranks = world_size_of(group)
-    if steps.dry_run:
-        return ConversionReport(opened.folder.path, plan, written=False, verified=False, ranks=ranks)
-    temporary = target.with_name(f"{target.name}.tmp")
-    try:
-        _write_all(opened, plan, temporary, steps, progress, group)
-        together(doing, lambda: _publish(temporary, target, opened, steps) if rank_of(group) == 0 else None, group)
-    except BaseException:
-        # Every rank has left the folder: errors above are raised on all of them together.
-        if rank_of(group) == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return ConversionReport(opened.folder.path, plan, written=True, verified=steps.verify, ranks=ranks)
+    if not steps.dry_run:
+        with new_shared_folder(target, {}, group) as temporary:
+            _write(opened, plan, temporary, progress, group)
+            if steps.verify:
+                _verify(temporary, group)
+        if steps.write_tracker:
+            decided_by_first(lambda: _track(target, _tracked_as(target, opened)), doing, group)
+    return ConversionReport(opened.folder.path, plan, not steps.dry_run, steps.verify and not steps.dry_run, ranks)
 
 
 def _prepare(
@@ -291,69 +203,52 @@ def _prepare(
         if steps.write_tracker:
             _tracked_as(target, opened)
         require_apart(target, opened.folder.path)
-        _require_free(target)
     return opened, plan
 
 
-def _require_free(target: Path) -> None:
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise CheckpointError(f"{target} exists and is not an empty folder; give another one, or empty it")
-    temporary = target.with_name(f"{target.name}.tmp")
-    if temporary.exists():
-        raise CheckpointError(
-            f"{temporary} is left from a conversion that was interrupted, or is still running; remove it"
-        )
-
-
-def _write_all(
+def _write(
     opened: TorchDistSource,
     plan: ConversionPlan,
-    temporary: Path,
-    steps: Steps,
+    folder: Path,
     progress: Progress | None,
     group: dist.ProcessGroup | None,
 ) -> None:
+    """Write this rank's share of the moves into the checkpoint of all ranks, and on rank 0 the values; collective."""
     rank = rank_of(group)
-    shares = share_out([move.nbytes for move in plan.moves], world_size_of(group))
-    mine = [plan.moves[index] for index in shares[rank]]
-    values = plan.values if rank == 0 else ()
-    write_moves(temporary, mine, values, opened.read, progress, group)
-    if not steps.verify:
-        return
+    mine = [plan.moves[at] for at in share_out([move.nbytes for move in plan.moves], rank, world_size_of(group))]
+    total = sum(move.nbytes for move in mine)
+    told = None if progress is None else lambda done: progress(min(done, total), total)
+    planner = _MovePlanner(mine, plan.values if rank == 0 else (), opened.read)
+    write_planned({}, SealingWriter(folder, told), planner, group)
 
-    def compare() -> list[str]:
-        output = CheckpointFolder(temporary)
-        found = differing_values(output, mine, values, opened.read)
-        targets = [*(move.target for move in plan.moves), *(value.target for value in plan.values)]
-        return found + (differing_keys(output, targets) if rank == 0 else [])
 
-    found = together(f"verifying {temporary}", compare, group)
-    differing = sorted(line for lines in gather_objects(found, group) for line in lines)
-    if differing:
-        raise ConversionMismatchError(
-            f"{len(differing)} tensors or keys of the output are not what the source holds, so it is not published: "
-            f"{'; '.join(differing[:8])}"
+def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Compare what was written with the checksums that were taken of the source as it was read; collective."""
+    try:
+        together(
+            f"verifying {folder}",
+            lambda: require_sound(CheckpointFolder(folder), rank_of(group), world_size_of(group)),
+            group,
         )
+    except CheckpointError as error:
+        raise ConversionMismatchError(
+            f"the output is not what the source holds, so it is not published: {error}"
+        ) from error
 
 
-def _publish(temporary: Path, target: Path, opened: TorchDistSource, steps: Steps) -> None:
-    with suppress(FileNotFoundError):
-        target.rmdir()
-    temporary.rename(target)
-    if steps.write_tracker:
-        tracker = target.parent / _TRACKER
-        fresh = tracker.with_name(f"{_TRACKER}.tmp")
-        fresh.write_text(_tracked_as(target, opened), encoding="utf-8")
-        fresh.replace(tracker)
+def _track(target: Path, text: str) -> None:
+    tracker = target.parent / POINTER
+    fresh = tracker.with_name(f"{POINTER}.tmp")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(tracker)
 
 
 def _tracked_as(target: Path, opened: TorchDistSource) -> str:
     """Return what the tracker file says for a folder of this name."""
-    if target.name == "release":
-        return "release"
+    if target.name == RELEASE:
+        return RELEASE
     iteration = opened.content.common.tree.get("iteration")
-    found = re.fullmatch(r"iter_(\d{7,})", target.name)
-    if found is None or int(found[1]) != iteration:
+    if iteration is None or iteration_of(target.name) != iteration:
         name = f"iter_{iteration:07d}" if isinstance(iteration, int) else "release"
         raise CheckpointError(
             f"--write-tracker points Megatron to the folder by the iteration, so {target} has to be named {name}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from megatron_fsdp.errors import CheckpointError
 
@@ -97,27 +98,11 @@ def listed(keys: Sequence[str], shown: int = 8) -> str:
     return ", ".join(keys[:shown]) + more
 
 
-def flatten(tree: Mapping[str, Any]) -> Iterator[Value]:
-    """Yield the leaves of a nested dict, flattened as by DCP: only lists of dicts or tensors are walked."""
-    for path, value in _leaves((), tree):
-        yield Value(key_of(path), path, value)
-
-
-def _leaves(path: PathParts, value: Any) -> Iterator[tuple[PathParts, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves((*path, str(key)), inner)
-    elif isinstance(value, list) and any(_is_walked(inner) for inner in value):
-        for index, inner in enumerate(value):
-            yield from _leaves((*path, index), inner)
-    else:
-        yield path, value
-
-
-def _is_walked(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(_is_walked(inner) for inner in value)
-    return isinstance(value, Mapping | torch.Tensor)
+def flatten(tree: Mapping[str, Any]) -> list[Value]:
+    """List the leaves of a nested dict, flattened as by DCP: only lists of dicts or tensors are walked."""
+    values: list[Value] = []
+    traverse_state_dict(dict(tree), lambda path, value: values.append(Value(key_of(path), path, value)))
+    return values
 
 
 @dataclass(frozen=True)
@@ -135,14 +120,12 @@ class CommonState:
     common_step: float | None = None
 
     @classmethod
-    def of(cls, tree: Any) -> CommonState:
+    def of(cls, tree: Mapping[str, Any]) -> CommonState:
         """Read the groups and the step from a common dict.
 
         Raises:
-            CheckpointError: It is no dict, or its parameter groups are not a list of dicts.
+            CheckpointError: Its parameter groups are not a list of dicts.
         """
-        if not isinstance(tree, Mapping):
-            raise CheckpointError(f"the common state is a {type(tree).__name__}, not a dict; the checkpoint is damaged")
         groups: list[Mapping[str, Any]] = []
         steps: list[float] = []
         _collect(tree.get("optimizer"), groups, steps)

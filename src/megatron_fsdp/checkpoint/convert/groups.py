@@ -23,6 +23,7 @@ from megatron_fsdp.checkpoint.convert.entries import listed
 from megatron_fsdp.checkpoint.convert.names import canonical_name
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import is_repeated, own_name
+from megatron_fsdp.checkpoint.new_folder import new_folder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, together
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -81,17 +82,11 @@ def assign(
 
     Raises:
         CheckpointError: A parameter has no group in the map, or none or several fit it.
-        ConfigurationError: A map is needed and not given, or given and not needed.
     """
     if how == NO_GROUPS:
         return Assignment({})
-    parameters = list(parameters)
     if how == MAP:
-        if written_map is None:
-            raise ConfigurationError("--groups map needs --param-to-param-group-map-json FILE")
-        return _from_map(parameters, len(groups), written_map)
-    if how != INFER:
-        raise ConfigurationError(f"--groups is {how!r}; use infer, map or none")
+        return _from_map(list(parameters), len(groups), written_map or {})
     if not groups:
         return Assignment({}, ("the checkpoint holds no parameter groups; none are written",))
     return Assignment({p.name: _only_fit(p, groups) for p in parameters if not p.is_exempt})
@@ -220,9 +215,8 @@ def _merge(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _write(merged: Mapping[str, int], folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not an empty folder; give another one")
-    save_alone(merged, checkpoint_id=folder)
+    with new_folder(folder) as temporary:
+        save_alone(merged, checkpoint_id=temporary)
 
 
 def export_group_map_json(

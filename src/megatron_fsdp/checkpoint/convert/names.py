@@ -34,19 +34,6 @@ AUTO, ALL, NONE = "auto", "all", "none"
 
 
 @dataclass(frozen=True)
-class TensorName:
-    """The parsed key of a tensor.
-
-    Attributes:
-        model_key: Of the parameter (in the source's spelling) that this is, or is the state of.
-        slot: "exp_avg" and the like; None for the parameter itself.
-    """
-
-    model_key: str
-    slot: str | None = None
-
-
-@dataclass(frozen=True)
 class ObjectName:
     """The parsed key of an object: `rng_state/shard_0.1_1.2` is cell (0, 1) of a grid (1, 2)."""
 
@@ -76,15 +63,19 @@ class Piece:
     parameter_ndim: int
 
 
-def parse_tensor_key(key: str) -> TensorName | None:
-    """Parse the key of a tensor; None if it is neither a parameter nor a state in model space."""
+def parse_tensor_key(key: str) -> tuple[str, str | None] | None:
+    """Parse the key of a tensor; None if it is neither a parameter nor a state in model space.
+
+    Returns:
+        The parameter (in the source's spelling) that it is, or is the state of; and "exp_avg" and the like, or None.
+    """
     bare = _CHAINED.sub("", key, count=1) if _CHAINED.match(key) else key
     state = _STATE.fullmatch(bare)
     if state:
-        return TensorName(state[2], state[1])
+        return state[2], state[1]
     if bare != key or "/" in key or key.startswith(_NOT_A_MODEL):
         return None
-    return TensorName(key)
+    return key, None
 
 
 def parse_object_key(key: str) -> ObjectName | None:

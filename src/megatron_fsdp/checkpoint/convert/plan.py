@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ from megatron_fsdp.checkpoint.convert.entries import (
 from megatron_fsdp.checkpoint.convert.groups import INFER, MAP, NO_GROUPS, Assignment, Parameter, assign
 from megatron_fsdp.checkpoint.convert.names import (
     AUTO,
-    Gating,
-    ObjectName,
     Piece,
     decide_gating,
     is_bucket_space,
@@ -173,9 +172,8 @@ class ConversionPlan:
 
 def needed_objects(object_keys: Iterable[str]) -> list[str]:
     """List the objects whose content a plan uses: those that are alone in their grid."""
-    named = [name for key in object_keys if (name := parse_object_key(key)) is not None]
-    wanted = [name for name in named if name.key in (RNG, RERUN) and _is_alone(name)]
-    return [f"{n.key}/shard_{'.'.join(map(str, n.cell))}_{'.'.join(map(str, n.grid))}" for n in wanted]
+    named = [(key, parse_object_key(key)) for key in object_keys]
+    return [key for key, name in named if name and name.key in (RNG, RERUN) and all(size == 1 for size in name.grid)]
 
 
 def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
@@ -192,19 +190,25 @@ def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
     )
     prefixes = Prefixes.of(options, source.common.is_fp32)
     masters = sorted_in.states.get(_MASTER, {}) if options.masters == FP32 else {}
-    moves: list[Move] = []
+    cut = {
+        key: list(pieces(key, entry.shape, key in gating.gated, options.rename_mtp)) for key, entry in weights.items()
+    }
+    moves = [
+        _move(masters.get(key, weights[key]), piece, prefixes.of_weight(piece.name))
+        for key, found in cut.items()
+        for piece in found
+    ]
     parameters: dict[str, list[Piece]] = {}
-    for key, entry in weights.items():
-        found = list(pieces(key, entry.shape, key in gating.gated, options.rename_mtp))
-        chosen = masters.get(key, entry)
-        moves += [_move(chosen, piece, prefixes.of_weight(piece.name)) for piece in found]
-        for piece in found:
-            parameters.setdefault(piece.parameter, []).append(piece)
+    for piece in chain.from_iterable(cut.values()):
+        parameters.setdefault(piece.parameter, []).append(piece)
     assignment, values = Assignment({}), list[Value]()
     if not options.weights_only:
-        moves += _state_moves(sorted_in, gating, prefixes, options)
-        assignment = _assign(sorted_in, parameters, source.common, options)
-        values = _group_values(parameters, assignment, sorted_in, source.common, prefixes, options)
+        moves += _state_moves(sorted_in, cut, prefixes)
+        optimised = {piece.parameter for key in sorted_in.with_state() for piece in cut[key]}
+        about = [Parameter(name, own[0].parameter_ndim, name in optimised) for name, own in parameters.items()]
+        assignment = assign(about, source.common.groups, options.group_source, options.param_to_group)
+        stepless = optimised if "step" not in sorted_in.states else set()
+        values = _group_values(parameters, assignment, stepless, source.common, prefixes)
     members = _members(parameters, assignment)
     values += flatten(source.common.output_tree(options.weights_only, members))
     object_values, object_dropped, object_notes = _objects(source, options)
@@ -243,10 +247,10 @@ def _sort(source: Source, options: ConvertOptions) -> _Sorted:
             result.dropped.append(Dropped(entry.key, "--weights-only"))
         elif name is None:
             unknown.append(entry.key)
-        elif name.slot is None:
-            result.weights[name.model_key] = entry
+        elif name[1] is None:
+            result.weights[name[0]] = entry
         else:
-            states.append((name.slot, name.model_key, entry))
+            states.append((name[1], name[0], entry))
     unknown += [key for key in source.object_keys if not _is_known_object(key)]
     unknown += [entry.key for _, key, entry in states if key not in result.weights]
     if unknown:
@@ -277,46 +281,27 @@ def _move(entry: Entry, piece: Piece, path: PathParts) -> Move:
     return Move(entry.key, piece.offsets, piece.lengths, key_of(path), path, piece.shape, entry.dtype)
 
 
-def _state_moves(found: _Sorted, gating: Gating, prefixes: Prefixes, options: ConvertOptions) -> Iterator[Move]:
+def _state_moves(found: _Sorted, cut: Mapping[str, Sequence[Piece]], prefixes: Prefixes) -> Iterator[Move]:
     for slot, states in found.states.items():
         for key, entry in states.items() if slot != _MASTER else ():
-            weight = found.weights[key]
-            for piece in pieces(key, weight.shape, key in gating.gated, options.rename_mtp):
+            for piece in cut[key]:
                 path = prefixes.of_state(piece.name, slot)
-                if entry.shape == weight.shape:
+                if entry.shape == found.weights[key].shape:
                     yield _move(entry, piece, path)
                 else:  # one number for each layer's, each expert's parameter
                     index = piece.offsets[: len(entry.shape)]
                     yield Move(entry.key, index, (1,) * len(index), key_of(path), path, (), entry.dtype)
 
 
-def _assign(
-    found: _Sorted, parameters: Mapping[str, Sequence[Piece]], common: CommonState, options: ConvertOptions
-) -> Assignment:
-    optimised = _optimised(found, options)
-    about = [Parameter(name, cut[0].parameter_ndim, name in optimised) for name, cut in parameters.items()]
-    return assign(about, common.groups, options.group_source, options.param_to_group)
-
-
-def _optimised(found: _Sorted, options: ConvertOptions) -> set[str]:
-    """Return the output names of the parameters that have optimizer state."""
-    keys = found.with_state()
-    return {
-        piece.parameter for key in keys for piece in pieces(key, found.weights[key].shape, False, options.rename_mtp)
-    }
-
-
 def _group_values(
     parameters: Mapping[str, Sequence[Piece]],
     assignment: Assignment,
-    found: _Sorted,
+    stepless: Collection[str],
     common: CommonState,
     prefixes: Prefixes,
-    options: ConvertOptions,
 ) -> list[Value]:
     """List the fields of each parameter's group, and its step, which torch's optimizers keep per parameter."""
     values: list[Value] = []
-    optimised = _optimised(found, options)
     for name, cut in parameters.items():
         group = assignment.group_of.get(name)
         if group is not None:
@@ -325,7 +310,7 @@ def _group_values(
                 values += [
                     Value(key_of((*path, *v.path)), (*path, *v.path), v.value) for v in flatten(common.groups[group])
                 ]
-        step = common.step_of(group) if name in optimised and "step" not in found.states else None
+        step = common.step_of(group) if name in stepless else None
         if step is not None:
             paths = [prefixes.of_state(piece.name, "step") for piece in cut]
             values += [Value(key_of(path), path, torch.tensor(step)) for path in paths]
@@ -348,10 +333,6 @@ def _is_known_object(key: str) -> bool:
     name = parse_object_key(key)
     known = name is not None and name.key in (COMMON, RNG, RERUN)
     return known or "._extra_state" in key or is_bucket_space(key)
-
-
-def _is_alone(name: ObjectName) -> bool:
-    return all(size == 1 for size in name.grid)
 
 
 def _objects(source: Source, options: ConvertOptions) -> tuple[list[Value], list[Dropped], list[str]]:

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,35 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
-from megatron_fsdp.checkpoint.convert.plan import COMMON, Source, needed_objects
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.safe_read import Opaque, read_file, read_json
+from megatron_fsdp.checkpoint.convert.plan import Source, needed_objects
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, stretch_of
+from megatron_fsdp.checkpoint.safe_read import Opaque
+from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
 from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import Box
 
 ReadBox = Callable[[Sequence[int], Sequence[int]], Tensor]
 """(offsets, lengths) in the stored tensor -> its elements."""
 
-_COMMON_KEY = f"{COMMON}/shard_0_1"
 _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A range of one cell that is contiguous in the file and a box of what is wanted.
-
-    Attributes:
-        cell: Indices of the cell.
-        start: First element within the cell.
-        offsets: Where it goes, relative to the wanted box.
-        lengths: Of the box that it fills.
-    """
-
-    cell: tuple[int, ...]
-    start: int
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -80,53 +64,46 @@ class Cells:
             )
         return cls(grid, block)
 
-    def runs(self, offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[Run]:
-        """Yield the ranges to read for a box of the true tensor; each element once, and no other."""
-        if 0 in lengths:
-            return
+    def meeting(self, wanted: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
+        """Yield the cells that a box of the true tensor meets, each with its share in the cell's coordinates."""
         touched = [
             range(start // size, (start + length - 1) // size + 1)
-            for start, length, size in zip(offsets, lengths, self.block, strict=True)
+            for start, length, size in zip(wanted.offsets, wanted.lengths, self.block, strict=True)
         ]
-        for cell in product(*touched):
-            first = [max(o, c * b) for o, c, b in zip(offsets, cell, self.block, strict=True)]
-            last = [min(o + n, (c + 1) * b) for o, n, c, b in zip(offsets, lengths, cell, self.block, strict=True)]
-            yield from self._runs_in(cell, first, last, offsets)
-
-    def _runs_in(
-        self, cell: tuple[int, ...], first: Sequence[int], last: Sequence[int], origin: Sequence[int]
-    ) -> Iterator[Run]:
-        size = [b - a for a, b in zip(first, last, strict=True)]
-        # Up to the last axis that is not taken whole, elements are contiguous only along that axis.
-        partial = max((axis for axis, length in enumerate(size) if length != self.block[axis]), default=0)
-        for index in product(*(range(a, b) for a, b in zip(first[:partial], last[:partial], strict=True))):
-            where = [*index, *first[partial:]]
-            inside = [at - c * b for at, c, b in zip(where, cell, self.block, strict=True)]
-            start = 0
-            for at, length in zip(inside, self.block, strict=True):
-                start = start * length + at
-            lengths = (*(1 for _ in index), *size[partial:])
-            yield Run(cell, start, tuple(a - o for a, o in zip(where, origin, strict=True)), lengths)
+        for cell in product(*touched) if wanted.numel else ():
+            whole = Box(tuple(at * size for at, size in zip(cell, self.block, strict=True)), self.block)
+            shared = whole.meet(wanted)
+            assert shared is not None
+            yield cell, shared.inside(whole)
 
 
 def read_true_box(cells: Cells, read_stored: ReadBox, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Read a box of the true tensor cell by cell; at most one range is held besides the result."""
+    """Read a box of the true tensor, one contiguous range of a cell at a time; each element once, and no other."""
+    wanted, alone = Box(tuple(offsets), tuple(lengths)), (1,) * len(cells.grid)
+    if not wanted.numel:
+        return read_stored((*(0 for _ in alone), 0), (*(0 for _ in alone), 0)).reshape(wanted.lengths)
     result: Tensor | None = None
-    for run in cells.runs(offsets, lengths):
-        numel = math.prod(run.lengths)
-        stretch = read_stored((*run.cell, run.start), (*(1 for _ in run.cell), numel))
-        if run.lengths == tuple(lengths):
-            return stretch.reshape(run.lengths)
-        if result is None:
-            result = torch.empty(tuple(lengths), dtype=stretch.dtype)
-        part = result
-        for axis, (start, length) in enumerate(zip(run.offsets, run.lengths, strict=True)):
-            part = part.narrow(axis, start, length)
-        part.copy_(stretch.reshape(run.lengths))
-        del stretch
-    if result is None:
-        return read_stored((0,) * (len(cells.grid) + 1), (0,) * (len(cells.grid) + 1)).reshape(tuple(lengths))
+    for cell, inside in cells.meeting(wanted):
+        corner = [at * size - first for at, size, first in zip(cell, cells.block, wanted.offsets, strict=True)]
+        for row in _rows(cells.block, inside):
+            values = read_stored((*cell, stretch_of(cells.block, row) or 0), (*alone, row.numel)).reshape(row.lengths)
+            if row.lengths == wanted.lengths:
+                return values
+            result = torch.empty(wanted.lengths, dtype=values.dtype) if result is None else result
+            target = Box(tuple(a + b for a, b in zip(row.offsets, corner, strict=True)), row.lengths)
+            result[target.indices] = values
+            del values
+    assert result is not None
     return result
+
+
+def _rows(shape: Sequence[int], box: Box) -> Iterator[Box]:
+    """Cut a box into boxes that are contiguous in the flattened tensor."""
+    # Up to the last axis that is not taken whole, elements are contiguous only along that axis.
+    cut = max((axis for axis, length in enumerate(box.lengths) if length != shape[axis]), default=0)
+    outer = zip(box.offsets[:cut], box.lengths[:cut], strict=True)
+    for index in product(*(range(first, first + length) for first, length in outer)):
+        yield Box((*index, *box.offsets[cut:]), (*(1 for _ in index), *box.lengths[cut:]))
 
 
 @dataclass(frozen=True)
@@ -159,20 +136,17 @@ class TorchDistSource:
         ]
         wanted = needed_objects(folder.objects)
         objects = {key: without_opaque(_only(folder.read_object(key))) for key in wanted}
-        common = CommonState.of(without_opaque(_read_common(folder, path)))
+        if COMMON_KEY not in folder.objects and not (path / COMMON_FILE).is_file():
+            raise CheckpointError(f"{path} has neither {COMMON_KEY} nor {COMMON_FILE}; the checkpoint is incomplete")
+        common = CommonState.of(without_opaque(read_common(folder)))
         return cls(folder, Source(entries, list(folder.objects), common, objects), cells)
 
     def read(self, move: Move) -> Tensor:
         """Read the elements of a move, in its shape, contiguous."""
-        if move.source in self.cells:
-
-            def stored(offsets: Any, lengths: Any) -> Tensor:
-                return self.folder.read_box(move.source, offsets, lengths)
-
-            found = read_true_box(self.cells[move.source], stored, move.offsets, move.lengths)
-        else:
-            found = self.folder.read_box(move.source, move.offsets, move.lengths)
-        return found.reshape(move.shape)
+        stored, cells = partial(self.folder.read_box, move.source), self.cells.get(move.source)
+        if cells is None:
+            return stored(move.offsets, move.lengths).reshape(move.shape)
+        return read_true_box(cells, stored, move.offsets, move.lengths).reshape(move.shape)
 
 
 def without_opaque(value: Any) -> Any:
@@ -189,29 +163,19 @@ def without_opaque(value: Any) -> Any:
 
 
 def _require_marker(path: Path) -> None:
-    marker = path / "metadata.json"
+    marker = path / MARKER
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give the iter_* folder of a torch_dist checkpoint")
     if not marker.is_file():
-        inner = sorted(child.name for child in path.iterdir() if (child / "metadata.json").is_file())
+        inner = sorted(child.name for child in path.iterdir() if (child / MARKER).is_file())
         hint = f"; did you mean {path / inner[-1]}?" if inner else ""
         raise CheckpointError(
-            f"{path} has no metadata.json, which torch_dist writes last: it is no torch_dist checkpoint, or an "
+            f"{path} has no {MARKER}, which torch_dist writes last: it is no torch_dist checkpoint, or an "
             f"incomplete one{hint}"
         )
-    told = read_json(marker)
-    backend = told.get("sharded_backend") if isinstance(told, dict) else None
+    backend = read_marker(path).get("sharded_backend")
     if backend != "torch_dist":
         raise CheckpointError(f"{marker} says that the format is {backend!r}; only torch_dist can be converted")
-
-
-def _read_common(folder: CheckpointFolder, path: Path) -> Any:
-    if _COMMON_KEY in folder.objects:
-        return _only(folder.read_object(_COMMON_KEY))
-    old = path / "common.pt"
-    if not old.is_file():
-        raise CheckpointError(f"{path} has neither {_COMMON_KEY} nor common.pt; the checkpoint is incomplete")
-    return load_object(read_file(old), str(old))
 
 
 def _only(content: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.run_folder import POINTER, RELEASE, RunFolder, is_whole, iteration_of
+from megatron_fsdp.checkpoint.store import POINTER, RELEASE, RunFolder, is_whole, iteration_of
 
 
 class ListedCheckpoint(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fsdp.checkpoint.publish import claim
+from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.sources import Document, Documents, Source, find_source
 from megatron_fsdp.train.data.token_file import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from megatron_fsdp.checkpoint.run_folder import MARK_OF_WHOLE, POINTER
+from megatron_fsdp.checkpoint.store import MARK_OF_WHOLE, POINTER
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.data.token_file import bin_of, idx_of

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.run_folder import RunFolder
-from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
