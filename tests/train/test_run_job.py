@@ -8,7 +8,7 @@ import pytest
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.ranks import agree
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.reporting.metrics import read_records

@@ -15,7 +15,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import Layer, ModelOptions, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
+from megatron_fsdp.train.options.options import ModelOptions
 from megatron_fsdp.train.options.presets import PRESETS, find_preset
 from megatron_fsdp.train.options.resolve import resolve
 

@@ -106,6 +106,8 @@ class StepResult:
         checksum: Of the samples of all ranks; see `Batch`.
         is_interrupted: Whether some rank was asked to end.
         is_late: Whether the time limit is reached by the first rank's clock.
+        params_norm: Norm of all weights after the step; NaN: not asked for.
+        num_zeros_in_grad: Elements of the gradients that are zero; NaN: not asked for.
     """
 
     loss: float
@@ -113,6 +115,8 @@ class StepResult:
     checksum: int
     is_interrupted: bool
     is_late: bool
+    params_norm: float = math.nan
+    num_zeros_in_grad: float = math.nan
 
     @property
     def is_finite(self) -> bool:
@@ -212,11 +216,16 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
     loss = run.trained.accumulate(batches, _loss_factors(run, batches))
     norm = run.trained.clip(run.job.options.optimizer.clip_grad)
     result = _exchange(run, loss, norm, sum(batch.checksum for batch in batches), flags)
+    asked = run.job.options.reporting
+    if asked.log_num_zeros_in_grad:
+        result = replace(result, num_zeros_in_grad=float(run.trained.count_zero_gradients()))
     guard.judge(done.steps + 1, result.loss, result.grad_norm, run.trained)
     if result.is_finite:
         run.trained.update()
     else:
         run.trained.skip()
+    if asked.log_params_norm:
+        result = replace(result, params_norm=run.trained.norm_of_parameters())
     return result
 
 
@@ -263,6 +272,8 @@ def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scal
         tflops=speed.tflops(step_s),
         mfu=speed.mfu(step_s),
         loss_scale=scale,
+        params_norm=result.params_norm,
+        num_zeros_in_grad=result.num_zeros_in_grad,
     )
 
 

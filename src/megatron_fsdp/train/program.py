@@ -119,15 +119,7 @@ def world_of(options: Options, ranks: int) -> World:
     """
     device_type = find_device_type(options.parallel.device)
     multiplies_bf16 = device_type != "cpu" or cpu_multiplies_bf16()
-    return World(ranks, device_type, multiplies_bf16, count_restarts(), is_before_blackwell(device_type))
-
-
-def is_before_blackwell(device_type: str) -> bool:
-    """Return whether this machine has an NVIDIA accelerator with a compute capability below 10.0."""
-    if device_type != "cuda" or torch.version.hip is not None:
-        return False
-    major, _ = torch.get_device_module(device_type).get_device_capability()
-    return bool(major < 10)
+    return World(ranks, device_type, multiplies_bf16, count_restarts())
 
 
 def cpu_multiplies_bf16() -> bool:

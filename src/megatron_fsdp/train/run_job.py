@@ -84,7 +84,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
     pulse = Pulse()
     watch = HangWatch(folder, job, rank, pulse)
     show_header(console, applied_rows(job, rank, data, folder, speed, peak), preset_rows(job.options))
-    with library_messages(console), telling_of_memory(job, rank, pulse), watch:
+    with library_messages(console, job.options.reporting.logging_level), telling_of_memory(job, rank, pulse), watch:
         trained = build(job, data.vocabulary.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
         watch.keep_log(trained)

@@ -5,8 +5,9 @@ import pytest
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import make_parser, parse_options
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
-from megatron_fsdp.train.options.options import OPTIONS, SPELLINGS
+from megatron_fsdp.train.options.layers import SPELLINGS
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
+from megatron_fsdp.train.options.options import OPTIONS
 from megatron_fsdp.train.options.resolve import resolve
 from tests.train.options.megatron_flags import GUIDE, PASTED, SHARDING, USUAL
 
@@ -32,7 +33,7 @@ def test_a_flag_is_in_one_table_only() -> None:
 
 
 def test_reasons_end_so_that_advice_can_follow() -> None:
-    reasons = [*REFUSED.values(), *(known.reason for known in (*EXPLAINED.values(), *FIXED.values()))]
+    reasons = [*REFUSED.values(), *EXPLAINED.values(), *(fixed.reason for fixed in FIXED.values())]
     assert [reason for reason in reasons if not reason or reason.endswith((".", ";", " "))] == []
 
 
@@ -83,8 +84,8 @@ def test_a_number_may_be_written_in_another_way() -> None:
 
 @pytest.mark.parametrize("flag", EXPLAINED)
 def test_flags_without_an_effect_are_told(flag: str) -> None:
-    options = parse_options([flag, *(["x"] if EXPLAINED[flag].takes_value else [])])
-    assert options.explained == (f"{flag} has no effect: {EXPLAINED[flag].reason}",)
+    options = parse_options([flag, *(["x"] if flag in VALUED else [])])
+    assert options.explained == (f"{flag} has no effect: {EXPLAINED[flag]}",)
     assert options.origins == {}
 
 

@@ -14,8 +14,9 @@ from megatron_fsdp.config.ddp_config_flags import add_flags
 from megatron_fsdp.config.yaml_mapping import lines_of_keys, read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.fields import Option, options_of
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
-from megatron_fsdp.train.options.options import OPTIONS, SECTIONS, Layer, Options, assemble, flag_for
+from megatron_fsdp.train.options.layers import Layer, assemble
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
+from megatron_fsdp.train.options.options import OPTIONS, SECTIONS, Options, flag_for
 from megatron_fsdp.train.options.presets import PRESETS, find_preset
 
 PROGRAM = "mfsdp train"
@@ -230,9 +231,9 @@ def _add_known(parser: argparse.ArgumentParser) -> None:
     for flag, fixed in FIXED.items():
         group.add_argument(flag, dest=flag[2:], metavar="{" + ",".join(fixed.values) + "}", help=fixed.reason)
     group = parser.add_argument_group("of Megatron-LM, without an effect here", "docs/training_flags.md has more")
-    for flag, known in EXPLAINED.items():
-        more = {"nargs": "+", "metavar": "VALUE"} if known.takes_value else {"action": "store_true"}
-        group.add_argument(flag, dest=flag[2:], help=known.reason, **more)
+    for flag, reason in EXPLAINED.items():
+        more = {"nargs": "+", "metavar": "VALUE"} if flag in VALUED else {"action": "store_true"}
+        group.add_argument(flag, dest=flag[2:], help=reason, **more)
 
 
 def _shown(value: object) -> str:

@@ -10,20 +10,14 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_fsdp.config.ddp_config_flags import field_meanings
 from megatron_fsdp.errors import ConfigurationError
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A bound on a number.
-
-    Attributes:
-        words: What is allowed.
-        allows: Whether a value is inside.
-    """
+class Bound(NamedTuple):
+    """A bound on a number: what is allowed, in words, and whether a value is."""
 
     words: str
     allows: Callable[[Any], bool]
@@ -41,6 +35,7 @@ Positive = Annotated[float, _POSITIVE]
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Share = Annotated[float, Bound("0 or more, and less than 1", lambda v: 0 <= v < 1)]
 Minutes = Annotated[float, _POSITIVE, Bound(f"at most {_YEAR}, a year", lambda v: v <= _YEAR)]
+LogLevel = Annotated[int, Bound("0 to 50", lambda v: 0 <= v <= 50)]
 Duration = Annotated[float, Bound("a number above 0", lambda v: v > 0)]
 
 

@@ -25,15 +25,12 @@ class World:
         device_type: Such as `cpu` or `cuda`.
         multiplies_bf16: Whether the hardware multiplies bfloat16.
         restarts: How often the ranks were started again.
-        needs_one_connection: Whether the accelerator orders kernels of tensor- and context-parallel ranks well only
-            with CUDA_DEVICE_MAX_CONNECTIONS=1, as NVIDIA's before Blackwell.
     """
 
     ranks: int
     device_type: str
     multiplies_bf16: bool = False
     restarts: int = 0
-    needs_one_connection: bool = False
 
 
 @dataclass(frozen=True)

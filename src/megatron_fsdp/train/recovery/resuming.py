@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
@@ -13,7 +13,8 @@ from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train.options.job import Job, plan_batch
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.resolve import with_samples_of_step
 from megatron_fsdp.train.recovery.faults import is_out_of_memory
 
 _FACTS = "trainer.facts"
@@ -159,6 +160,4 @@ def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
         f"--global-batch-size {total}, as in the run that saved {path}; {job.batch.total} would follow from "
         f"{job.batch.ranks} data-parallel ranks, and be another run"
     )
-    batch = plan_batch(job.batch.micro, total, job.batch.ranks)
-    others = tuple(notice for notice in job.notices if notice not in job.batch.notices())
-    return replace(job, batch=batch, notices=(*others, *batch.notices()))
+    return with_samples_of_step(job, total)

@@ -110,7 +110,7 @@ class _ConsoleHandler(logging.Handler):
     """Prints log messages above the progress bar."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -118,16 +118,23 @@ class _ConsoleHandler(logging.Handler):
 
 
 @contextmanager
-def library_messages(console: Console) -> Iterator[None]:
-    """Print the library's log messages (its unit plan among others) inside the block."""
-    logger, handler = logging.getLogger(LIBRARY_LOGGER), _ConsoleHandler(console)
-    level = logger.level
+def library_messages(console: Console, level: int | None = None) -> Iterator[None]:
+    """Print the library's log messages (its unit plan among others) inside the block.
+
+    Args:
+        console: Of this rank.
+        level: Least level of what is printed, and of Python's root logger inside the block; None: INFO for the library.
+    """
+    logger, root, handler = logging.getLogger(LIBRARY_LOGGER), logging.getLogger(), _ConsoleHandler(console)
+    levels = logger.level, root.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO if level is None else max(level, 1))  # 0 would follow the root logger
+    root.setLevel(root.level if level is None else level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(levels[0])
+        root.setLevel(levels[1])
         logger.removeHandler(handler)
 
 
