@@ -13,9 +13,9 @@ import torch
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.groups import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.run_folder import iteration_of
+from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.launch.failures import NotSavedError
-from megatron_fsdp.train.launch.ranks import agree
 from megatron_fsdp.train.loop import Run
 from megatron_fsdp.train.progress import Progress, TrainingState, facts_of
 from megatron_fsdp.train.recovery.resuming import Origin
@@ -100,7 +100,7 @@ class RunCheckpoints:
             self._meet_later_ones(newest, steps)
         if options.save is not None:
             folder = options.save
-            self._replaceable = agree(run.rank, lambda: _numbers_in(folder, above=steps))
+            self._replaceable = decided_by_first(lambda: _numbers_in(folder, above=steps), f"looking into {folder}")
         if options.dump_param_to_param_group_map is not None:
             folder = options.dump_param_to_param_group_map
             dump_param_to_param_group_map(run.trained.model, run.trained.optimizer, folder)

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.train.data.batches import Batch, Feed
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.evaluation import evaluate
-from megatron_fsdp.train.launch.ranks import Rank, agree
+from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.recovery.faults import NanGuard
@@ -193,7 +194,7 @@ def _make_up(run: Run, watcher: Watcher, done: Progress, lacks: Callable[[int], 
     """Evaluate first if that was due after the last step and the run was ended in between."""
     steps, training = done.steps, run.job.options.training
     is_due = steps > 0 and (_is_due(steps, training.eval_interval) or steps == run.job.train_iters)
-    if is_due and not training.skip_train and agree(run.rank, lambda: lacks(steps)):
+    if is_due and not training.skip_train and decided_by_first(lambda: lacks(steps), "reading evaluations"):
         with run.pulse.resting():
             watcher.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
 

@@ -1,4 +1,4 @@
-"""`--log-params-norm` and `--log-num-zeros-in-grad`: what every arrangement of ranks measures is that of one process."""
+"""`--log-params-norm` and `--log-num-zeros-in-grad`: any ranks measure what one process does."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from megatron_fsdp.train.loop import train
 from tests.conftest import RunRanks
 from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, NoCheckpoints, Silent, prepare, train_plainly
 
+UNTIED = {**DECODER, "untie_embeddings_and_output_weights": True}
 ASKED = {"log_params_norm": True, "log_num_zeros_in_grad": True}
 UNITS = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 BUCKETS = {"overlap_grad_reduce": True}
@@ -40,9 +41,9 @@ def plainly_logged(values: dict[str, Any]) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("ranks", "values"),
     [
-        pytest.param(3, {**DECODER, **UNITS}, id="units"),
-        pytest.param(2, {**DECODER, **BUCKETS}, id="buckets"),
-        pytest.param(2, {**DECODER, **FSDP2}, id="fsdp2"),
+        pytest.param(3, {**UNTIED, **UNITS}, id="units"),
+        pytest.param(2, {**UNTIED, **BUCKETS}, id="buckets"),
+        pytest.param(2, {**UNTIED, **FSDP2}, id="fsdp2"),
         pytest.param(2, {**LLAMA, **UNITS, "tensor_model_parallel_size": 2}, id="tensor"),
         pytest.param(4, {**LLAMA, **UNITS, "pipeline_model_parallel_size": 2}, id="pipeline"),
         pytest.param(2, {**LLAMA, **FSDP2, "pipeline_model_parallel_size": 2}, id="fsdp2-pipeline"),

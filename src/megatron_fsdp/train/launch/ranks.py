@@ -10,15 +10,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.failures import EXIT_FAILED, LAUNCHER_VARIABLE, OutOfMemoryError
-
-T = TypeVar("T")
 
 STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
 """Names the file through which ranks of one machine meet; no port is opened for that."""
@@ -136,37 +134,12 @@ def _ending_with(launcher: int) -> Iterator[None]:
         is_over.set()
 
 
-def agree(rank: Rank, work: Callable[[], T]) -> T:
-    """Run `work` on the first rank only and broadcast its result.
-
-    Raises:
-        ConfigurationError: The work raised it; every rank raises the same.
-    """
-    answer: list[object] = [None, None]
-    if rank.is_first:
-        try:
-            answer[0] = work()
-        except ConfigurationError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0, device=rank.device)
-    if answer[1] is not None:
-        raise ConfigurationError(str(answer[1]))
-    return answer[0]  # type: ignore[return-value]  # what the first rank's work returned
-
-
 def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"]) -> list[float]:
     """All-reduce each value by sum or maximum, in float64 where the device has it."""
     op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
     tensor = torch.tensor(values, dtype=torch.float64, device=rank.device)
     dist.all_reduce(tensor, op)
     return [float(value) for value in tensor.tolist()]
-
-
-def gather_values(rank: Rank, value: int) -> list[int]:
-    """All-gather every rank's value, in the order of the ranks."""
-    values: list[int] = [0] * rank.count
-    dist.all_gather_object(values, value)
-    return values
 
 
 def is_first_here(rank: Rank) -> bool:

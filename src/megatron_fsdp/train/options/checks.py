@@ -148,6 +148,11 @@ def _wrong_training(options: Options) -> Iterator[str]:
             f"--ckpt-format {checkpoint.ckpt_format} is not written or read in training: leave it at "
             "fsdp_dtensor, and convert a torch_dist checkpoint first with tools/checkpoint/checkpoint_inspector.py"
         )
+    if checkpoint.export_hf is not None and not uses_transformers(options.model):
+        yield (
+            f"--export-hf {checkpoint.export_hf}: transformers has no class for the decoder of this package; give "
+            "--transformer-impl transformers, --hf-config or --hf-model, or leave it out"
+        )
     if training.calculate_per_token_loss and options.ddp.average_in_collective:
         yield (
             "--calculate-per-token-loss contradicts --ddp-average-in-collective: the one adds up, the other averages; "

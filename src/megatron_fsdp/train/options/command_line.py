@@ -22,7 +22,7 @@ from megatron_fsdp.train.options.presets import PRESETS, find_preset
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
 
-WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
+WRITTEN = ("out", "save", "export_hf", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
 """Options that are output paths."""
 
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."

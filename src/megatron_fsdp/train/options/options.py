@@ -271,6 +271,8 @@ class CheckpointOptions:
         verify_integrity: Compare everything in a checkpoint with its checksums before it is loaded; those that it
             has, or where the flag is given, those that it must have.
         ckpt_format: Only fsdp_dtensor is written and read here.
+        export_hf: Write the trained model as Hugging Face files into this new folder when training is over, in the
+            dtype that it computes in. For models of transformers.
         dump_param_to_param_group_map: Write which parameter group each parameter belongs to into this folder, for the
             converter.
     """
@@ -288,6 +290,7 @@ class CheckpointOptions:
     strict_fsdp_dtensor_load: bool = True
     verify_integrity: bool = True
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "fsdp_dtensor"
+    export_hf: Path | None = None
     dump_param_to_param_group_map: Path | None = None
 
     @property

@@ -146,14 +146,7 @@ def telling_of_memory_for_data(rank: Rank) -> Iterator[None]:
 
 
 def memory_told(error: BaseException, job: Job, rank: Rank, step: int) -> str:
-    """Describe what happened where, and what to try.
-
-    Args:
-        error: What was raised.
-        job: The run.
-        rank: This process.
-        step: The step under way; 0 before the first.
-    """
+    """Describe what happened in which step (0: before the first) on which rank, and what to try."""
     where = "" if isinstance(error, CheckpointError) else f" on rank {rank.index}"  # which names the ranks itself
     when = f"in step {step}" if step else "before the first step"
     lines = [

@@ -45,10 +45,6 @@ def find_origin(job: Job, say: Say) -> Origin:
     damaged checkpoint there is passed over for an earlier one, whose steps are repeated exactly: nobody is there to
     choose. What the user names is loaded or refused.
 
-    Args:
-        job: The run.
-        say: Shows a line, on the first rank.
-
     Raises:
         CheckpointError: There are checkpoints of this run and none is sound; the same on every rank.
     """
@@ -64,14 +60,7 @@ def find_origin(job: Job, say: Say) -> Origin:
 
 
 def newest_sound(root: Path, say: Say) -> Path | None:
-    """Return the newest undamaged checkpoint of a run's folder; ranks share the reading. Collective.
-
-    Args:
-        root: The folder.
-        say: Told of every one that is damaged.
-
-    Returns:
-        Its folder; None where there is no checkpoint at all.
+    """Return the newest undamaged checkpoint of a run's folder; None where there is none at all. Collective.
 
     Raises:
         CheckpointError: None is sound.
@@ -134,23 +123,24 @@ def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
     With `--global-batch-size` left out, a step has one microbatch of each rank. On another number of ranks that would
     be another run, so the number that was decided when it began is kept.
 
-    Args:
-        job: The run.
-        origin: Where it begins.
-        say: Told of what was adopted.
-
     Raises:
         CheckpointError: The checkpoint cannot be read.
-        ConfigurationError: Its steps have fewer samples than a microbatch of this run.
+        ConfigurationError: Its steps have fewer samples than a microbatch of this run; or `--train-samples` would count
+            its steps as if they had had another size.
     """
-    options = job.options
-    goes_on = origin.folder is not None and (origin.is_own or not options.checkpoint.finetune)
-    if not goes_on or origin.folder is None or options.training.global_batch_size is not None:
+    options, training = job.options, job.options.training
+    is_free = training.global_batch_size is not None and training.train_samples is None
+    if origin.folder is None or (options.checkpoint.finetune and not origin.is_own) or is_free:
         return job
     path = CheckpointStore(origin.folder).resolve_or_itself()
     total = together(f"reading {path}", lambda: saved_batch(path))
     if total is None or total == job.batch.total:
         return job
+    if training.global_batch_size is not None:
+        raise ConfigurationError(
+            f"{path} was saved by a run with {total} samples in a step, and --global-batch-size is {job.batch.total}: "
+            f"all steps of --train-samples have one size; give --global-batch-size {total}, or --train-iters"
+        )
     if total < job.batch.micro:
         raise ConfigurationError(
             f"{path} was saved by a run with {total} samples in a step, and --micro-batch-size is {job.batch.micro}: "
