@@ -79,6 +79,7 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--lr-decay-style": schedule.style,
         "--lr-decay-iters": str(schedule.decay_steps),
         "--lr-warmup-iters": str(schedule.warmup_steps),
+        "--lr-warmup-init": str(schedule.initial),
         **wsd,
         "--global-batch-size": str(job.batch.total),
         "--seq-length": str(job.seq_length),

@@ -127,8 +127,6 @@ def test_what_is_not_possible_is_refused_by_its_flag(words: str, message: str) -
             "--min-lr does nothing without --lr-decay-style linear",
         ),
         ("--json-key text", "--json-key does nothing without --data-path"),
-        ("--tokenizer-model t.json", "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer"),
-        ("--vocab-size 300", "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer"),
         ("--save-interval 5", "--save-interval does nothing without --save"),
         ("--async-save", "--async-save does nothing without --save"),
         ("--finetune", "--finetune does nothing without --load"),

@@ -381,14 +381,6 @@ class Options:
     """What a user said, section by section, with defaults where nothing was said.
 
     Attributes:
-        model: What is trained.
-        parallel: Ranks and engines.
-        training: Batches, precision, when to end.
-        optimizer: Optimizer and learning rate.
-        data: Text and tokens.
-        checkpoint: Saving and going on.
-        reporting: What is shown and written.
-        recovery: What may go wrong.
         ddp: How to shard and to reduce.
         origins: For every option that was said, by its name: `command line`, `config FILE` or `preset NAME`.
         explained: Flags that were given and have no effect, with the reason.

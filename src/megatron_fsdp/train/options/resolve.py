@@ -169,22 +169,15 @@ def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Sched
             raise ConfigurationError(
                 f"{flag_for(name)} {options.value(name)} is more than --lr {optimizer.lr}: give less"
             )
-    decay: float = train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
-    warmup: float = optimizer.lr_warmup_iters
-    wsd: float | None = optimizer.lr_wsd_decay_iters
-    if samples is not None:
-        decay = (optimizer.lr_decay_samples or samples) / samples_of_step
-        warmup = optimizer.lr_warmup_samples / samples_of_step
-        wsd = None if optimizer.lr_wsd_decay_samples is None else optimizer.lr_wsd_decay_samples / samples_of_step
+    unit, words = ("iters", "steps") if samples is None else ("samples", "samples")
+    decay = options.value(f"lr_decay_{unit}") or samples or train_iters
+    warmup, wsd = options.value(f"lr_warmup_{unit}"), options.value(f"lr_wsd_decay_{unit}")
     if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * decay
-        if samples is None:
-            warmup = int(round(warmup, 6))  # 0.58 x 100 is a little less than 58
-    unit, one = ("iters", 1) if samples is None else ("samples", samples_of_step)
+        warmup = int(round(optimizer.lr_warmup_fraction * decay, 6))  # 0.58 x 100 is a little less than 58
     if warmup >= decay:
         raise ConfigurationError(
-            f"--lr-warmup-{unit} {warmup * one:g} does not end within {decay * one:g} {_WORDS[unit]}: give fewer, or "
-            f"more --train-{unit} or --lr-decay-{unit}"
+            f"--lr-warmup-{unit} {warmup} does not end within {decay} {words}: give fewer, or more --train-{unit} or "
+            f"--lr-decay-{unit}"
         )
     if optimizer.lr_warmup_init and not warmup:
         raise ConfigurationError("--lr-warmup-init does nothing without a warmup: give --lr-warmup-fraction too")
@@ -192,16 +185,12 @@ def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Sched
         raise ConfigurationError(
             f"--lr-wsd-decay-{unit} and --lr-decay-style WSD belong together: give both or neither"
         )
-    if wsd is not None and warmup + wsd > decay:
+    if warmup + (wsd or 0) > decay:
         raise ConfigurationError(
-            f"--lr-wsd-decay-{unit} {wsd * one:g} and a warmup of {warmup * one:g} do not fit into {decay * one:g} "
-            f"{_WORDS[unit]}: give fewer"
+            f"--lr-wsd-decay-{unit} {wsd} and a warmup of {warmup} do not fit into {decay} {words}: give fewer"
         )
-    style = optimizer.lr_decay_style
-    return Schedule(optimizer.lr, optimizer.min_lr, style, warmup, decay, wsd or 0, optimizer.lr_warmup_init)
-
-
-_WORDS = {"iters": "steps", "samples": "samples"}
+    steps = [count if samples is None else count / samples_of_step for count in (warmup, decay, wsd or 0)]
+    return Schedule(optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, *steps, optimizer.lr_warmup_init)
 
 
 # ---- the configuration of the engine ---------------------------------------------------------------------------------

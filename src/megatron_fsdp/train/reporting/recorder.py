@@ -18,7 +18,7 @@ from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Watcher
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.options.options import DDP_FIELDS, OPTIONS, SECTIONS, Options, flag_for
+from megatron_fsdp.train.options.options import DDP_FIELDS, OPTIONS, Options, flag_for
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.reporting.measure import Peak
 from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord, read_lines
@@ -187,10 +187,7 @@ def _spelled(options: Options, name: str) -> str:
 
 def _value_of(options: Options, name: str) -> Any:
     """Return the value of an option; user and password of an address are removed."""
-    if name in DDP_FIELDS:
-        return getattr(options.ddp, DDP_FIELDS[name])
-    section = next(section for section in SECTIONS if hasattr(getattr(options, section), name))
-    value = getattr(getattr(options, section), name)
+    value = options.value(name)
     if name != "mlflow_tracking_uri" or value is None or "@" not in urlsplit(value).netloc:
         return value
     parts = urlsplit(value)
