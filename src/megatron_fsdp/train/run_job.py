@@ -108,7 +108,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         steps = outcome.progress.steps
         if outcome.is_interrupted:
             say(stopped_words(job, steps))
-            return goes_on_without_others(rank, is_asked=keeper.is_interrupted)
+            return goes_on_without_others(is_asked=keeper.is_interrupted)
         if reason := early_words(job, steps):
             say(reason)
         if keeper.is_finished and decided_by_first(lambda: has_results(folder, steps), f"looking into {folder}"):

@@ -164,7 +164,7 @@ def test_norms_and_zeros_are_in_the_log_where_they_are_asked_for(
         assert f"num zeros: {step['num_zeros_in_grad']:.1f} | params norm: {step['params_norm']:.3f} |" in line
 
 
-@pytest.mark.parametrize(("level", "shown"), [(None, "info"), (10, "debug\ninfo"), (40, "")])
+@pytest.mark.parametrize(("level", "shown"), [(None, "info"), (10, "debug\ninfo\nof another"), (40, "")])
 def test_messages_of_loggers_have_the_level_that_is_asked_for(level: int | None, shown: str) -> None:
     console = Console(file=io.StringIO())
     logger, root = logging.getLogger("megatron_fsdp"), logging.getLogger()
@@ -172,6 +172,7 @@ def test_messages_of_loggers_have_the_level_that_is_asked_for(level: int | None,
     with library_messages(console, level):
         logger.debug("debug")
         logger.info("info")
+        logging.getLogger("another").debug("of another")
         assert root.level == (before if level is None else level)
     assert root.level == before
     assert console.file.getvalue().strip() == shown  # type: ignore[attr-defined]

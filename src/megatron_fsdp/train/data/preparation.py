@@ -110,7 +110,6 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
     except ConfigurationError as error:
         found = error
     require_same(
-        rank,
         found.checksum if isinstance(found, TokenData) else None,
         str(found) if isinstance(found, ConfigurationError) else None,
         "the tokens of --data-path differ, with checksums {}: give the same text on every machine, or one folder that "

@@ -308,8 +308,8 @@ class ReportingOptions:
         log_interval: Steps between updates of the display and lines of the log's files.
         log_params_norm: Measure the norm of all weights before each step.
         log_num_zeros_in_grad: Count the zeros in the gradients of each step.
-        logging_level: Least level of messages of Python's loggers that is shown, such as 10 for all; default: that of
-            the loggers, and 20 for this package's.
+        logging_level: Least level of messages of Python's loggers that are shown, such as 10 for all; default: 20, and
+            only those of this package.
         log_exposed_communication: Measure in one step of each interval how much communication was waited for.
         tensorboard_dir: Folder for TensorBoard; default: none.
         wandb_project: Project for Weights & Biases; default: none.

@@ -189,8 +189,9 @@ def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Sched
         raise ConfigurationError(
             f"--lr-wsd-decay-{unit} {wsd} and a warmup of {warmup} do not fit into {decay} {words}: give fewer"
         )
-    steps = [count if samples is None else count / samples_of_step for count in (warmup, decay, wsd or 0)]
-    return Schedule(optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, *steps, optimizer.lr_warmup_init)
+    rises, ends, falls = (count if samples is None else count / samples_of_step for count in (warmup, decay, wsd or 0))
+    style, initial = optimizer.lr_decay_style, optimizer.lr_warmup_init
+    return Schedule(optimizer.lr, optimizer.min_lr, style, rises, ends, falls, initial)
 
 
 # ---- the configuration of the engine ---------------------------------------------------------------------------------

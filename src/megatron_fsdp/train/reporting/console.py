@@ -123,19 +123,20 @@ def library_messages(console: Console, level: int | None = None) -> Iterator[Non
 
     Args:
         console: Of this rank.
-        level: Least level of what is printed, and of Python's root logger inside the block; None: INFO for the library.
+        level: Least level, and messages of all loggers are printed; None: INFO, and the library's.
     """
-    logger, root, handler = logging.getLogger(LIBRARY_LOGGER), logging.getLogger(), _ConsoleHandler(console)
-    levels = logger.level, root.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO if level is None else max(level, 1))  # 0 would follow the root logger
-    root.setLevel(root.level if level is None else level)
+    library, root, handler = logging.getLogger(LIBRARY_LOGGER), logging.getLogger(), _ConsoleHandler(console)
+    shown = library if level is None else root
+    before = library.level, root.level
+    shown.addHandler(handler)
+    shown.setLevel(logging.INFO if level is None else level)
+    library.setLevel(logging.INFO if level is None else logging.NOTSET)  # that of the root logger
     try:
         yield
     finally:
-        logger.setLevel(levels[0])
-        root.setLevel(levels[1])
-        logger.removeHandler(handler)
+        library.setLevel(before[0])
+        root.setLevel(before[1])
+        shown.removeHandler(handler)
 
 
 def show_header(console: Console, facts: Sequence[tuple[str, str]], asides: Sequence[tuple[str, str]] = ()) -> None:
