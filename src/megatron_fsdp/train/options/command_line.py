@@ -169,14 +169,25 @@ def _flat(found: Mapping[Any, Any], layer: Layer, problems: list[str]) -> dict[s
 
 
 def _confine(values: dict[str, Any], out: Path | None, layer: Layer, problems: list[str]) -> None:
-    """Make output paths absolute; remove those that a file may not name, and add them to `problems`."""
+    """Make output paths absolute; remove those that a file may not name, and add them to `problems`.
+
+    Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine; symbolic
+    links and `..` are followed to see where a path leads.
+    """
     for name in [name for name in WRITTEN if name in values]:
         root = Path.cwd() if out is None or name == "out" else out
         try:
-            values[name] = str(_require_inside(name, OPTIONS[name].read(values[name]), root))
+            place = OPTIONS[name].read(values.pop(name))
         except ConfigurationError as error:
             problems.append(f"{layer.at(name)}{error}")
-            del values[name]
+            continue
+        if (root / place).resolve().is_relative_to(root.resolve()):
+            values[name] = str(root / place)
+        else:
+            problems.append(
+                f"{layer.at(name)}{name}: {place} lies outside of {root.resolve()}: a file may only name places below "
+                f"--out, or without it below the current folder; give {OPTIONS[name].flag} on the command line"
+            )
     uri = values.get("mlflow_tracking_uri")
     if uri is not None and not str(uri).startswith(("http://", "https://")):
         del values["mlflow_tracking_uri"]
@@ -184,23 +195,6 @@ def _confine(values: dict[str, Any], out: Path | None, layer: Layer, problems: l
             f"{layer.at('mlflow_tracking_uri')}mlflow_tracking_uri: {uri} is no server: a file may only name http:// "
             "and https:// ones; give --mlflow-tracking-uri on the command line"
         )
-
-
-def _require_inside(name: str, place: Path, root: Path) -> Path:
-    """Return the path below a folder that a file names.
-
-    Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine.
-
-    Raises:
-        ConfigurationError: It is outside, symbolic links and `..` followed.
-    """
-    found = root / place
-    if not found.resolve().is_relative_to(root.resolve()):
-        raise ConfigurationError(
-            f"{name}: {place} lies outside of {root.resolve()}: a file may only name places below --out, or without "
-            f"it below the current folder; give --{name.replace('_', '-')} on the command line"
-        )
-    return found
 
 
 def _add(group: Any, option: Option) -> None:
