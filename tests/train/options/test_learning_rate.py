@@ -61,10 +61,6 @@ def rates(schedule: Schedule) -> list[float]:
     return [schedule.rate(step) for step in range(schedule.decay_steps)]
 
 
-def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
-    assert rates(Schedule(2.0, 0.2, "cosine", 4, 20))[:4] == [0.5, 1.0, 1.5, 2.0]
-
-
 def test_cosine_falls_from_the_peak_to_the_end() -> None:
     values = rates(Schedule(2.0, 0.2, "cosine", 4, 24))[3:]
     assert all(later < earlier for earlier, later in pairwise(values))
@@ -84,10 +80,6 @@ def test_the_inverse_root_follows_the_step() -> None:
 
 def test_wsd_stays_at_the_peak_and_falls_at_the_end() -> None:
     assert rates(Schedule(1.0, 0.0, "WSD", 2, 8, 4)) == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
-
-
-def test_no_warm_up_starts_just_below_the_peak() -> None:
-    assert 1.9 < rates(Schedule(2.0, 0.2, "cosine", 0, 50))[0] < 2.0
 
 
 def test_the_job_has_the_schedule_of_the_flags() -> None:
