@@ -28,7 +28,7 @@ from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train_step
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress

@@ -22,7 +22,7 @@ def render() -> str:
     parts += ["## ddp", SECTION_WORDS["ddp"], field_table()]
     parts += ["## Other spellings", table(("flag", "same as"), alias_rows())]
     parts += ["## Flags of Megatron-LM with one possible value", table(("flag", "value", "what happens"), fixed_rows())]
-    explained = [(f"`{flag}`", known.reason) for flag, known in EXPLAINED.items()]
+    explained = [(f"`{flag}`", reason) for flag, reason in EXPLAINED.items()]
     parts += ["## Flags of Megatron-LM without an effect", _TAKEN, table(("flag", "why"), explained)]
     refused = [(f"`{flag}`", reason) for flag, reason in REFUSED.items()]
     parts += ["## Flags of Megatron-LM that are refused", table(("flag", "why, and what to do"), refused)]

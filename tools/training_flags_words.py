@@ -18,8 +18,8 @@ where each value came from. Of a flag that is given twice the last one holds.
 once. A flag that would do nothing beside the others is an error that says what it lacks. Where usual scripts say such
 things, and where something was adjusted, a notice stands in the header.
 
-    $ mfsdp train --preset tiny --fsdp-doubel-buffer --train-samples 5000
-    error: --train-samples is not supported: use --train-iters; samples = steps x --global-batch-size
+    $ mfsdp train --preset tiny --fsdp-doubel-buffer --mtp-num-layers 1
+    error: --mtp-num-layers is not supported: the layer that predicts a second token is not trained; leave it out
     error: there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?
     $ mfsdp train --preset tiny --save-interval 10
     error: --save-interval does nothing without --save: give both, or leave it out
@@ -46,7 +46,6 @@ not given, and an option that stands twice is an error. All wrong names and valu
 |---|---|---|
 | `CUDA_DEVICE_MAX_CONNECTIONS=1` | `--use-megatron-fsdp` or `--use-torch-fsdp2` on CUDA | error: unset it |
 | the same | a CPU | notice: no effect |
-| unset | one of these, tensor- or context-parallel ranks, before Blackwell | notice: these ranks would rather have 1 |
 | `PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` with `expandable_segments:True` | `--use-nccl-ub` on CUDA | error |
 """
 
@@ -150,7 +149,11 @@ RULES = [
     ),
     ("other optimizers", "layer-wise mode", "SGD and Adam only"),
     ("`--hybrid-context-parallel`", "error with Megatron-FSDP", "refused"),
-    ("tensor- or context-parallel ranks before Blackwell", "warns of `CUDA_DEVICE_MAX_CONNECTIONS`", "notice"),
+    (
+        "tensor- or context-parallel ranks before Blackwell",
+        "warns of `CUDA_DEVICE_MAX_CONNECTIONS`",
+        "nothing is said: fully sharded ranks must not have 1",
+    ),
     (
         "FSDP2, or Blackwell",
         "sets streams of high priority",

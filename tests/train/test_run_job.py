@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch.ranks import agree
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.reporting.metrics import StepRecord, read_lines
@@ -33,15 +31,6 @@ def train(options: dict[str, Any]) -> None:
     rank = this_rank()
     layers = (Layer("preset tiny", find_preset("tiny"), gives_way=True), Layer("command line", options))
     run_job(resolve(assemble(layers), World(rank.count, "cpu")), rank)
-
-
-def refuse_on_first_rank() -> str:
-    def work() -> None:
-        raise ConfigurationError("no text")
-
-    with pytest.raises(ConfigurationError) as caught:
-        agree(this_rank(), work)
-    return str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +127,6 @@ def test_pieces_of_words_can_be_the_tokens(run_ranks: RunRanks, text_file: Path,
     told = summary(tmp_path)
     assert len(list(tmp_path.rglob("tokenizer.json"))) == 1
     assert told["bits_per_byte"] < 0.8 * told["held_out_loss"] / math.log(2)  # a token is more than a byte
-
-
-def test_what_the_first_rank_refuses_every_rank_refuses(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, refuse_on_first_rank) == ["no text", "no text"]
 
 
 def test_folder_of_an_earlier_run_is_refused(run_ranks: RunRanks, one_process: Path, text_file: Path) -> None:

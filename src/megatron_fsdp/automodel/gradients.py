@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,7 +290,13 @@ def clip_grad_norm_(
             f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
         )
     found = gather_gradients(parameters)
-    norm = _total_norm(found, float(norm_type), pp_mesh)
+    norm = _total_norm(
+        found,
+        float(norm_type),
+        pp_mesh,
+        lambda param: None if param.grad is None else _reduced(param.grad),
+        lambda model: model.clip_grad_norm_(math.inf, float(norm_type)),
+    )
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
@@ -299,6 +305,31 @@ def clip_grad_norm_(
     if math.isfinite(max_norm):
         found.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)
     return norm
+
+
+def norm_of_parameters(parts: nn.Module | Pipeline) -> float:
+    """Return the 2-norm of all parameters, each counted once over all ranks; collective."""
+
+    def of_model(model: MegatronFSDP) -> Tensor:
+        return torch.tensor(model.parameter_statistics().total.norm)
+
+    pp_mesh = parts.pp_mesh if isinstance(parts, Pipeline) else None
+    local = _total_norm(gather_gradients(parts), 2.0, pp_mesh, lambda param: _local(param.detach()), of_model)
+    return float(local)
+
+
+def count_zero_gradients(parts: nn.Module | Pipeline) -> int:
+    """Return how many elements of all gradients are zero, each counted once over all ranks; collective."""
+
+    def of_param(param: Tensor) -> Tensor | None:
+        return None if param.grad is None else (_reduced(param.grad) == 0).sum(dtype=torch.float64)
+
+    def of_model(model: MegatronFSDP) -> Tensor:
+        total = model.gradient_statistics().total
+        return torch.tensor(total.zero_fraction * total.numel if total.numel else 0.0, dtype=torch.float64)
+
+    pp_mesh = parts.pp_mesh if isinstance(parts, Pipeline) else None
+    return round(float(_total_norm(gather_gradients(parts), 1.0, pp_mesh, of_param, of_model)))
 
 
 @dataclass(frozen=True)
@@ -388,7 +419,14 @@ def _alive(owner: MegatronFSDP) -> MegatronFSDP:
         ) from None
 
 
-def _total_norm(found: FoundGradients, norm_type: float, pp_mesh: DeviceMesh | None) -> Tensor:
+def _total_norm(
+    found: FoundGradients,
+    norm_type: float,
+    pp_mesh: DeviceMesh | None,
+    of_param: Callable[[Tensor], Tensor | None],
+    of_model: Callable[[MegatronFSDP], Tensor],
+) -> Tensor:
+    """Return the norm of what `of_param` gives of a parameter here, and `of_model` of a model of the engine."""
     # Gradients may be offloaded, so numbers are reduced on the device of a mesh, with the index of the current one.
     meshes = [pp_mesh, *(param.device_mesh for param in found.parameters if isinstance(param, DTensor))]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
@@ -397,11 +435,11 @@ def _total_norm(found: FoundGradients, norm_type: float, pp_mesh: DeviceMesh | N
     pieces: dict[Groups, list[Tensor]] = {}
     for param in found.parameters:  # the keys are the same on all ranks, gradient or not
         tensors = pieces.setdefault(_shard_groups(param), [])
-        if param.grad is not None:
-            tensors.append(_reduced(param.grad))
+        if (piece := of_param(param)) is not None:
+            tensors.append(piece)
     powers = {groups: sum_of_powers(tensors, norm_type, device) for groups, tensors in pieces.items()}
     norms = [combine_powers(powers, norm_type)] if powers else []
-    norms += [model.clip_grad_norm_(math.inf, norm_type).to(device) for model in found.models]
+    norms += [of_model(model).to(device) for model in found.models]
     # Pipeline ranks have other parameters, and perhaps other meshes, so they meet only once each has its own norm.
     over = () if pp_mesh is None else (pp_mesh.get_group(),)
     return combine_powers({over: sum_of_powers(norms, norm_type, device)}, norm_type)

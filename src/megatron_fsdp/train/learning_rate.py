@@ -17,14 +17,18 @@ class Schedule:
         warmup_steps: Steps in which it rises; fewer than `decay_steps`.
         decay_steps: Steps after which it has fallen all the way.
         wsd_steps: With style WSD, the steps of the linear fall at the end.
+        initial: Rate that the warmup rises from.
+
+    Numbers of steps that were said in samples may be no whole ones.
     """
 
     peak: float
     final: float
     style: str
-    warmup_steps: int
-    decay_steps: int
-    wsd_steps: int = 0
+    warmup_steps: float
+    decay_steps: float
+    wsd_steps: float = 0
+    initial: float = 0.0
 
     def rate(self, step: int) -> float:
         """Return the learning rate of step `step` (0-based).
@@ -34,8 +38,8 @@ class Schedule:
         a line, or the inverse root of the step (Vaswani et al. 2017); WSD stays at the peak and falls at the end (Hu et
         al. 2024).
         """
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+        if step + 1 <= self.warmup_steps:
+            return self.initial + (self.peak - self.initial) * (step + 1) / self.warmup_steps
         if self.style == "constant":
             return self.peak
         if step + 1 >= self.decay_steps:

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.train.data.batches import Batch, Feed
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.evaluation import evaluate
-from megatron_fsdp.train.launch.ranks import Rank, agree
+from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.recovery.faults import NanGuard
@@ -106,6 +107,8 @@ class StepResult:
         checksum: Of the samples of all ranks; see `Batch`.
         is_interrupted: Whether some rank was asked to end.
         is_late: Whether the time limit is reached by the first rank's clock.
+        params_norm: Norm of all weights after the step; NaN: not asked for.
+        num_zeros_in_grad: Elements of the gradients that are zero; NaN: not asked for.
     """
 
     loss: float
@@ -113,6 +116,8 @@ class StepResult:
     checksum: int
     is_interrupted: bool
     is_late: bool
+    params_norm: float = math.nan
+    num_zeros_in_grad: float = math.nan
 
     @property
     def is_finite(self) -> bool:
@@ -177,7 +182,7 @@ def _make_up(run: Run, watcher: Watcher, done: Progress, lacks: Callable[[int], 
     """Evaluate first if that was due after the last step and the run was ended in between."""
     steps, training = done.steps, run.job.options.training
     is_due = steps > 0 and (_is_due(steps, training.eval_interval) or steps == run.job.train_iters)
-    if is_due and not training.skip_train and agree(run.rank, lambda: lacks(steps)):
+    if is_due and not training.skip_train and decided_by_first(lambda: lacks(steps), "reading evaluations"):
         with run.pulse.resting():
             watcher.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
 
@@ -200,11 +205,16 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
     loss = run.trained.accumulate(batches, _loss_factors(run, batches))
     norm = run.trained.clip(run.job.options.optimizer.clip_grad)
     result = _exchange(run, loss, norm, sum(batch.checksum for batch in batches), flags)
+    asked = run.job.options.reporting
+    if asked.log_num_zeros_in_grad:
+        result = replace(result, num_zeros_in_grad=float(run.trained.count_zero_gradients()))
     guard.judge(done.steps + 1, result.loss, result.grad_norm, run.trained)
     if result.is_finite:
         run.trained.update()
     else:
         run.trained.skip()
+    if asked.log_params_norm:
+        result = replace(result, params_norm=run.trained.norm_of_parameters())
     return result
 
 
@@ -251,6 +261,8 @@ def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scal
         tflops=speed.tflops(step_s),
         mfu=speed.mfu(step_s),
         loss_scale=scale,
+        params_norm=result.params_norm,
+        num_zeros_in_grad=result.num_zeros_in_grad,
     )
 
 

@@ -78,29 +78,16 @@ def run_rank(argv: Sequence[str]) -> int:
     return 0
 
 
-def count_restarts() -> int:
-    """Return how often the ranks were restarted, as far as this process was told."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 def agree_on_restarts(rank: Rank) -> int:
     """All-reduce the largest number of restarts; a torchrun agent that returns counts anew."""
-    (restarts,) = reduce_values(rank, [float(count_restarts())], "max")
+    told = float(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    (restarts,) = reduce_values(rank, [told], "max")
     return int(restarts)
 
 
 def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
-    """Resolve options to a job on this machine, with notices about its environment.
-
-    Args:
-        options: What was asked for.
-        ranks: How many there are.
-        restarts: How often they were started before; the same on all of them.
-
-    Raises:
-        ConfigurationError: As `resolve` and `check_environment`.
-    """
-    world = replace(world_of(options, ranks), restarts=restarts)
+    """Resolve options to a job on this machine, with notices about its environment."""
+    world = world_of(options, ranks, restarts)
     job = resolve(options, world)
     return replace(job, notices=(*job.notices, *check_environment(os.environ, job, world)))
 
@@ -111,23 +98,15 @@ def collective_timeout(options: Options) -> timedelta:
     return timedelta(minutes=max(minutes, (minutes if hang is None else hang) + _AFTER_HANG_MINUTES))
 
 
-def world_of(options: Options, ranks: int) -> World:
-    """Describe the ranks and the hardware of this process.
+def world_of(options: Options, ranks: int, restarts: int = 0) -> World:
+    """Describe the ranks, how often they were started again, and the hardware of this process.
 
     Raises:
         ConfigurationError: The device that was asked for is not here.
     """
     device_type = find_device_type(options.parallel.device)
     multiplies_bf16 = device_type != "cpu" or cpu_multiplies_bf16()
-    return World(ranks, device_type, multiplies_bf16, count_restarts(), is_before_blackwell(device_type))
-
-
-def is_before_blackwell(device_type: str) -> bool:
-    """Return whether this machine has an NVIDIA accelerator with a compute capability below 10.0."""
-    if device_type != "cuda" or torch.version.hip is not None:
-        return False
-    major, _ = torch.get_device_module(device_type).get_device_capability()
-    return bool(major < 10)
+    return World(ranks, device_type, multiplies_bf16, restarts)
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.options.job import Job
@@ -53,14 +51,7 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         facts = [list(item) for item in self.facts.items()]  # one object, whatever options later versions have
-        done = self.progress
-        return {
-            "steps": done.steps,
-            "samples": done.samples,
-            "skipped": done.skipped,
-            "elapsed_s": done.elapsed_s,
-            "facts": facts,
-        }
+        return {**asdict(self.progress), "facts": facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint."""
@@ -88,6 +79,7 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--lr-decay-style": schedule.style,
         "--lr-decay-iters": str(schedule.decay_steps),
         "--lr-warmup-iters": str(schedule.warmup_steps),
+        "--lr-warmup-init": str(schedule.initial),
         **wsd,
         "--global-batch-size": str(job.batch.total),
         "--seq-length": str(job.seq_length),
@@ -122,20 +114,12 @@ def _source_facts(source: Path | None) -> dict[str, str]:
 
 
 def _dtype_facts(job: Job) -> dict[str, str]:
-    """Return the dtypes that decide rounding, whichever engine is used."""
-    ddp = job.ddp
-    if job.engine == "torch_fsdp2":
-        main_weights, main_gradients, sent = torch.float32, torch.float32, job.fsdp2_reduce_dtype
-    else:
-        main_weights = ddp.megatron_fsdp_main_params_dtype or job.dtype
-        main_gradients = ddp.megatron_fsdp_main_grads_dtype or job.dtype
-        sent = ddp.megatron_fsdp_grad_comm_dtype or main_gradients
-        if ddp.grad_reduce_in_fp32:
-            main_gradients = sent = torch.float32
-    found = {
-        "the dtype of compute": job.dtype,
-        "the dtype of main weights": main_weights,
-        "the dtype of main gradients": main_gradients,
-        "the dtype that gradients travel in": sent,
+    """Return the dtypes that decide rounding."""
+    found = job.precision
+    dtypes = {
+        "the dtype of compute": found.compute,
+        "the dtype of main weights": found.main_params,
+        "the dtype of main gradients": found.main_grads,
+        "the dtype that gradients travel in": found.grad_comm,
     }
-    return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}

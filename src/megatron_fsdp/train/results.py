@@ -18,14 +18,23 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megatron_fsdp.checkpoint.publish import claim
-from megatron_fsdp.describe.description import in_bytes
+from megatron_fsdp.comm.agreement import decided_by_first, gather_objects
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.evaluation import evaluate, evaluating, generate
-from megatron_fsdp.train.launch.ranks import Rank, agree, gather_values
 from megatron_fsdp.train.loop import Outcome, Run
+from megatron_fsdp.train.models.build import transformers_config
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.reporting.console import print_message, printable, show_comparison
-from megatron_fsdp.train.reporting.measure import Row, compare, describe_peak, peak_bytes
+from megatron_fsdp.train.reporting.console import format_bytes, print_message, printable, show_comparison
+from megatron_fsdp.train.reporting.measure import (
+    Measurement,
+    Plan,
+    Row,
+    compare,
+    describe_peak,
+    exchanges_pairwise,
+    optimizer_bytes,
+    peak_bytes,
+)
 from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
 from megatron_fsdp.train.reporting.recorder import Recorder, applied, engine_words, plot_run
 
@@ -91,12 +100,11 @@ def new_folder(path: Path) -> Path:
 
 
 @contextmanager
-def results_folder(job: Job, rank: Rank, *, goes_on: bool) -> Iterator[Path]:
+def results_folder(job: Job, *, goes_on: bool) -> Iterator[Path]:
     """Make the folder, or find that of the run that is resumed, for this run alone; collective.
 
     Args:
         job: The run.
-        rank: This process.
         goes_on: Whether it goes on from a run of its own, and with its files.
 
     Raises:
@@ -104,7 +112,7 @@ def results_folder(job: Job, rank: Rank, *, goes_on: bool) -> Iterator[Path]:
             or it cannot be made.
     """
     with ExitStack() as held:
-        yield agree(rank, lambda: _take(job, held, goes_on=goes_on))
+        yield decided_by_first(lambda: _take(job, held, goes_on=goes_on), "making the folder of results")
 
 
 def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
@@ -129,7 +137,7 @@ def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
 
 
 @contextmanager
-def saving_alone(job: Job, rank: Rank) -> Iterator[None]:
+def saving_alone(job: Job) -> Iterator[None]:
     """Claim the folder of `--save`, made if missing, for this run inside the block; collective.
 
     Raises:
@@ -138,7 +146,7 @@ def saving_alone(job: Job, rank: Rank) -> Iterator[None]:
     folder = job.options.checkpoint.save
     with ExitStack() as held:
         if folder is not None:
-            agree(rank, lambda: _take_saves(folder, job, held))
+            decided_by_first(lambda: _take_saves(folder, job, held), f"looking into {folder}")
         yield
 
 
@@ -175,6 +183,32 @@ def _claim(file: Path, job: Job, held: ExitStack) -> bool:
     return claim(file, held) or job.restarts > 0  # a rank before a restart may still be about to end
 
 
+def require_new_export(folder: Path) -> None:
+    """Check before training that `--export-hf` names a folder that is not there yet, or empty.
+
+    Raises:
+        ConfigurationError: It holds something.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigurationError(f"--export-hf {folder} is there already: give a new folder, or an empty one")
+
+
+def export(run: Run, folder: Path) -> None:
+    """Write the model as Hugging Face files, with the tokenizer and templates of `--hf-model`; collective.
+
+    Raises:
+        CheckpointError: It cannot be written; on every rank, and nothing is left of it.
+    """
+    from megatron_fsdp.automodel.gradients import reshard_units
+    from megatron_fsdp.checkpoint.hf import save_hf
+
+    options, model = run.job.options.model, run.trained.model
+    reshard_units(model)  # FSDP2 shows gathered weights after the forwards of an evaluation
+    is_new = options.hf_model is None  # else the folder has a configuration
+    config = transformers_config(options, run.data.vocabulary.vocab_size) if is_new else None
+    save_hf(model, folder, dtype=run.job.dtype, carry_from=options.hf_model, config=config)
+
+
 def has_results(folder: Path, steps: int) -> bool:
     """Return whether a folder has the results of a run of `steps` steps."""
     try:
@@ -189,8 +223,8 @@ def conclude(run: Run, outcome: Outcome) -> Results:
     loss = evaluate(run.job, run.trained, run.data, FINAL_TIMES)
     bits = math.nan
     if run.data.held_out_bytes:
-        bits = loss / math.log(2) * run.data.held_out.count / run.data.held_out_bytes
-    peaks = gather_values(run.rank, peak_bytes(run.trained))
+        bits = loss / math.log(2) * len(run.data.held_out) / run.data.held_out_bytes
+    peaks = gather_objects(peak_bytes(run.trained))
     return Results(loss, bits, write_sample(run), compared(run, outcome), tuple(peaks), describe_peak(run.trained))
 
 
@@ -220,7 +254,13 @@ def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
     model = run.trained.inside
     if model is None or outcome.step_counters is None:
         return ()
-    return compare(model, run.trained.optimizer, outcome.step_counters, run.job.batch.microbatches)
+    plan = Plan(
+        model.footprints(),
+        model.resolved.strategy,
+        microbatches=run.job.batch.microbatches,
+        exchanges_pairwise=exchanges_pairwise(model),
+    )
+    return compare(Measurement(model.memory(), optimizer_bytes(run.trained.optimizer), outcome.step_counters), plan)
 
 
 def save(
@@ -266,5 +306,5 @@ def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> 
         console.print(Panel(Text(printable(results.sample)), title="the model writes", expand=False))
     if results.rows:
         show_comparison(console, results.rows)
-    say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(in_bytes, results.peaks_bytes))}")
+    say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
     print_message(console, f"curves, metrics, log, sample and summary: {folder}")

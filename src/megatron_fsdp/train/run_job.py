@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
-from megatron_fsdp.train.engines.sharded import build
-from megatron_fsdp.train.launch.ranks import Rank, agree, goes_on_without_others
+from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.launch.ranks import Rank, goes_on_without_others
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.models.build import model_flops
 from megatron_fsdp.train.options.job import Job
@@ -28,7 +29,7 @@ from megatron_fsdp.train.reporting.console import (
     make_console,
     show_header,
 )
-from megatron_fsdp.train.reporting.measure import Peak, find_peak
+from megatron_fsdp.train.reporting.measure import find_peak
 from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, to_json
 from megatron_fsdp.train.reporting.recorder import (
     APPLIED_FILE,
@@ -39,7 +40,18 @@ from megatron_fsdp.train.reporting.recorder import (
     tracker_config,
 )
 from megatron_fsdp.train.reporting.writers import build_writers, require_writers
-from megatron_fsdp.train.results import attempt, conclude, has_results, results_folder, save, saving_alone, show, teller
+from megatron_fsdp.train.results import (
+    attempt,
+    conclude,
+    export,
+    has_results,
+    require_new_export,
+    results_folder,
+    save,
+    saving_alone,
+    show,
+    teller,
+)
 
 
 def run_job(job: Job, rank: Rank) -> bool:
@@ -58,55 +70,56 @@ def run_job(job: Job, rank: Rank) -> bool:
     console = make_console(is_first=rank.is_first)
     require_writers(job.options.reporting)
     seed_generators(job.options.training.seed)
-    with telling_of_memory(job, rank, Pulse()), saving_alone(job, rank):
+    with telling_of_memory(job, rank, Pulse()), saving_alone(job):
         origin = find_origin(job, teller(console))
         goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
-        with results_folder(job, rank, goes_on=goes_on) as folder:
+        target = job.options.checkpoint.export_hf
+        if target is not None and not goes_on:
+            decided_by_first(lambda: require_new_export(target), f"looking into {target}")
+        with results_folder(job, goes_on=goes_on) as folder:
             with console.status("reading text ..."):
                 data = prepare_data(job, folder, rank)
             return run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
 
 
 def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> bool:
-    """Train and show the results; see `run_job`.
-
-    Args:
-        folder: Of results.
-        job: The run, with the batch that it goes on with.
-        rank: This process.
-        data: The tokens.
-        origin: Where it begins.
-        console: Of this rank.
-    """
+    """Train and show the results (see `run_job`), in a folder that is this run's alone."""
     say = teller(console)
-    peak = find_peak(job, rank)
-    speed = speed_of(job, rank, data, peak)
-    pulse = Pulse()
+    peak, pulse = find_peak(job, rank), Pulse()
+    flops = model_flops(job, data.vocabulary.vocab_size) * job.batch.total
+    speed = Speed(job.tokens_per_step, flops, rank.count, peak.tflops)
+    limit = job.options.training.exit_duration_in_mins
+    limit_s = math.inf if limit is None else 60.0 * limit
     watch = HangWatch(folder, job, rank, pulse)
     show_header(console, applied_rows(job, rank, data, folder, speed, peak), preset_rows(job.options))
-    with library_messages(console), telling_of_memory(job, rank, pulse), watch:
+    with library_messages(console, job.options.reporting.logging_level), telling_of_memory(job, rank, pulse), watch:
         trained = build(job, data.vocabulary.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
         watch.keep_log(trained)
         run = Run(job, trained, data, feed, rank, speed, pulse)
-        with display_of(console, job) as display, RunCheckpoints(run, origin, display.say) as keeper:
+        display = ConsoleWatcher(console, job.train_iters, limit_s)
+        with display, RunCheckpoints(run, origin, display.say) as keeper:
             recorder = make_recorder(run, display, folder)
             try:
                 outcome = train(run, recorder, keeper, recorder.lacks_evaluation)
             finally:
                 recorder.close()
         feed.close()
+        steps = outcome.progress.steps
         if outcome.is_interrupted:
-            say(stopped_words(job, outcome.progress.steps))
-            return goes_on_without_others(rank, is_asked=keeper.is_interrupted)
-        if reason := early_words(job, outcome.progress.steps):
+            say(stopped_words(job, steps))
+            return goes_on_without_others(is_asked=keeper.is_interrupted)
+        if reason := early_words(job, steps):
             say(reason)
-        if keeper.is_finished and agree(rank, lambda: has_results(folder, outcome.progress.steps)):
+        if keeper.is_finished and decided_by_first(lambda: has_results(folder, steps), f"looking into {folder}"):
             say(f"its results are there: {folder}")
             return False
         with pulse.resting(), console.status("measuring held-out loss and writing a sample ..."):
             results = conclude(run, outcome)
-    recorder.conclude(Evaluation(outcome.progress.steps, results.held_out_loss))
+            if (target := job.options.checkpoint.export_hf) is not None:
+                export(run, target)
+                say(f"exported {target}: Hugging Face files, in {str(job.dtype).removeprefix('torch.')}")
+    recorder.conclude(Evaluation(steps, results.held_out_loss))
     if rank.is_first:
         save(folder, job, recorder, outcome, results, say)
     show(console, folder, outcome, results)
@@ -133,18 +146,6 @@ def early_words(job: Job, steps: int) -> str:
         return ""
     said = f"{flag_for(name)} {value:g} says (from the {origins[name]})"
     return f"ended after {steps} of {job.train_iters} steps, as {said}"
-
-
-def speed_of(job: Job, rank: Rank, data: TokenData, peak: Peak) -> Speed:
-    """Return the work of a step, and the peak of a rank."""
-    flops = model_flops(job, data.vocabulary.vocab_size) * job.batch.total
-    return Speed(job.tokens_per_step, flops, rank.count, peak.tflops)
-
-
-def display_of(console: Console, job: Job) -> ConsoleWatcher:
-    """Make the display of a run."""
-    limit = job.options.training.exit_duration_in_mins
-    return ConsoleWatcher(console, job.train_iters, math.inf if limit is None else 60.0 * limit)
 
 
 def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:

@@ -27,7 +27,7 @@ from megatron_fsdp.train.models.build import model_shape, transformers_config
 from megatron_fsdp.train.models.decoder import Decoder
 from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.progress import Progress
 from megatron_fsdp.train.recovery.resuming import Origin

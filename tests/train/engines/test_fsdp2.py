@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.train.engines.fsdp2 import policy_of
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from tests.conftest import RunRanks

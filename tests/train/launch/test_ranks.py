@@ -52,7 +52,7 @@ def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tupl
 def differ(values: list[str | None], errors: list[str | None]) -> str:
     rank = this_rank()
     try:
-        require_same(rank, values[rank.index], errors[rank.index], "they differ: {}: do something")
+        require_same(values[rank.index], errors[rank.index], "they differ: {}: do something")
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -81,7 +81,7 @@ def test_what_goes_wrong_on_one_machine_is_raised_on_all(run_ranks: RunRanks, ki
 
 def test_different_values_name_the_ranks(run_ranks: RunRanks) -> None:
     assert run_ranks(3, differ, ["a", "a", "a"], [None] * 3) == [""] * 3
-    said = "they differ: a on ranks 0, 2; b on ranks 1: do something"
+    said = "they differ: a on ranks 0, 2, b on rank 1: do something"
     assert run_ranks(3, differ, ["a", "b", "a"], [None] * 3) == [said] * 3
 
 
@@ -116,7 +116,7 @@ def goes_on(agents: list[str], asked: list[bool], starts: str) -> bool:
     told = {"GROUP_RANK": agents[rank.index], "TORCHELASTIC_RESTART_COUNT": starts, "TORCHELASTIC_MAX_RESTARTS": "1"}
     os.environ.update(told)
     try:
-        return goes_on_without_others(rank, is_asked=asked[rank.index])
+        return goes_on_without_others(is_asked=asked[rank.index])
     finally:
         for name in told:
             del os.environ[name]

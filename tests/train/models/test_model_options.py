@@ -6,7 +6,7 @@ import pytest
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.options import Layer, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, job_of
@@ -48,7 +48,7 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
         ({**LLAMA, **FSDP2, "pipeline_model_parallel_size": 4}, "is more than --num-layers 2"),
         (
             {**MIXTRAL, **SHARDED, "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
-            "which expert-parallel ones .2. lie across",
+            "and expert-parallel ones .2. lie across",
         ),
         ({**LLAMA, "seq_length": 10, "context_parallel_size": 2}, "give a multiple of 4"),
         (

@@ -63,7 +63,8 @@ USUAL = _words(
 --expert-tensor-parallel-size --sequence-parallel --tp-comm-overlap --cp-comm-type --micro-batch-size
 --global-batch-size --train-iters --train-samples --exit-interval --exit-duration-in-mins --exit-signal-handler --seed
 --bf16 --fp16 --initial-loss-scale --optimizer --lr --min-lr --lr-decay-style --lr-decay-iters --lr-decay-samples
---lr-warmup-iters --lr-warmup-samples --lr-warmup-fraction --lr-warmup-init --lr-wsd-decay-iters --weight-decay
+--lr-warmup-iters --lr-warmup-samples --lr-warmup-fraction --lr-warmup-init --lr-wsd-decay-iters
+--lr-wsd-decay-samples --weight-decay --log-num-zeros-in-grad --logging-level
 --adam-beta1 --adam-beta2 --adam-eps --sgd-momentum --clip-grad --recompute-granularity --recompute-method
 --recompute-num-layers --recompute-activations --recompute-modules --eval-interval --eval-iters --skip-train
 --data-path --split --data-cache-path --tokenizer-type --tokenizer-model --vocab-size --vocab-file --merge-file

@@ -23,6 +23,8 @@ from tests.train.options.cases import (
     resolved,
 )
 
+SAMPLES = UNITS.replace("--train-iters 20", "--train-samples 160")  # 8 in a step
+
 OPTION_CASES: Mapping[str, Case] = {
     "tensor_model_parallel_size": Case(
         "--tensor-model-parallel-size 2", lambda job: (job.sizes.tensor, job.sizes.data), (2, 4), TRANSFORMERS
@@ -44,6 +46,12 @@ OPTION_CASES: Mapping[str, Case] = {
     "micro_batch_size": Case("--micro-batch-size 2", lambda job: (job.batch.micro, job.batch.total), (2, 16)),
     "global_batch_size": Case("--global-batch-size 24", lambda job: (job.batch.total, job.batch.microbatches), (24, 3)),
     "train_iters": Case("--train-iters 30", lambda job: (job.train_iters, job.schedule.decay_steps), (30, 30)),
+    "train_samples": Case(
+        "--train-samples 100",
+        lambda job: (job.train_iters, job.schedule.decay_steps),
+        (12, 12.5),
+        SAMPLES,
+    ),
     "bf16": Case("--bf16", lambda job: job.dtype, torch.bfloat16, FLOAT32),
     "fp16": Case("--fp16", lambda job: job.dtype, torch.float16, FLOAT32),
     "auto_bf16": Case("--auto-bf16", lambda job: job.dtype, torch.bfloat16, FLOAT32),
@@ -64,6 +72,15 @@ OPTION_CASES: Mapping[str, Case] = {
     "lr_decay_iters": Case("--lr-decay-iters 40", rate(19), 0.005),
     "lr_warmup_iters": Case("--lr-warmup-iters 4", rate(0), 0.0025),
     "lr_warmup_fraction": Case("--lr-warmup-fraction 0.5", rate(0), 0.001),
+    "lr_decay_samples": Case("--lr-decay-samples 320", rate(19), 0.005, SAMPLES),
+    "lr_warmup_samples": Case("--lr-warmup-samples 20", rate(0), 0.004, SAMPLES),
+    "lr_warmup_init": Case("--lr-warmup-init 0.006", rate(0), 0.007, f"{UNITS} --lr-warmup-iters 4"),
+    "lr_wsd_decay_samples": Case(
+        "--lr-wsd-decay-samples 80",
+        rate(12),
+        0.007,
+        f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 40",
+    ),
     "lr_wsd_decay_iters": Case(
         "--lr-wsd-decay-iters 10", rate(12), 0.007, f"{UNITS} --lr-decay-style WSD --lr-wsd-decay-iters 5"
     ),

@@ -77,11 +77,11 @@ BAD = [
     ),
     (
         "--tokenizer-type NullTokenizer --vocab-size 9 --data-path x --prompt def",
-        "--prompt 'def' is no token ids",
+        "--prompt 'def' is no token ids below --vocab-size 9",
     ),
     (
         "--tokenizer-type NullTokenizer --vocab-size 9 --data-path x --prompt 9",
-        "--prompt '9' has ids that --vocab-size 9 does not: give 0 to 8",
+        "--prompt '9' is no token ids below --vocab-size 9",
     ),
 ]
 

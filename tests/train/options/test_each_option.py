@@ -38,20 +38,22 @@ def test_an_option_changes_what_it_is_said_to(name: str) -> None:
 SAMPLES = {int: ("7", 7), float: ("0.5", 0.5), str: ("word", "word"), Path: ("place", Path("place"))}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_flag_sets_its_option(name: str) -> None:
-    option = OPTIONS[name]
-    if option.is_switch:
-        words, expected = [option.off_flags[0] if option.default else option.flag], not option.default
-    elif option.choices:
-        expected = next(choice for choice in option.choices if choice != option.default)
-        words = [option.flag, expected]
-    else:
-        text, expected = SAMPLES[option.kind]
-        words = [option.flag, text]
+def test_every_flag_sets_its_option() -> None:
+    words, expected = list[str](), {}
+    for name, option in OPTIONS.items():
+        if option.is_switch:
+            words.append(option.off_flags[0] if option.default else option.flag)
+            expected[name] = not option.default
+        elif option.choices:
+            expected[name] = next(choice for choice in option.choices if choice != option.default)
+            words += [option.flag, expected[name]]
+        else:
+            text, expected[name] = SAMPLES[option.kind]
+            words += [option.flag, text]
     options = parse_options(words)
-    assert options.value(name) == expected != option.default
-    assert options.origins == {name: "command line"}
+    assert {name: options.value(name) for name in OPTIONS} == expected
+    assert [name for name, option in OPTIONS.items() if option.default == expected[name]] == []
+    assert options.origins == dict.fromkeys(OPTIONS, "command line")
 
 
 def test_no_field_lacks_a_case() -> None:

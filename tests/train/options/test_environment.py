@@ -11,7 +11,6 @@ from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 
 CUDA, CPU = World(4, "cuda"), World(4, "cpu")
-HOPPER = World(4, "cuda", needs_one_connection=True)
 UNITS, BUCKETS = "--preset tiny", "--preset tiny --no-use-megatron-fsdp"
 FSDP2, REGISTERED = "--preset tiny --use-torch-fsdp2", "--preset tiny --use-nccl-ub"
 ROTARY = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
@@ -29,7 +28,6 @@ def job_of(words: str, world: World = CUDA) -> Job:
     ("environment", "words", "world"),
     [
         ({}, UNITS, CUDA),
-        ({}, UNITS, HOPPER),
         ({}, TENSOR, CUDA),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, UNITS, CUDA),
         (ONE, BUCKETS, CUDA),
@@ -53,11 +51,6 @@ def test_one_connection_is_refused_with_full_sharding(words: str, flag: str) -> 
 
 def test_one_connection_has_no_effect_on_a_cpu() -> None:
     assert check_environment(ONE, job_of(UNITS, CPU), CPU) == ("CUDA_DEVICE_MAX_CONNECTIONS=1 has no effect on cpu",)
-
-
-def test_tensor_parallel_ranks_before_blackwell_are_told_of_the_conflict() -> None:
-    (notice,) = check_environment({}, job_of(TENSOR, HOPPER), HOPPER)
-    assert notice.startswith("CUDA_DEVICE_MAX_CONNECTIONS is not set, as full sharding wants it; tensor-")
 
 
 @pytest.mark.parametrize("environment", [GROWING, GROWING_NEW_NAME])

@@ -10,7 +10,8 @@ import torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.options import Layer, Options, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
+from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import resolve
 
 Write = Callable[[str], Path]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.options.resolve import resolve, with_samples_of_step
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 FALLING = ("linear", "cosine", "WSD")
@@ -61,10 +61,6 @@ def rates(schedule: Schedule) -> list[float]:
     return [schedule.rate(step) for step in range(schedule.decay_steps)]
 
 
-def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
-    assert rates(Schedule(2.0, 0.2, "cosine", 4, 20))[:4] == [0.5, 1.0, 1.5, 2.0]
-
-
 def test_cosine_falls_from_the_peak_to_the_end() -> None:
     values = rates(Schedule(2.0, 0.2, "cosine", 4, 24))[3:]
     assert all(later < earlier for earlier, later in pairwise(values))
@@ -86,10 +82,6 @@ def test_wsd_stays_at_the_peak_and_falls_at_the_end() -> None:
     assert rates(Schedule(1.0, 0.0, "WSD", 2, 8, 4)) == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
-def test_no_warm_up_starts_just_below_the_peak() -> None:
-    assert 1.9 < rates(Schedule(2.0, 0.2, "cosine", 0, 50))[0] < 2.0
-
-
 def test_the_job_has_the_schedule_of_the_flags() -> None:
     words = (
         "--preset tiny --lr 0.2 --min-lr 0.02 --lr-decay-style WSD --lr-decay-iters 24 --lr-warmup-iters 5 "
@@ -106,3 +98,26 @@ def test_a_share_that_comes_out_even_is_not_rounded_down() -> None:
 def test_a_share_of_the_decay_is_rounded_down() -> None:
     words = "--preset tiny --train-iters 29"
     assert resolve(parse_options(words.split()), World(1, "cpu")).schedule.warmup_steps == 2
+
+
+def test_a_warmup_rises_from_its_first_rate() -> None:
+    assert rates(Schedule(1.0, 0.0, "constant", 4, 6, initial=0.2)) == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+
+
+def test_samples_say_what_steps_say_and_may_end_within_a_step() -> None:
+    words = "--preset tiny --lr 0.2 --micro-batch-size 1 --global-batch-size 8"
+    by_steps = f"{words} --train-iters 20 --lr-warmup-iters 4 --lr-decay-iters 16"
+    by_samples = f"{words} --train-samples 160 --lr-warmup-samples 32 --lr-decay-samples 128"
+    jobs = [resolve(parse_options(line.split()), World(1, "cpu")) for line in (by_steps, by_samples)]
+    assert jobs[0].schedule == jobs[1].schedule
+    assert jobs[1].train_iters == 20
+    uneven = f"{words} --lr-decay-style constant --train-samples 166 --lr-warmup-samples 20"
+    job = resolve(parse_options(uneven.split()), World(1, "cpu"))
+    assert job.train_iters == 20
+    assert [job.schedule.rate(step) for step in range(4)] == pytest.approx([0.2 * 8 / 20, 0.2 * 16 / 20, 0.2, 0.2])
+
+
+def test_another_size_of_a_step_keeps_the_samples_and_the_rate_over_them() -> None:
+    words = "--preset tiny --lr 0.2 --micro-batch-size 1 --train-samples 160 --lr-warmup-samples 32"
+    job = with_samples_of_step(resolve(parse_options(words.split()), World(4, "cpu")), 8)
+    assert (job.train_iters, job.schedule.warmup_steps, job.schedule.decay_steps) == (20, 4.0, 20.0)

@@ -5,12 +5,20 @@ import pytest
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import make_parser, parse_options
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
-from megatron_fsdp.train.options.options import OPTIONS, SPELLINGS
+from megatron_fsdp.train.options.layers import SPELLINGS
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
+from megatron_fsdp.train.options.options import OPTIONS
 from megatron_fsdp.train.options.resolve import resolve
 from tests.train.options.megatron_flags import GUIDE, PASTED, SHARDING, USUAL
 
 TAKEN = set(make_parser()._option_string_actions)
+
+
+def refusal(words: list[str]) -> list[str]:
+    """What is wrong with a command line, one text each."""
+    with pytest.raises(ConfigurationError) as caught:
+        parse_options(words)
+    return str(caught.value).split("\nerror: ")
 
 
 @pytest.mark.parametrize("flags", [SHARDING, USUAL], ids=["sharding", "usual"])
@@ -32,7 +40,7 @@ def test_a_flag_is_in_one_table_only() -> None:
 
 
 def test_reasons_end_so_that_advice_can_follow() -> None:
-    reasons = [*REFUSED.values(), *(known.reason for known in (*EXPLAINED.values(), *FIXED.values()))]
+    reasons = [*REFUSED.values(), *EXPLAINED.values(), *(fixed.reason for fixed in FIXED.values())]
     assert [reason for reason in reasons if not reason or reason.endswith((".", ";", " "))] == []
 
 
@@ -65,14 +73,14 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
     }
 
 
-@pytest.mark.parametrize("flag", FIXED)
-def test_flags_with_one_value_take_it_and_no_other(flag: str) -> None:
-    for value in FIXED[flag].values:
-        (notice,) = parse_options([flag, value]).explained
-        assert notice == f"{flag} {value} has no effect: {FIXED[flag].reason}"
-    with pytest.raises(ConfigurationError) as caught:
-        parse_options([flag, "0.7"])
-    assert str(caught.value).startswith(f"invalid {flag} 0.7: {FIXED[flag].reason}")
+def test_flags_with_one_value_take_it_and_no_other() -> None:
+    for value_of in (min, max):
+        given = [(flag, value_of(fixed.values)) for flag, fixed in FIXED.items()]
+        notices = parse_options([word for pair in given for word in pair]).explained
+        assert notices == tuple(f"{flag} {value} has no effect: {FIXED[flag].reason}" for flag, value in given)
+    told = refusal([word for flag in FIXED for word in (flag, "0.7")])
+    for line, (flag, fixed) in zip(told, FIXED.items(), strict=True):
+        assert line.startswith(f"invalid {flag} 0.7: {fixed.reason}; give ")
 
 
 def test_a_number_may_be_written_in_another_way() -> None:
@@ -81,36 +89,32 @@ def test_a_number_may_be_written_in_another_way() -> None:
     )
 
 
-@pytest.mark.parametrize("flag", EXPLAINED)
-def test_flags_without_an_effect_are_told(flag: str) -> None:
-    options = parse_options([flag, *(["x"] if EXPLAINED[flag].takes_value else [])])
-    assert options.explained == (f"{flag} has no effect: {EXPLAINED[flag].reason}",)
+def test_flags_without_an_effect_are_told() -> None:
+    options = parse_options([word for flag in EXPLAINED for word in ([flag, "x"] if flag in VALUED else [flag])])
+    assert options.explained == tuple(f"{flag} has no effect: {reason}" for flag, reason in EXPLAINED.items())
     assert options.origins == {}
 
 
-@pytest.mark.parametrize("flag", REFUSED)
-def test_refused_flags_say_why_alone_or_with_a_value(flag: str) -> None:
-    for words in ([flag], [flag, "1"], [f"{flag}=1"]):
-        with pytest.raises(ConfigurationError) as caught:
-            parse_options(words)
-        assert str(caught.value) == f"{flag} is not supported: {REFUSED[flag]}"
+@pytest.mark.parametrize("form", ["{}", "{} 1", "{}=1"])
+def test_refused_flags_say_why_alone_or_with_a_value(form: str) -> None:
+    told = refusal([word for flag in REFUSED for word in form.format(flag).split()])
+    assert told == [f"{flag} is not supported: {reason}" for flag, reason in REFUSED.items()]
 
 
-@pytest.mark.parametrize("flag", ALIASES)
-def test_other_spellings_set_their_option(flag: str) -> None:
-    alias = ALIASES[flag]
-    options = parse_options([flag] if alias.value is not None else [flag, "2"])
-    section = next(section for section in options.sections() if hasattr(section, alias.name))
-    assert getattr(section, alias.name) == (2 if alias.value is None else alias.value)
-    assert options.origins == {alias.name: "command line"}
+def test_other_spellings_set_their_option() -> None:
+    options = parse_options(
+        [word for flag, to in ALIASES.items() for word in ([flag, "2"] if to.value is None else [flag])]
+    )
+    for alias in ALIASES.values():
+        assert options.value(alias.name) == (2 if alias.value is None else alias.value)
+    assert options.origins == dict.fromkeys((alias.name for alias in ALIASES.values()), "command line")
 
 
 def test_everything_wrong_is_told_at_once() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        parse_options(
-            ["--vocab-file", "a", "--fsdp-doubel-buffer", "--hidden-dropout", "0.1", "--merge-file", "b", "--seed", "1"]
-        )
-    assert [line.split(" is not")[0].split(": nothing")[0] for line in str(caught.value).split("\nerror: ")] == [
+    told = refusal(
+        ["--vocab-file", "a", "--fsdp-doubel-buffer", "--hidden-dropout", "0.1", "--merge-file", "b", "--seed", "1"]
+    )
+    assert [line.split(" is not")[0].split(": nothing")[0] for line in told] == [
         "--vocab-file",
         "--merge-file",
         "there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?",

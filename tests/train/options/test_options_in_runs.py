@@ -1,6 +1,8 @@
 """Options that a run shows: each changes its steps, its evaluations or its end, on one rank."""
 
+import io
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.reporting.console import library_messages
 from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
 
@@ -145,3 +149,30 @@ def test_half_precision_is_coarser_but_learns_the_same(
     changed = losses(run("--bf16"))
     assert changed != losses(base)
     assert changed == pytest.approx(losses(base), rel=0.1)
+
+
+def test_norms_and_zeros_are_in_the_log_where_they_are_asked_for(
+    base: dict[str, Any], run: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    changed = run("--log-params-norm --log-num-zeros-in-grad")
+    assert losses(changed) == losses(base)
+    assert all(step["params_norm"] is None and step["num_zeros_in_grad"] is None for step in base["steps"])
+    lines = (tmp_path / "out" / "train.log").read_text(encoding="utf-8").splitlines()
+    told = [line for line in lines if "params norm" in line]
+    assert len(told) == len(changed["steps"]) == 4
+    for line, step in zip(told, changed["steps"], strict=True):
+        assert f"num zeros: {step['num_zeros_in_grad']:.1f} | params norm: {step['params_norm']:.3f} |" in line
+
+
+@pytest.mark.parametrize(("level", "shown"), [(None, "info"), (10, "debug\ninfo\nof another"), (40, "")])
+def test_messages_of_loggers_have_the_level_that_is_asked_for(level: int | None, shown: str) -> None:
+    console = Console(file=io.StringIO())
+    logger, root = logging.getLogger("megatron_fsdp"), logging.getLogger()
+    before = root.level
+    with library_messages(console, level):
+        logger.debug("debug")
+        logger.info("info")
+        logging.getLogger("another").debug("of another")
+        assert root.level == (before if level is None else level)
+    assert root.level == before
+    assert console.file.getvalue().strip() == shown  # type: ignore[attr-defined]

@@ -87,6 +87,10 @@ def test_each_preset_trains_on_any_ranks_without_a_notice(preset: str, ranks: in
         ("--optimizer lion", "invalid --optimizer lion: give one of adam, sgd"),
         ("--lr-warmup-iters 30", "--lr-warmup-iters 30 does not end within 30 steps"),
         ("--min-lr 1", "--min-lr 1.0 is more than --lr 0.003: give less"),
+        ("--train-samples 15", "--train-samples 15 is less than the 16 of one step: give more"),
+        ("--train-samples 320 --lr-warmup-samples 320", "--lr-warmup-samples 320 does not end within 320 samples"),
+        ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is more than --lr 0.003: give less"),
+        ("--lr-warmup-init 1e-4 --lr-warmup-iters 0", "--lr-warmup-init does nothing without a warmup"),
         ("--lr-decay-style WSD", "--lr-wsd-decay-iters and --lr-decay-style WSD belong together"),
         ("--global-batch-size 2", "--global-batch-size 2 is less than --micro-batch-size 4"),
         ("--tensor-model-parallel-size 3", "4 ranks cannot be cut into tensor 3 x pipeline 1 x context 1 = 3"),
@@ -111,6 +115,8 @@ def test_what_is_not_possible_is_refused_by_its_flag(words: str, message: str) -
             "--torch-fsdp2-no-reshard-after-forward",
             "--torch-fsdp2-no-reshard-after-forward does nothing without --use-torch-fsdp2",
         ),
+        ("--lr-warmup-samples 64", "--lr-warmup-samples does nothing without --train-samples"),
+        ("--lr-decay-samples 64", "--lr-decay-samples does nothing without --train-samples"),
         ("--initial-loss-scale 8", "--initial-loss-scale does nothing without --fp16"),
         ("--recompute-num-layers 1", "--recompute-num-layers does nothing without --recompute-granularity full"),
         ("--sequence-parallel", "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
@@ -121,8 +127,6 @@ def test_what_is_not_possible_is_refused_by_its_flag(words: str, message: str) -
             "--min-lr does nothing without --lr-decay-style linear",
         ),
         ("--json-key text", "--json-key does nothing without --data-path"),
-        ("--tokenizer-model t.json", "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer"),
-        ("--vocab-size 300", "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer"),
         ("--save-interval 5", "--save-interval does nothing without --save"),
         ("--async-save", "--async-save does nothing without --save"),
         ("--finetune", "--finetune does nothing without --load"),
@@ -158,6 +162,9 @@ def test_what_does_nothing_is_refused(words: str, message: str) -> None:
         ("--bf16 --fp16", "--bf16", "--fp16"),
         ("--bf16 --auto-bf16", "--bf16", "--auto-bf16"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-iters", "--lr-warmup-fraction"),
+        ("--train-samples 640 --train-iters 9", "--train-samples", "--train-iters"),
+        ("--train-samples 640 --lr-warmup-iters 9", "--train-samples", "--lr-warmup-iters"),
+        ("--train-samples 640 --lr-decay-iters 9", "--train-samples", "--lr-decay-iters"),
         ("--hf-config a --hf-model b", "--hf-config", "--hf-model"),
         ("--use-torch-fsdp2 --use-megatron-fsdp", "--use-torch-fsdp2", "--use-megatron-fsdp"),
         (
@@ -200,8 +207,8 @@ def test_contradictions_name_both(words: str, first: str, second: str) -> None:
         (
             "--use-distributed-optimizer",
             (
-                "--use-distributed-optimizer has no effect of its own: --data-parallel-sharding-strategy "
-                "optim_grads_params shards the optimizer"
+                "--use-distributed-optimizer has no effect: --data-parallel-sharding-strategy optim_grads_params "
+                "shards the optimizer in any case"
             ),
         ),
         (
@@ -228,6 +235,7 @@ def test_what_is_usual_and_does_nothing_is_told(words: str, notice: str) -> None
     ("words", "expected"),
     [
         ("--lr-warmup-iters 3", lambda job: job.schedule.warmup_steps == 3),
+        ("--train-samples 640", lambda job: (job.train_iters, job.schedule.warmup_steps) == (40, 4.0)),
         ("--lr 1e-5", lambda job: job.schedule.peak == 1e-5 and job.schedule.final == 0),
         ("--lr-decay-style constant", lambda job: job.schedule.style == "constant"),
         ("--use-torch-fsdp2", lambda job: job.engine == "torch_fsdp2"),

@@ -97,6 +97,11 @@ def test_an_adopted_batch_is_told_of_with_its_own_filling(monkeypatch: pytest.Mo
     found = with_saved_batch(job, Origin(tmp_path), lambda _: None)
     told = [notice for notice in found.notices if "only fill up" in notice]
     assert [notice.partition(",")[0] for notice in told] == ["3 of 8 samples of a step only fill up"]
+    counted = without_batch(*options[:2], *options[4:], "--train-samples", "100")
+    assert with_saved_batch(counted, Origin(tmp_path), lambda _: None).train_iters == 20
+    other = without_batch(*options[:2], *options[4:], "--train-samples", "100", "--global-batch-size", "8")
+    with pytest.raises(ConfigurationError, match="all steps of --train-samples have one size; give --global-batch"):
+        with_saved_batch(other, Origin(tmp_path), lambda _: None)
     monkeypatch.setattr(resuming, "saved_batch", lambda _: 4)
     again = with_saved_batch(found, Origin(tmp_path), lambda _: None)
     assert not [notice for notice in again.notices if "only fill up" in notice]

@@ -18,7 +18,7 @@ from megatron_fsdp.automodel import (
     clip_grad_norm_,
     connect_optimizer,
 )
-from megatron_fsdp.automodel.gradients import gather_gradients
+from megatron_fsdp.automodel.gradients import count_zero_gradients, gather_gradients, norm_of_parameters
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.managers import shard_by_layers
 from megatron_fsdp.train.engines.pipeline import LossInOrder, PipelineModel, pipeline_config
@@ -45,6 +45,14 @@ class Fsdp2Model(MicrobatchModel):
 
     def _clip(self, max_norm: float) -> Tensor:
         return clip_grad_norm_(self.model, max_norm)
+
+    def norm_of_parameters(self) -> float:
+        """Return the norm of all weights (see `Trained`)."""
+        return norm_of_parameters(self.model)
+
+    def count_zero_gradients(self) -> int:
+        """Return the number of zeros (see `Trained`)."""
+        return count_zero_gradients(self.model)
 
 
 def policy_of(job: Job) -> MixedPrecisionPolicy:

@@ -68,6 +68,15 @@ class ShardedModel(MicrobatchModel):
     def _clip(self, max_norm: float) -> Tensor:
         return self.model.clip_grad_norm_(max_norm)
 
+    def norm_of_parameters(self) -> float:
+        """Return the norm of the main weights (see `Trained`)."""
+        return self.model.parameter_statistics().total.norm
+
+    def count_zero_gradients(self) -> int:
+        """Return the number of zeros (see `Trained`)."""
+        assert isinstance(self.optimizer, DistributedOptimizer)
+        return self.optimizer.count_zeros()
+
 
 def wrap(
     job: Job,

@@ -239,6 +239,14 @@ class Trained(ABC):
     def _clip(self, max_norm: float) -> Tensor:
         """Clip and measure all gradients."""
 
+    @abstractmethod
+    def norm_of_parameters(self) -> float:
+        """Return the 2-norm of all weights, the same on all ranks."""
+
+    @abstractmethod
+    def count_zero_gradients(self) -> int:
+        """Return how many elements of all gradients are zero, the same on all ranks."""
+
 
 class MicrobatchModel(Trained):
     """A model over ranks that takes one microbatch at a time."""

@@ -98,12 +98,9 @@ class MachineLeftError(RunError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that ended a rank.
+    """The failure that ended a rank: its traceback or a sentence, and the program's exit code.
 
     Attributes:
-        rank: Global rank.
-        text: The text to print: a traceback for an unexpected error, else a sentence.
-        code: Exit code of the program.
         time_ns: When it was raised, in nanoseconds since 1970.
         is_echo: Whether it may be the consequence of another rank's end.
     """
@@ -154,29 +151,27 @@ def report_failure(error: BaseException, rank: int) -> int:
         The exit code, even if the report fails.
     """
     code = exit_code_of(error)
-    error_file = os.environ.get(ERROR_FILE_VARIABLE)
     with suppress(OSError, ValueError):  # standard error may be closed, too
-        is_told = error_file is not None and _hand_over(error, Path(error_file))
-        if code == EXIT_FAILED and not is_told:
+        is_written = _hand_over(error, os.environ.get(ERROR_FILE_VARIABLE))
+        if code == EXIT_FAILED and not is_written:
             traceback.print_exception(error)
-        elif code == EXIT_USAGE and rank == 0 and not (is_told and _has_our_launcher()):
-            tell(f"error: {error}")
-        elif code not in (EXIT_FAILED, EXIT_USAGE) and not (is_told and _has_our_launcher()):
-            tell(f"rank {rank}: {error}")
+        elif code != EXIT_FAILED and not (is_written and LAUNCHER_VARIABLE in os.environ):
+            if code != EXIT_USAGE:
+                tell(f"rank {rank}: {error}")
+            elif rank == 0:
+                tell(f"error: {error}")
     return code
 
 
-def _has_our_launcher() -> bool:
-    return LAUNCHER_VARIABLE in os.environ
-
-
-def _hand_over(error: BaseException, path: Path) -> bool:
+def _hand_over(error: BaseException, path: str | None) -> bool:
     """Write the error file for the launcher; return whether that succeeded (not on a full disk)."""
+    if path is None:
+        return False
     try:
-        write_failure(error, path)
+        write_failure(error, Path(path))
     except OSError:
         with suppress(OSError):
-            path.unlink()  # half a file would hide the exit code
+            Path(path).unlink()  # half a file would hide the exit code
         return False
     return True
 

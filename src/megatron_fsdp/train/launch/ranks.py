@@ -10,15 +10,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.comm.agreement import by_value, gather_objects
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.launch.failures import EXIT_FAILED, LAUNCHER_VARIABLE, OutOfMemoryError
-
-T = TypeVar("T")
 
 STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
 """Names the file through which ranks of one machine meet; no port is opened for that."""
@@ -136,37 +135,12 @@ def _ending_with(launcher: int) -> Iterator[None]:
         is_over.set()
 
 
-def agree(rank: Rank, work: Callable[[], T]) -> T:
-    """Run `work` on the first rank only and broadcast its result.
-
-    Raises:
-        ConfigurationError: The work raised it; every rank raises the same.
-    """
-    answer: list[object] = [None, None]
-    if rank.is_first:
-        try:
-            answer[0] = work()
-        except ConfigurationError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0, device=rank.device)
-    if answer[1] is not None:
-        raise ConfigurationError(str(answer[1]))
-    return answer[0]  # type: ignore[return-value]  # what the first rank's work returned
-
-
 def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"]) -> list[float]:
     """All-reduce each value by sum or maximum, in float64 where the device has it."""
     op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
     tensor = torch.tensor(values, dtype=torch.float64, device=rank.device)
     dist.all_reduce(tensor, op)
     return [float(value) for value in tensor.tolist()]
-
-
-def gather_values(rank: Rank, value: int) -> list[int]:
-    """All-gather every rank's value, in the order of the ranks."""
-    values: list[int] = [0] * rank.count
-    dist.all_gather_object(values, value)
-    return values
 
 
 def is_first_here(rank: Rank) -> bool:
@@ -197,17 +171,14 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
     error = None if task is None else task.exception()
     kind = next((name for name, each in _TOLD.items() if isinstance(error, each)), "")
     said = None if error is None else (kind, str(error) if kind else f"rank {rank.index}: {error!r}")
-    answers: list[tuple[str, str] | None] = [None] * rank.count
-    dist.all_gather_object(answers, said)
-    for name, words in filter(None, answers):
+    for name, words in filter(None, gather_objects(said)):
         raise _TOLD.get(name, RuntimeError)(words) from error
 
 
-def require_same(rank: Rank, value: str | None, error: str | None, what: str) -> None:
+def require_same(value: str | None, error: str | None, what: str) -> None:
     """Check that all ranks have the same value; collective.
 
     Args:
-        rank: This process.
         value: Short; None where there is an error.
         error: What went wrong on this rank.
         what: Names the value, and says at the end what to do.
@@ -215,35 +186,29 @@ def require_same(rank: Rank, value: str | None, error: str | None, what: str) ->
     Raises:
         ConfigurationError: On every rank, with the first rank's error, or with the ranks that have each value.
     """
-    found: list[tuple[str | None, str | None]] = [(None, None)] * rank.count
-    dist.all_gather_object(found, (value, error))
+    found = gather_objects((value, error))
     problems = {problem: index for index, (_, problem) in enumerate(found) if problem is not None}
     for problem, index in problems.items():
         is_common = len(problems) == 1 and all(theirs is not None for _, theirs in found)
         raise ConfigurationError(problem if is_common else f"rank {index}: {problem}")
-    ranks_of: dict[str, list[str]] = {}
-    for index, (theirs, _) in enumerate(found):
-        ranks_of.setdefault(str(theirs), []).append(str(index))
-    if len(ranks_of) > 1:
-        groups = "; ".join(f"{theirs} on ranks {', '.join(ranks)}" for theirs, ranks in ranks_of.items())
-        raise ConfigurationError(what.format(groups))
+    values = [str(theirs) for theirs, _ in found]
+    if len(set(values)) > 1:
+        raise ConfigurationError(what.format(by_value(values)))
 
 
-def goes_on_without_others(rank: Rank, *, is_asked: bool) -> bool:
+def goes_on_without_others(*, is_asked: bool) -> bool:
     """Return whether ranks that saved end only because another machine leaves; collective.
 
     torchrun takes ranks that exit with 0 for finished. Those of a machine whose agent was not asked to end must not, or
     the run would be over; restarted, they go on without the machine that leaves.
 
     Args:
-        rank: This process.
         is_asked: Whether this process was asked to end.
 
     Returns:
         The same on all ranks of a machine; False where its agent would not start them again.
     """
     agent = os.environ.get("GROUP_RANK", "0")
-    found: list[tuple[str, bool]] = [("", False)] * rank.count
-    dist.all_gather_object(found, (agent, is_asked))
+    found = gather_objects((agent, is_asked))
     starts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return starts < limit and not any(was_asked for theirs, was_asked in found if theirs == agent)

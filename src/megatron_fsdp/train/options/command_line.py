@@ -14,14 +14,15 @@ from megatron_fsdp.config.ddp_config_flags import add_flags
 from megatron_fsdp.config.yaml_mapping import lines_of_keys, read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.fields import Option, options_of
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
-from megatron_fsdp.train.options.options import OPTIONS, SECTIONS, Layer, Options, assemble, flag_for
+from megatron_fsdp.train.options.layers import Layer, assemble
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
+from megatron_fsdp.train.options.options import OPTIONS, SECTIONS, Options, flag_for
 from megatron_fsdp.train.options.presets import PRESETS, find_preset
 
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
 
-WRITTEN = ("out", "save", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
+WRITTEN = ("out", "save", "export_hf", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
 """Options that are output paths."""
 
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
@@ -168,14 +169,25 @@ def _flat(found: Mapping[Any, Any], layer: Layer, problems: list[str]) -> dict[s
 
 
 def _confine(values: dict[str, Any], out: Path | None, layer: Layer, problems: list[str]) -> None:
-    """Make output paths absolute; remove those that a file may not name, and add them to `problems`."""
+    """Make output paths absolute; remove those that a file may not name, and add them to `problems`.
+
+    Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine; symbolic
+    links and `..` are followed to see where a path leads.
+    """
     for name in [name for name in WRITTEN if name in values]:
         root = Path.cwd() if out is None or name == "out" else out
         try:
-            values[name] = str(_require_inside(name, OPTIONS[name].read(values[name]), root))
+            place = OPTIONS[name].read(values.pop(name))
         except ConfigurationError as error:
             problems.append(f"{layer.at(name)}{error}")
-            del values[name]
+            continue
+        if (root / place).resolve().is_relative_to(root.resolve()):
+            values[name] = str(root / place)
+        else:
+            problems.append(
+                f"{layer.at(name)}{name}: {place} lies outside of {root.resolve()}: a file may only name places below "
+                f"--out, or without it below the current folder; give {OPTIONS[name].flag} on the command line"
+            )
     uri = values.get("mlflow_tracking_uri")
     if uri is not None and not str(uri).startswith(("http://", "https://")):
         del values["mlflow_tracking_uri"]
@@ -183,23 +195,6 @@ def _confine(values: dict[str, Any], out: Path | None, layer: Layer, problems: l
             f"{layer.at('mlflow_tracking_uri')}mlflow_tracking_uri: {uri} is no server: a file may only name http:// "
             "and https:// ones; give --mlflow-tracking-uri on the command line"
         )
-
-
-def _require_inside(name: str, place: Path, root: Path) -> Path:
-    """Return the path below a folder that a file names.
-
-    Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine.
-
-    Raises:
-        ConfigurationError: It is outside, symbolic links and `..` followed.
-    """
-    found = root / place
-    if not found.resolve().is_relative_to(root.resolve()):
-        raise ConfigurationError(
-            f"{name}: {place} lies outside of {root.resolve()}: a file may only name places below --out, or without "
-            f"it below the current folder; give --{name.replace('_', '-')} on the command line"
-        )
-    return found
 
 
 def _add(group: Any, option: Option) -> None:
@@ -230,9 +225,9 @@ def _add_known(parser: argparse.ArgumentParser) -> None:
     for flag, fixed in FIXED.items():
         group.add_argument(flag, dest=flag[2:], metavar="{" + ",".join(fixed.values) + "}", help=fixed.reason)
     group = parser.add_argument_group("of Megatron-LM, without an effect here", "docs/training_flags.md has more")
-    for flag, known in EXPLAINED.items():
-        more = {"nargs": "+", "metavar": "VALUE"} if known.takes_value else {"action": "store_true"}
-        group.add_argument(flag, dest=flag[2:], help=known.reason, **more)
+    for flag, reason in EXPLAINED.items():
+        more = {"nargs": "+", "metavar": "VALUE"} if flag in VALUED else {"action": "store_true"}
+        group.add_argument(flag, dest=flag[2:], help=reason, **more)
 
 
 def _shown(value: object) -> str:

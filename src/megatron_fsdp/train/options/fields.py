@@ -8,22 +8,17 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_fsdp.config.ddp_config_flags import field_meanings
 from megatron_fsdp.errors import ConfigurationError
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A bound on a number.
-
-    Attributes:
-        words: What is allowed.
-        allows: Whether a value is inside.
-    """
+class Bound(NamedTuple):
+    """A bound on a number: what is allowed, in words, and whether a value is."""
 
     words: str
     allows: Callable[[Any], bool]
@@ -37,6 +32,7 @@ _NOT_NEGATIVE = Bound("a finite number, 0 or more", lambda value: 0 <= value < m
 Count = Annotated[int, Bound("1 or more", lambda v: v >= 1), Bound("less than 2^63", lambda v: v < _TOO_LARGE)]
 Whole = Annotated[int, _NOT_NEGATIVE]
 Seed = Annotated[int, Bound(f"0 to {_TOO_LARGE - 1}", lambda v: 0 <= v < _TOO_LARGE)]
+LogLevel = Annotated[int, Bound("0 to 50", lambda v: 0 <= v <= 50)]
 Positive = Annotated[float, _POSITIVE]
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Share = Annotated[float, Bound("0 or more, and less than 1", lambda v: 0 <= v < 1)]
@@ -46,14 +42,12 @@ Duration = Annotated[float, Bound("a number above 0", lambda v: v > 0)]
 
 @dataclass(frozen=True)
 class Option:
-    """One field as a flag.
+    """One field as a flag; its name is also the key in a configuration file.
 
     Attributes:
-        name: Of the field; also the key in a configuration file.
         kind: The type of a value, without None.
         bounds: What a number must be.
         choices: The values that are possible; empty: any.
-        default: Of the field.
         meaning: One sentence or more.
     """
 
@@ -91,9 +85,10 @@ class Option:
         Raises:
             ConfigurationError: It cannot be one; with what is allowed.
         """
-        found = _READERS[self.kind](value)
+        read, words = _READERS[self.kind]
+        found = read(value)
         if found is None or (self.choices and found not in self.choices):
-            allowed = "one of " + ", ".join(map(str, self.choices)) if self.choices else _WORDS[self.kind]
+            allowed = "one of " + ", ".join(map(str, self.choices)) if self.choices else words
             raise ConfigurationError(f"invalid {self.flag} {str(value) or repr('')}: give {allowed}")
         for bound in self.bounds:
             if not bound.allows(found):
@@ -125,47 +120,36 @@ def _kind_of(hint: Any) -> tuple[type, tuple[Bound, ...], tuple[Any, ...]]:
 def _whole(value: Any) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,3}(_?\d){0,30}", value.strip()):
         return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int else None
 
 
 def _real(value: Any) -> float | None:
-    if isinstance(value, bool):
-        return None
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         found = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return None if math.isnan(found) else found
+        return None if isinstance(value, bool) or math.isnan(found) else found
+    return None
 
 
 def _text(value: Any) -> str | None:
-    if not isinstance(value, str):
-        return None
-    try:
+    with suppress(AttributeError, UnicodeEncodeError):  # no text; half of a pair of surrogates, which YAML can say
         # Where the locale knows ASCII only, Python keeps the bytes of an argument as lone surrogates.
-        return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    except UnicodeEncodeError:  # half of a pair of surrogates, which YAML can say
-        return None
+        return str(value.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+    return None
 
 
 def _path(value: Any) -> Path | None:
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         return None
-    try:
+    with suppress(RuntimeError):  # there is no user of this name
         return Path(value).expanduser()
-    except RuntimeError:  # there is no user of this name
-        return None
+    return None
 
 
-def _switch(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
-_READERS: Mapping[type, Callable[[Any], Any]] = {int: _whole, float: _real, str: _text, Path: _path, bool: _switch}
-_WORDS: Mapping[type, str] = {
-    int: "a whole number",
-    float: "a finite number",
-    str: "a text, in a file with quotes around it",
-    Path: "a path",
-    bool: "true or false",
+_READERS: Mapping[type, tuple[Callable[[Any], Any], str]] = {
+    int: (_whole, "a whole number"),
+    float: (_real, "a finite number"),
+    str: (_text, "a text, in a file with quotes around it"),
+    Path: (_path, "a path"),
+    bool: (lambda value: value if isinstance(value, bool) else None, "true or false"),
 }
+"""How values of a type are read (None: it is none), and what to give."""

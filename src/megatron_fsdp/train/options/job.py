@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.options import Options
@@ -25,15 +26,12 @@ class World:
         device_type: Such as `cpu` or `cuda`.
         multiplies_bf16: Whether the hardware multiplies bfloat16.
         restarts: How often the ranks were started again.
-        needs_one_connection: Whether the accelerator orders kernels of tensor- and context-parallel ranks well only
-            with CUDA_DEVICE_MAX_CONNECTIONS=1, as NVIDIA's before Blackwell.
     """
 
     ranks: int
     device_type: str
     multiplies_bf16: bool = False
     restarts: int = 0
-    needs_one_connection: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,6 +194,21 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens of all ranks in one optimizer step, without those that only fill up."""
         return self.batch.total * self.seq_length
+
+    @property
+    def precision(self) -> ResolvedPrecision:
+        """The dtypes of weights and gradients, whichever engine is used."""
+        if self.engine == "torch_fsdp2":
+            policy = MixedPrecisionPolicy(torch.float32, torch.float32, self.fsdp2_reduce_dtype)
+        elif self.ddp.grad_reduce_in_fp32:
+            policy = MixedPrecisionPolicy(self.ddp.megatron_fsdp_main_params_dtype, torch.float32, torch.float32)
+        else:
+            policy = MixedPrecisionPolicy(
+                self.ddp.megatron_fsdp_main_params_dtype,
+                self.ddp.megatron_fsdp_main_grads_dtype,
+                self.ddp.megatron_fsdp_grad_comm_dtype,
+            )
+        return resolve_precision(policy, self.dtype)
 
     @property
     def fsdp2_reduce_dtype(self) -> torch.dtype:

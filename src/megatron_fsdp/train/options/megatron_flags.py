@@ -8,55 +8,25 @@ All others are refused, with a remedy (`REFUSED`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class KnownFlag:
-    """A flag without an effect.
-
-    Attributes:
-        reason: Why, and what to do in place of it; the end of a sentence that begins with the flag.
-        takes_value: Whether a value (or several) follows it.
-    """
-
-    reason: str
-    takes_value: bool = False
-
-
-@dataclass(frozen=True)
-class FixedFlag:
-    """A flag that may only ask for what happens anyway.
-
-    Attributes:
-        values: What may follow it; numbers may be written in other ways.
-        reason: What happens, and what to do in place of it.
-    """
+class FixedFlag(NamedTuple):
+    """The values that may follow a flag, which ask for what happens anyway, and a reason: what happens, what to do."""
 
     values: tuple[str, ...]
     reason: str
 
     def allows(self, text: str) -> bool:
         """Return whether a text is one of the values, or the same number."""
-        return text in self.values or _number(text) in [number for each in self.values if (number := _number(each))]
+        with suppress(ValueError):
+            return text in self.values or any(float(text) == float(value) for value in self.values)
+        return False
 
 
-def _number(text: str) -> tuple[float] | None:
-    try:
-        return (float(text),)
-    except ValueError:
-        return None
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """The option that an alternative flag sets.
-
-    Attributes:
-        name: Of the option.
-        value: What it is set to; None: the value that follows the flag.
-    """
+class Spelling(NamedTuple):
+    """The option that an alternative flag sets, and to what; None: to the value that follows the flag."""
 
     name: str
     value: Any = None
@@ -143,12 +113,15 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
 }
 """Reason -> flags; those with `=` take one or more values."""
 
-EXPLAINED: Mapping[str, KnownFlag] = {
-    flag.removesuffix("="): KnownFlag(reason, flag.endswith("="))
-    for reason, flags in _WITHOUT_EFFECT.items()
-    for flag in flags.split()
+EXPLAINED: Mapping[str, str] = {
+    flag.removesuffix("="): reason for reason, flags in _WITHOUT_EFFECT.items() for flag in flags.split()
 }
-"""Flags that are accepted, with a notice that they have no effect."""
+"""Flags that are accepted, with a notice that they have no effect -> why."""
+
+VALUED = frozenset(
+    flag.removesuffix("=") for flags in _WITHOUT_EFFECT.values() for flag in flags.split() if flag.endswith("=")
+)
+"""Those of them that a value, or several, must follow."""
 
 _OPTIMIZER = "the optimizer's states have the dtype of the main weights; give --megatron-fsdp-main-params-dtype"
 _NO_DROPOUT = "nothing is dropped at random"
@@ -158,7 +131,6 @@ FIXED: Mapping[str, FixedFlag] = {
     "--attention-dropout": FixedFlag(("0",), _NO_DROPOUT),
     "--rotary-percent": FixedFlag(("1",), "all of a head is rotated"),
     "--rotary-seq-len-interpolation-factor": FixedFlag(("1",), "positions are not stretched; give --hf-config"),
-    "--lr-warmup-init": FixedFlag(("0",), "the learning rate rises from 0"),
     "--lr-wsd-decay-style": FixedFlag(("linear",), "the fall at the end is a line"),
     "--weight-decay-incr-style": FixedFlag(("constant",), "weight decay stays the same"),
     "--dataloader-type": FixedFlag(("cyclic", "single"), "samples come in an order of their own, every one once"),
@@ -248,10 +220,6 @@ _NOT_HERE: Mapping[str, str] = {
         "--reset-position-ids --reset-attention-mask"
     ),
     "give --eval-iters, the global batches of an evaluation": "--full-validation",
-    "use --train-iters; samples = steps x --global-batch-size": "--train-samples",
-    "use --lr-decay-iters; samples = steps x --global-batch-size": "--lr-decay-samples",
-    "use --lr-warmup-iters; samples = steps x --global-batch-size": "--lr-warmup-samples",
-    "use --lr-wsd-decay-iters; samples = steps x --global-batch-size": "--lr-wsd-decay-samples",
     "the batch has one size in a run; leave it out": "--rampup-batch-size",
     "weight decay stays the same; give --weight-decay": "--start-weight-decay --end-weight-decay",
     "all weights have one learning rate; give --lr": "--decoupled-lr",
@@ -259,8 +227,6 @@ _NOT_HERE: Mapping[str, str] = {
     "--recompute-granularity selective recomputes the core of attention; leave it out": "--recompute-modules",
     "activations are kept whole; leave it out": "--distribute-saved-activations",
     "activations stay on the device; give --recompute-granularity": "--cpu-offloading --cpu-offloading-num-layers",
-    "give `mfsdp checkpoint inspect` for norms of weights": "--log-params-norm",
-    "gradients are not counted; leave it out": "--log-num-zeros-in-grad",
     "give `mfsdp trace`, or PyTorch's profiler around `megatron_fsdp.train`": (
         "--log-straggler --profile --use-pytorch-profiler --profile-step-start --profile-step-end --profile-ranks"
     ),

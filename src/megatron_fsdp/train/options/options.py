@@ -1,23 +1,22 @@
 """All options of a run: a frozen dataclass by subject, whose fields are the flags, with Megatron-LM's names. Pure.
 
-They are put together from defaults, a preset, a configuration file and flags (`assemble`).
+`layers.assemble` puts them together from defaults, a preset, a configuration file and flags.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, destination_of, flag_of, off_flag_of
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.config.ddp_config_flags import destination_of, flag_of, off_flag_of
 from megatron_fsdp.train.options.fields import (
     Count,
     Duration,
+    LogLevel,
     Minutes,
     NotNegative,
     Option,
@@ -27,8 +26,6 @@ from megatron_fsdp.train.options.fields import (
     Whole,
     options_of,
 )
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, Spelling
-from megatron_fsdp.train.options.presets import giving_way
 
 
 @dataclass(frozen=True)
@@ -138,6 +135,8 @@ class TrainingOptions:
             rank. Any number of ranks trains on the same samples: what does not come out even is filled up with samples
             that do not count.
         train_iters: Optimizer steps, those of the runs that this one goes on from included.
+        train_samples: Samples to train on, in place of the steps: as many steps as they fill. Those of the learning
+            rate are then counted in samples, too.
         exit_interval: End after a step that is a multiple of this.
         exit_duration_in_mins: End after a step at which this many minutes of training have passed in all.
         seed: Fixes the initial weights, the order of the data and the text that is written.
@@ -159,6 +158,7 @@ class TrainingOptions:
     micro_batch_size: Count | None = None
     global_batch_size: Count | None = None
     train_iters: Count | None = None
+    train_samples: Count | None = None
     exit_interval: Count | None = None
     exit_duration_in_mins: Duration | None = None
     seed: Seed = 1234
@@ -186,9 +186,13 @@ class OptimizerOptions:
         min_lr: Smallest learning rate, at the end of the decay.
         lr_decay_style: How it falls after the warmup.
         lr_decay_iters: Step at which it has fallen all the way; default: the last one.
+        lr_decay_samples: The same in samples, with `--train-samples`.
         lr_warmup_iters: Steps in which it rises.
+        lr_warmup_samples: The same in samples, with `--train-samples`.
         lr_warmup_fraction: The same, as a share of the steps of the decay.
+        lr_warmup_init: Where it begins to rise.
         lr_wsd_decay_iters: Steps of the fall at the end, with style WSD.
+        lr_wsd_decay_samples: The same in samples, with `--train-samples`.
         weight_decay: Of matrices; biases, norms and embeddings have none.
         adam_beta1: Average of gradients.
         adam_beta2: Average of their squares.
@@ -202,9 +206,13 @@ class OptimizerOptions:
     min_lr: NotNegative = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     lr_decay_iters: Count | None = None
+    lr_decay_samples: Count | None = None
     lr_warmup_iters: Whole = 0
+    lr_warmup_samples: Whole = 0
     lr_warmup_fraction: Share | None = None
+    lr_warmup_init: NotNegative = 0.0
     lr_wsd_decay_iters: Count | None = None
+    lr_wsd_decay_samples: Count | None = None
     weight_decay: NotNegative = 0.01
     adam_beta1: Share = 0.9
     adam_beta2: Share = 0.999
@@ -263,6 +271,8 @@ class CheckpointOptions:
         verify_integrity: Compare everything in a checkpoint with its checksums before it is loaded; those that it
             has, or where the flag is given, those that it must have.
         ckpt_format: Only fsdp_dtensor is written and read here.
+        export_hf: Write the trained model as Hugging Face files into this new folder when training is over, in the
+            dtype that it computes in. For models of transformers.
         dump_param_to_param_group_map: Write which parameter group each parameter belongs to into this folder, for the
             converter.
     """
@@ -280,6 +290,7 @@ class CheckpointOptions:
     strict_fsdp_dtensor_load: bool = True
     verify_integrity: bool = True
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "fsdp_dtensor"
+    export_hf: Path | None = None
     dump_param_to_param_group_map: Path | None = None
 
     @property
@@ -295,6 +306,10 @@ class ReportingOptions:
     Attributes:
         out: Folder for results; default: below `runs/`, named after the run or the date.
         log_interval: Steps between updates of the display and lines of the log's files.
+        log_params_norm: Measure the norm of all weights before each step.
+        log_num_zeros_in_grad: Count the zeros in the gradients of each step.
+        logging_level: Least level of messages of Python's loggers that are shown, such as 10 for all; default: 20, and
+            only those of this package.
         log_exposed_communication: Measure in one step of each interval how much communication was waited for.
         tensorboard_dir: Folder for TensorBoard; default: none.
         wandb_project: Project for Weights & Biases; default: none.
@@ -308,6 +323,9 @@ class ReportingOptions:
 
     out: Path | None = None
     log_interval: Count = 5
+    log_params_norm: bool = False
+    log_num_zeros_in_grad: bool = False
+    logging_level: LogLevel | None = None
     log_exposed_communication: bool = True
     tensorboard_dir: Path | None = None
     wandb_project: str | None = None
@@ -358,31 +376,11 @@ DDP_FIELDS: Mapping[str, str] = {
 """From the key of an option to the field of `DistributedDataParallelConfig` that it sets."""
 
 
-def _spellings() -> dict[str, Spelling]:
-    found = {flag: Spelling(option.name, False) for option in OPTIONS.values() for flag in option.off_flags}
-    for name, each in DistributedDataParallelConfig.__dataclass_fields__.items():
-        if each.type in (bool, "bool"):
-            found[off_flag_of(name)] = Spelling(destination_of(name), False)
-    return {**ALIASES, **found}
-
-
-SPELLINGS: Mapping[str, Spelling] = _spellings()
-"""Flags that set an option and are not named like it: switches turned off, and Megatron-LM's own spellings."""
-
-
 @dataclass(frozen=True)
 class Options:
     """What a user said, section by section, with defaults where nothing was said.
 
     Attributes:
-        model: What is trained.
-        parallel: Ranks and engines.
-        training: Batches, precision, when to end.
-        optimizer: Optimizer and learning rate.
-        data: Text and tokens.
-        checkpoint: Saving and going on.
-        reporting: What is shown and written.
-        recovery: What may go wrong.
         ddp: How to shard and to reduce.
         origins: For every option that was said, by its name: `command line`, `config FILE` or `preset NAME`.
         explained: Flags that were given and have no effect, with the reason.
@@ -417,147 +415,6 @@ class Options:
     def sections(self) -> tuple[object, ...]:
         """Return all sections except `ddp`."""
         return tuple(getattr(self, attribute) for attribute in SECTIONS)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Values from one origin.
-
-    Attributes:
-        origin: Such as `command line`.
-        values: By the name of the option, with dashes or underscores; fields of `DistributedDataParallelConfig` by the
-            name of the field or of its flag.
-        gives_way: Whether values that fit no value of a later layer are dropped, as those of a preset are.
-        place: What messages about its values begin with, such as the name of a file and a colon.
-        places: The same of single values, with the line, by key.
-        problems: What is wrong besides, in words.
-    """
-
-    origin: str
-    values: Mapping[str, Any]
-    gives_way: bool = False
-    place: str = ""
-    places: Mapping[str, str] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
-
-    def at(self, key: str) -> str:
-        """Return how a message about the value of a key begins."""
-        return self.places.get(key, self.place)
-
-
-def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options:
-    """Combine layers into options; later layers win.
-
-    Args:
-        layers: The first one counts least.
-        problems: What was found wrong before.
-
-    Raises:
-        ConfigurationError: A name is no option, a value cannot be its value, or there were problems; with all of them.
-    """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    notices: list[str] = []
-    places: dict[str, str] = {}
-    wrong = list(problems)
-    for layer in reversed(layers):
-        wrong += layer.problems
-        read = _read(layer, notices, wrong, places)
-        for name in giving_way(read, values) if layer.gives_way else ():
-            del read[name]
-        values = {**read, **values}
-        origins = {**dict.fromkeys(read, layer.origin), **origins}
-    try:
-        ddp = _ddp_config(values, notices)
-    except ConfigurationError as error:
-        by_flag = {flag_for(name): place for name, place in places.items()}
-        wrong += [by_flag.get(line.split(" ")[0], "") + line for line in str(error).splitlines()]
-    if wrong:
-        raise ConfigurationError("\nerror: ".join(wrong))
-    sections = {
-        attribute: cls(**{option.name: values[option.name] for option in options_of(cls) if option.name in values})
-        for attribute, cls in SECTIONS.items()
-    }
-    return Options(**sections, ddp=ddp, origins=origins, explained=tuple(notices))
-
-
-def _read(layer: Layer, notices: list[str], problems: list[str], places: dict[str, str]) -> dict[str, Any]:
-    """Return the values of a layer by the names of options, parsed; record places not known before."""
-    found: dict[str, Any] = {}
-    for key, value in layer.values.items():
-        try:
-            said = _said(key, value, notices)
-            if said is None:
-                continue
-            name, value = said
-            if name in found:
-                raise ConfigurationError(f"{flag_for(name)} is given twice ({key!r}): give it once")
-            places.setdefault(name, layer.at(key))
-            found[name] = OPTIONS[name].read(value) if name in OPTIONS else value  # the engine's read their own
-        except ConfigurationError as error:
-            problems.append(f"{layer.at(key)}{error}")
-    return found
-
-
-def _said(key: str, value: Any, notices: list[str]) -> tuple[str, Any] | None:
-    """Return the option and value that a key of a layer stands for; None if it sets none."""
-    flag = f"--{key}" if f"--{key}" in EXPLAINED else "--" + key.replace("_", "-")
-    if flag in FIXED:
-        if not FIXED[flag].allows(str(value)):
-            allowed = " or ".join(FIXED[flag].values)
-            raise ConfigurationError(f"invalid {flag} {value}: {FIXED[flag].reason}; give {allowed}, or leave it out")
-        notices.append(f"{flag} {value} has no effect: {FIXED[flag].reason}")
-        return None
-    if flag in EXPLAINED:
-        if value is not False:
-            notices.append(f"{flag} has no effect: {EXPLAINED[flag].reason}")
-        return None
-    spelling = SPELLINGS.get(flag)
-    if spelling is None:
-        return canonical_name(key), value
-    if spelling.value is None:
-        return spelling.name, value
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"invalid {flag[2:]}: {value!r}: give true or false")
-    return (spelling.name, spelling.value) if value else None
-
-
-def canonical_name(key: str) -> str:
-    """Return the name of an option that was written with dashes or underscores.
-
-    Raises:
-        ConfigurationError: There is none; names the nearest, or the reason.
-    """
-    name = key.replace("-", "_")
-    if name in OPTIONS or name in DDP_FIELDS:
-        return name
-    if name in DDP_FIELDS.values():
-        return destination_of(name)
-    flag = "--" + name.replace("_", "-")
-    if flag in REFUSED:
-        raise ConfigurationError(f"{key!r} is not supported: {REFUSED[flag]}")
-    near = difflib.get_close_matches(name, [*OPTIONS, *DDP_FIELDS], 1, 0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigurationError(f"{key!r} is no option{hint}")
-
-
-def _ddp_config(values: Mapping[str, Any], notices: list[str]) -> DistributedDataParallelConfig:
-    """Build the configuration of the engine.
-
-    The strategy without a flag is that of Megatron-LM's command line: everything is sharded. The other two defaults
-    that differ there from the class (`MEGATRON_DEFAULTS`) are the class's here: a NaN is skipped and counted by the
-    trainer, and gathers align only where pipelines are interleaved.
-    """
-    given = {DDP_FIELDS[name]: value for name, value in values.items() if name in DDP_FIELDS}
-    if given.pop("use_custom_fsdp", False):
-        notices.append("--use-custom-fsdp: the former name of --use-megatron-fsdp, and taken as such")
-        given["use_megatron_fsdp"] = True
-    if given.get("use_megatron_fsdp"):
-        given.setdefault("data_parallel_sharding_strategy", MEGATRON_DEFAULTS["data_parallel_sharding_strategy"])
-    try:
-        return DistributedDataParallelConfig(**given)
-    except ConfigurationError as error:
-        raise ConfigurationError(in_flags(str(error))) from None
 
 
 def flag_for(name: str) -> str:

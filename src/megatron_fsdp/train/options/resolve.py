@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config_flags import flag_of
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.ddp.resolve import resolve_ddp
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.checks import check_options, check_sizes, idle_notices
-from megatron_fsdp.train.options.engine_config import engine_config
-from megatron_fsdp.train.options.job import EngineName, Job, Sizes, World, plan_batch
-from megatron_fsdp.train.options.options import Options
+from megatron_fsdp.train.options.job import BatchPlan, EngineName, Job, Sizes, World, plan_batch
+from megatron_fsdp.train.options.options import DDP_FIELDS, Options, flag_for, in_flags
+
+_UNREGISTERED = "buffers are not registered with NCCL by this version"
 
 
 def resolve(options: Options, world: World) -> Job:
@@ -29,33 +34,46 @@ def resolve(options: Options, world: World) -> Job:
     options = _with_tokenizer_of_model(options, notices)
     check_options(options)
     check_backend(options, world.device_type)
-    engine = _engine(options)
+    engine: EngineName = "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
+    engine = "torch_fsdp2" if options.parallel.use_torch_fsdp2 else engine
     sizes = _sizes(options, world)
     dtype = _dtype(options, world)
-    train_iters = _require(options.training.train_iters, "--train-iters", "how many steps to train")
     micro = _require(options.training.micro_batch_size, "--micro-batch-size", "samples per rank and microbatch")
-    if options.training.fp16 and (options.ddp.check_for_nan_in_grad or options.ddp.check_for_large_grads):
-        raise ConfigurationError(
-            "--fp16 finds the scale of the loss by gradients that overflow, which --check-for-nan-in-grad and "
-            "--check-for-large-grads end the run for: leave them out"
-        )
-    notices += [*idle_notices(options), *_rank_notices(options, world)]
     batch = plan_batch(micro, options.training.global_batch_size, sizes.data)
+    train_iters = _train_iters(options, batch)
+    notices += idle_notices(options, train_iters)
+    nproc = options.parallel.nproc
+    if nproc is not None and nproc != world.ranks:
+        notices.append(f"--nproc {nproc} has no effect: {world.ranks} ranks were started")
     notices += batch.notices()
+    checkpoint = options.checkpoint
     return Job(
         options=_with_uniform_recompute(options),
         engine=engine,
-        ddp=engine_config(options, dtype, engine, sizes, notices),
+        ddp=_engine_config(options, dtype, engine, sizes, notices),
         sizes=sizes,
         batch=batch,
         dtype=dtype,
-        schedule=_schedule(options, train_iters),
+        schedule=_schedule(options, train_iters, batch.total),
         train_iters=train_iters,
         seq_length=_require(options.model.seq_length, "--seq-length", "tokens of a sample"),
-        load_is_optional=_load_is_optional(options, world),
+        load_is_optional=checkpoint.is_same_folder or (checkpoint.save is not None and world.restarts > 0),
         notices=tuple(notices),
         restarts=world.restarts,
     )
+
+
+def with_samples_of_step(job: Job, total: int) -> Job:
+    """Return a job with another number of samples in a step, and what follows from it.
+
+    Raises:
+        ConfigurationError: A microbatch has more samples.
+    """
+    batch = plan_batch(job.batch.micro, total, job.batch.ranks)
+    others = tuple(notice for notice in job.notices if notice not in job.batch.notices())
+    train_iters = _train_iters(job.options, batch)
+    schedule = _schedule(job.options, train_iters, total)
+    return replace(job, batch=batch, train_iters=train_iters, schedule=schedule, notices=(*others, *batch.notices()))
 
 
 def _with_tokenizer_of_model(options: Options, notices: list[str]) -> Options:
@@ -80,23 +98,11 @@ def _require(value: int | None, flag: str, meaning: str) -> int:
     return value
 
 
-def _rank_notices(options: Options, world: World) -> Iterator[str]:
-    nproc = options.parallel.nproc
-    if nproc is not None and nproc != world.ranks:
-        yield f"--nproc {nproc} has no effect: {world.ranks} ranks were started"
-
-
 def _with_uniform_recompute(options: Options) -> Options:
     """Drop the number of layers under the uniform method, which recomputes all blocks one by one."""
     if options.training.recompute_method != "uniform":
         return options
     return replace(options, training=replace(options.training, recompute_num_layers=None))
-
-
-def _engine(options: Options) -> EngineName:
-    if options.parallel.use_torch_fsdp2:
-        return "torch_fsdp2"
-    return "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
 
 
 def check_backend(options: Options, device_type: str) -> None:
@@ -134,39 +140,149 @@ def _sizes(options: Options, world: World) -> Sizes:
 
 def _dtype(options: Options, world: World) -> torch.dtype:
     training = options.training
-    if training.bf16:
-        return torch.bfloat16
     if training.fp16:
         return torch.float16
-    return torch.bfloat16 if training.auto_bf16 and world.multiplies_bf16 else torch.float32
+    has_bf16 = training.bf16 or (training.auto_bf16 and world.multiplies_bf16)
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def _schedule(options: Options, train_iters: int) -> Schedule:
-    optimizer = options.optimizer
-    decay = train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+# ---- steps and the learning rate -------------------------------------------------------------------------------------
+
+
+def _train_iters(options: Options, batch: BatchPlan) -> int:
+    """Return the steps to train; of `--train-samples` those that fill whole steps, as in Megatron-LM."""
+    samples = options.training.train_samples
+    if samples is None:
+        return _require(options.training.train_iters, "--train-iters", "how many steps to train")
+    if samples < batch.total:
+        raise ConfigurationError(f"--train-samples {samples} is less than the {batch.total} of one step: give more")
+    return samples // batch.total
+
+
+def _schedule(options: Options, train_iters: int, samples_of_step: int) -> Schedule:
+    """Return the learning rate over the steps; what is said in samples may end within a step."""
+    optimizer, samples = options.optimizer, options.training.train_samples
     if optimizer.lr is None:
         raise ConfigurationError("--lr is missing (largest learning rate): give it, or a --preset that has it")
-    if optimizer.min_lr > optimizer.lr:
-        raise ConfigurationError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}: give less")
-    warmup = optimizer.lr_warmup_iters
+    for name in ("min_lr", "lr_warmup_init"):
+        if options.value(name) > optimizer.lr:
+            raise ConfigurationError(
+                f"{flag_for(name)} {options.value(name)} is more than --lr {optimizer.lr}: give less"
+            )
+    unit, words = ("iters", "steps") if samples is None else ("samples", "samples")
+    decay = options.value(f"lr_decay_{unit}") or samples or train_iters
+    warmup, wsd = options.value(f"lr_warmup_{unit}"), options.value(f"lr_wsd_decay_{unit}")
     if optimizer.lr_warmup_fraction is not None:
         warmup = int(round(optimizer.lr_warmup_fraction * decay, 6))  # 0.58 x 100 is a little less than 58
     if warmup >= decay:
         raise ConfigurationError(
-            f"--lr-warmup-iters {warmup} does not end within {decay} steps: give fewer, or more --train-iters or "
-            "--lr-decay-iters"
+            f"--lr-warmup-{unit} {warmup} does not end within {decay} {words}: give fewer, or more --train-{unit} or "
+            f"--lr-decay-{unit}"
         )
-    wsd = optimizer.lr_wsd_decay_iters
+    if optimizer.lr_warmup_init and not warmup:
+        raise ConfigurationError("--lr-warmup-init does nothing without a warmup: give --lr-warmup-fraction too")
     if (optimizer.lr_decay_style == "WSD") != (wsd is not None):
-        raise ConfigurationError("--lr-wsd-decay-iters and --lr-decay-style WSD belong together: give both or neither")
-    if wsd is not None and warmup + wsd > decay:
         raise ConfigurationError(
-            f"--lr-wsd-decay-iters {wsd} and a warmup of {warmup} do not fit into {decay} steps: give fewer"
+            f"--lr-wsd-decay-{unit} and --lr-decay-style WSD belong together: give both or neither"
         )
-    return Schedule(optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, warmup, decay, wsd or 0)
+    if warmup + (wsd or 0) > decay:
+        raise ConfigurationError(
+            f"--lr-wsd-decay-{unit} {wsd} and a warmup of {warmup} do not fit into {decay} {words}: give fewer"
+        )
+    rises, ends, falls = (count if samples is None else count / samples_of_step for count in (warmup, decay, wsd or 0))
+    style, initial = optimizer.lr_decay_style, optimizer.lr_warmup_init
+    return Schedule(optimizer.lr, optimizer.min_lr, style, rises, ends, falls, initial)
 
 
-def _load_is_optional(options: Options, world: World) -> bool:
-    """Return whether there may be no checkpoint yet: restarted ranks, or one folder to load and save."""
-    checkpoint = options.checkpoint
-    return checkpoint.is_same_folder or (checkpoint.save is not None and world.restarts > 0)
+# ---- the configuration of the engine ---------------------------------------------------------------------------------
+
+
+def _engine_config(
+    options: Options, dtype: torch.dtype, engine: EngineName, sizes: Sizes, notices: list[str]
+) -> DistributedDataParallelConfig:
+    """Complete the configuration of sharding and reduction; refuse or report what has no effect with this engine."""
+    config = options.ddp
+    if engine == "torch_fsdp2":
+        for name in options.origins:
+            if name in DDP_FIELDS and name != "use_megatron_fsdp" and options.is_chosen(name):
+                raise ConfigurationError(
+                    f"{flag_for(name)} does nothing with --use-torch-fsdp2: leave it out, or shard with "
+                    "--use-megatron-fsdp"
+                )
+        return replace(config, use_megatron_fsdp=False, data_parallel_sharding_strategy="no_shard")
+    config = _gradient_dtypes(options, _without_registration(config, notices), dtype, notices)
+    for sentence in config.idle_settings().values():
+        raise ConfigurationError(in_flags(sentence))
+    if config.megatron_fsdp_use_decoupled_grad:
+        raise ConfigurationError(
+            "--megatron-fsdp-use-decoupled-grad puts gradients where PyTorch's optimizers do not look: leave it out"
+        )
+    try:
+        strategy = resolve_ddp(config, sizes.data * sizes.context, 1).strategy
+    except (ConfigurationError, NotSupportedYetError) as error:
+        raise ConfigurationError(in_flags(str(error))) from None
+    if options.parallel.init_model_with_meta_device and strategy is ShardingStrategy.no_shard:
+        raise ConfigurationError(
+            "--init-model-with-meta-device does nothing where every rank holds the whole model: give "
+            "--use-megatron-fsdp with a sharding strategy, or leave it out"
+        )
+    if config.use_megatron_fsdp:
+        notices += _implied(options, strategy)
+    return config
+
+
+def _without_registration(config: DistributedDataParallelConfig, notices: list[str]) -> DistributedDataParallelConfig:
+    """Drop NCCL buffer registration, which this version does not have."""
+    if not config.nccl_ub:
+        return config
+    doubled = "; gathered weights lie in two buffers that are kept, as with --fsdp-double-buffer"
+    notices.append(f"--use-nccl-ub: {_UNREGISTERED}{doubled}")
+    names = [name for name in ("fsdp_manual_registration", "disable_symmetric_registration") if getattr(config, name)]
+    notices += [f"{flag_of(name)} has no effect: {_UNREGISTERED}" for name in names]
+    return replace(config, nccl_ub=False, fsdp_manual_registration=False, disable_symmetric_registration=False)
+
+
+def _gradient_dtypes(
+    options: Options, config: DistributedDataParallelConfig, dtype: torch.dtype, notices: list[str]
+) -> DistributedDataParallelConfig:
+    """Reduce and accumulate gradients of half-precision models in float32, unless told otherwise."""
+    training = options.training
+    is_float32, in_float32 = dtype == torch.float32, config.grad_reduce_in_fp32
+    comm, main = config.megatron_fsdp_grad_comm_dtype, config.megatron_fsdp_main_grads_dtype
+    if training.grad_reduce_in_bf16 and not options.is_given("megatron_fsdp_grad_comm_dtype"):
+        # Hardware that cannot multiply a dtype need not send it.
+        comm = None if is_float32 and training.auto_bf16 else torch.bfloat16
+        if is_float32 and not training.auto_bf16:
+            notices.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
+        elif is_float32 and options.is_chosen("grad_reduce_in_bf16"):
+            notices.append("--grad-reduce-in-bf16 has no effect: --auto-bf16 found no bfloat16 on this hardware")
+    elif not (options.is_given("megatron_fsdp_grad_comm_dtype") or in_float32 or is_float32):
+        comm = torch.float32
+    if options.is_given("accumulate_allreduce_grads_in_fp32") and not training.grad_reduce_in_bf16:
+        flag = "accumulate-allreduce-grads-in-fp32"
+        notices.append(
+            f"--{flag if in_float32 else 'no-' + flag} has no effect of its own: gradients travel and accumulate in "
+            "float32, unless --grad-reduce-in-bf16 or the flags of dtypes say something else"
+        )
+    if not (options.is_given("megatron_fsdp_main_grads_dtype") or in_float32 or is_float32):
+        main = main or torch.float32
+    sent = torch.float32 if in_float32 else comm or main or dtype
+    if config.reduce_scatter_with_fp32_accumulation and sent == torch.float32:
+        raise ConfigurationError(
+            "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients travel in float32: give "
+            "--grad-reduce-in-bf16, or leave it out"
+        )
+    return replace(config, megatron_fsdp_grad_comm_dtype=comm, megatron_fsdp_main_grads_dtype=main)
+
+
+def _implied(options: Options, strategy: ShardingStrategy) -> Iterator[str]:
+    """Yield notices for options that the strategy decides, where the user set them."""
+    decided = (
+        ("use_distributed_optimizer", strategy > ShardingStrategy.no_shard, "shards the optimizer"),
+        ("overlap_grad_reduce", strategy >= ShardingStrategy.optim_grads, "reduces gradients during backward"),
+        ("overlap_param_gather", strategy >= ShardingStrategy.optim_grads_params, "gathers weights ahead"),
+    )
+    for name, is_decided, what in decided:
+        flag = flag_for(name) if options.value(name) else f"--no-{flag_for(name)[2:]}"
+        if is_decided and options.is_given(name) and (not options.value(name) or name == "use_distributed_optimizer"):
+            yield f"{flag} has no effect: --data-parallel-sharding-strategy {strategy.name} {what} in any case"

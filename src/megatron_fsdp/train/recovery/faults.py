@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,12 +109,7 @@ def _says_so(text: str) -> bool:
 
 
 @contextmanager
-def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> Iterator[None]:
-    """Report rank, step, peak and remedies if the block runs out of memory.
-
-    Raises:
-        OutOfMemoryError: In place of what the block raised, unless that is a `RunError`.
-    """
+def _telling(describe: Callable[[Exception], str]) -> Iterator[None]:
     try:
         yield
     except RunError:
@@ -122,38 +117,28 @@ def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(memory_told(error, job, rank, pulse.step)) from error
+        raise OutOfMemoryError(describe(error)) from error
 
 
-@contextmanager
-def telling_of_memory_for_data(rank: Rank) -> Iterator[None]:
-    """Report the rank if the block runs out of memory making tokens, which options of the run do not change.
+def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> AbstractContextManager[None]:
+    """Report rank, step, peak and remedies, by an `OutOfMemoryError`, if the block runs out of memory."""
+    return _telling(lambda error: memory_told(error, job, rank, pulse.step))
 
-    Raises:
-        OutOfMemoryError: In place of what the block raised.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
+
+def telling_of_memory_for_data(rank: Rank) -> AbstractContextManager[None]:
+    """Do the same where the block makes tokens, whose memory options of the run do not change."""
+    return _telling(
+        lambda error: (
             f"out of memory on rank {rank.index} while it made the tokens of --data-path: {_reason(error)}\n"
             f"  peak so far: {peak_told(torch.device('cpu'))}\n"
             "  try: text in shorter lines; token files (.bin and .idx, or .npy), which are mapped; or make the "
             "tokens on a machine with more memory, in a --data-cache-path that this one sees"
-        ) from error
+        )
+    )
 
 
 def memory_told(error: BaseException, job: Job, rank: Rank, step: int) -> str:
-    """Describe what happened where, and what to try.
-
-    Args:
-        error: What was raised.
-        job: The run.
-        rank: This process.
-        step: The step under way; 0 before the first.
-    """
+    """Describe what happened in which step (0: before the first) on which rank, and what to try."""
     where = "" if isinstance(error, CheckpointError) else f" on rank {rank.index}"  # which names the ranks itself
     when = f"in step {step}" if step else "before the first step"
     lines = [

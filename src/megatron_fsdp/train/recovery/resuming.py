@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
@@ -12,7 +12,8 @@ from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train.options.job import Job, plan_batch
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.resolve import with_samples_of_step
 from megatron_fsdp.train.recovery.faults import is_out_of_memory
 
 _FACTS = "trainer.facts"
@@ -43,10 +44,6 @@ def find_origin(job: Job, say: Say) -> Origin:
     damaged checkpoint there is passed over for an earlier one, whose steps are repeated exactly: nobody is there to
     choose. What the user names is loaded or refused.
 
-    Args:
-        job: The run.
-        say: Shows a line, on the first rank.
-
     Raises:
         CheckpointError: There are checkpoints of this run and none is sound; the same on every rank.
     """
@@ -62,14 +59,7 @@ def find_origin(job: Job, say: Say) -> Origin:
 
 
 def newest_sound(root: Path, say: Say) -> Path | None:
-    """Return the newest undamaged checkpoint of a run's folder; ranks share the reading. Collective.
-
-    Args:
-        root: The folder.
-        say: Told of every one that is damaged.
-
-    Returns:
-        Its folder; None where there is no checkpoint at all.
+    """Return the newest undamaged checkpoint of a run's folder; None where there is none at all. Collective.
 
     Raises:
         CheckpointError: None is sound.
@@ -132,23 +122,24 @@ def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
     With `--global-batch-size` left out, a step has one microbatch of each rank. On another number of ranks that would
     be another run, so the number that was decided when it began is kept.
 
-    Args:
-        job: The run.
-        origin: Where it begins.
-        say: Told of what was adopted.
-
     Raises:
         CheckpointError: The checkpoint cannot be read.
-        ConfigurationError: Its steps have fewer samples than a microbatch of this run.
+        ConfigurationError: Its steps have fewer samples than a microbatch of this run; or `--train-samples` would count
+            its steps as if they had had another size.
     """
-    options = job.options
-    goes_on = origin.folder is not None and (origin.is_own or not options.checkpoint.finetune)
-    if not goes_on or origin.folder is None or options.training.global_batch_size is not None:
+    options, training = job.options, job.options.training
+    is_free = training.global_batch_size is not None and training.train_samples is None
+    if origin.folder is None or (options.checkpoint.finetune and not origin.is_own) or is_free:
         return job
     path = CheckpointStore(origin.folder).resolve_or_itself()
     total = together(f"reading {path}", lambda: saved_batch(path))
     if total is None or total == job.batch.total:
         return job
+    if training.global_batch_size is not None:
+        raise ConfigurationError(
+            f"{path} was saved by a run with {total} samples in a step, and --global-batch-size is {job.batch.total}: "
+            f"all steps of --train-samples have one size; give --global-batch-size {total}, or --train-iters"
+        )
     if total < job.batch.micro:
         raise ConfigurationError(
             f"{path} was saved by a run with {total} samples in a step, and --micro-batch-size is {job.batch.micro}: "
@@ -158,6 +149,4 @@ def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
         f"--global-batch-size {total}, as in the run that saved {path}; {job.batch.total} would follow from "
         f"{job.batch.ranks} data-parallel ranks, and be another run"
     )
-    batch = plan_batch(job.batch.micro, total, job.batch.ranks)
-    others = tuple(notice for notice in job.notices if notice not in job.batch.notices())
-    return replace(job, batch=batch, notices=(*others, *batch.notices()))
+    return with_samples_of_step(job, total)

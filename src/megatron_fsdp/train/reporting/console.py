@@ -111,7 +111,7 @@ class _ConsoleHandler(logging.Handler):
     """Prints log messages above the progress bar."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -119,17 +119,25 @@ class _ConsoleHandler(logging.Handler):
 
 
 @contextmanager
-def library_messages(console: Console) -> Iterator[None]:
-    """Print the library's log messages (its unit plan among others) inside the block."""
-    logger, handler = logging.getLogger(LIBRARY_LOGGER), _ConsoleHandler(console)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+def library_messages(console: Console, level: int | None = None) -> Iterator[None]:
+    """Print the library's log messages (its unit plan among others) inside the block.
+
+    Args:
+        console: Of this rank.
+        level: Least level, and messages of all loggers are printed; None: INFO, and the library's.
+    """
+    library, root, handler = logging.getLogger(LIBRARY_LOGGER), logging.getLogger(), _ConsoleHandler(console)
+    shown = library if level is None else root
+    before = library.level, root.level
+    shown.addHandler(handler)
+    shown.setLevel(logging.INFO if level is None else level)
+    library.setLevel(logging.INFO if level is None else logging.NOTSET)  # that of the root logger
     try:
         yield
     finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
+        library.setLevel(before[0])
+        root.setLevel(before[1])
+        shown.removeHandler(handler)
 
 
 def show_header(console: Console, facts: Sequence[tuple[str, str]], asides: Sequence[tuple[str, str]] = ()) -> None:

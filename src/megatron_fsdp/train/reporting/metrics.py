@@ -31,6 +31,8 @@ class StepRecord:
         exposed_share: The share of this step's time in which ranks waited for communication; NaN: not measured in this
             step.
         loss_scale: What the loss was multiplied by for backward.
+        params_norm: Norm of all weights after this step; NaN: not asked for.
+        num_zeros_in_grad: Elements of the gradients that are zero; NaN: not asked for.
     """
 
     step: int
@@ -48,6 +50,8 @@ class StepRecord:
     mfu: float = math.nan
     exposed_share: float = math.nan
     loss_scale: float = 1.0
+    params_norm: float = math.nan
+    num_zeros_in_grad: float = math.nan
 
     @property
     def is_skipped(self) -> bool:

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit, urlunsplit
 import torch
 
 from megatron_fsdp.config.ddp_config_flags import off_flag_of
-from megatron_fsdp.config.precision import MixedPrecisionPolicy, resolve_precision
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.data.preparation import TokenData
@@ -215,14 +214,7 @@ def _batch_words(job: Job) -> str:
 
 def _dtype_words(job: Job) -> str:
     """Describe the dtypes of everything that has one."""
-    if job.engine == "torch_fsdp2":
-        return f"compute {_word(job.dtype)}"
-    config = job.ddp
-    main_grads, comm = config.megatron_fsdp_main_grads_dtype, config.megatron_fsdp_grad_comm_dtype
-    if config.grad_reduce_in_fp32:
-        main_grads = comm = torch.float32
-    policy = MixedPrecisionPolicy(config.megatron_fsdp_main_params_dtype, main_grads, comm)
-    found = resolve_precision(policy, job.dtype)
+    found = job.precision
     return (
         f"compute {_word(found.compute)}, main weights {_word(found.main_params)}, main gradients "
         f"{_word(found.main_grads)}, gradient communication {_word(found.grad_comm)}"

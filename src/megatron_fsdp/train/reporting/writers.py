@@ -281,6 +281,8 @@ class MegatronLog:
             f"lm loss: {record.loss:.6E}",
             f"loss scale: {record.loss_scale:.1f}",
             f"grad norm: {record.grad_norm:.3f}",
+            f"num zeros: {record.num_zeros_in_grad:.1f}" if math.isfinite(record.num_zeros_in_grad) else "",
+            f"params norm: {record.params_norm:.3f}" if math.isfinite(record.params_norm) else "",
             f"number of skipped iterations: {int(record.is_skipped):3d}",
             f"number of nan iterations: {int(not math.isfinite(record.loss)):3d}",
         ]
@@ -289,7 +291,13 @@ class MegatronLog:
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
     """Return a step's scalars for trackers, by Megatron-LM's names where it has them; unknown ones are left out."""
-    maybe = {"throughput": record.tflops, "mfu": record.mfu, "exposed-communication": record.exposed_share}
+    maybe = {
+        "throughput": record.tflops,
+        "mfu": record.mfu,
+        "exposed-communication": record.exposed_share,
+        "params-norm": record.params_norm,
+        "num-zeros": record.num_zeros_in_grad,
+    }
     return {
         "lm loss": record.loss,
         "grad-norm": record.grad_norm,
