@@ -103,7 +103,7 @@ def no_overlap() -> Iterator[None]:
 
     submit = HostLane.submit
     with mock.patch.object(
-        HostLane, "submit", lambda self, launch, finish=None: submit(self, partial(_at_once, launch), finish)
+        HostLane, "submit", lambda self, launch, *rest, **more: submit(self, partial(_at_once, launch), *rest, **more)
     ):
         yield
 

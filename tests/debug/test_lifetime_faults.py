@@ -93,8 +93,8 @@ def _reduction_never_waited_for() -> Any:
     """A bucket goes back to its pool before its reduction has ended."""
     original = HostLane.submit
 
-    def submit(self: HostLane, *args: Any) -> Any:
-        ticket = original(self, *args)
+    def submit(self: HostLane, *args: Any, **kwargs: Any) -> Any:
+        ticket = original(self, *args, **kwargs)
         return HostTicket(None, None) if self._name == "reduce" else ticket
 
     return mock.patch.object(HostLane, "submit", submit)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.comm.lanes import Lane
+from megatron_fsdp.comm.lanes import Lane, StreamLane
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
@@ -194,10 +194,8 @@ def compute_reads_weights_before_they_are_gathered() -> AbstractContextManager[A
 
 
 def gathers_read_weights_before_the_outer_gather() -> AbstractContextManager[Any]:
-    gather = Unit._all_gather_into
-    return patch.object(
-        Unit, "_all_gather_into", staticmethod(lambda group, full, _, async_op: gather(group, full, (), async_op))
-    )
+    submit = StreamLane.submit
+    return patch.object(StreamLane, "submit", lambda self, launch, finish=None, **_: submit(self, launch, finish))
 
 
 def weights_are_installed_during_the_outer_gather() -> AbstractContextManager[Any]:

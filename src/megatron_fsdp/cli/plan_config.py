@@ -22,7 +22,8 @@ from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.options import Layer, ModelOptions, assemble
+from megatron_fsdp.train.options.layers import Layer, assemble
+from megatron_fsdp.train.options.options import ModelOptions
 from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 

@@ -15,7 +15,7 @@ a buffer may be handed to a lane straight after it was last used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
@@ -70,8 +70,8 @@ class Ticket(Protocol):
 class Lane(Protocol):
     """An ordered queue of collectives."""
 
-    def submit(self, launch: Launch, finish: Finish | None = None) -> Ticket:
-        """Queue a collective and the local work on its result."""
+    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Ticket] = ()) -> Ticket:
+        """Queue a collective and the local work on its result, behind submissions to any lane that it reads from."""
 
 
 class StreamApi(Protocol):
@@ -142,8 +142,10 @@ class HostLane:
         self._name = name
         self._watch = watch
 
-    def submit(self, launch: Launch, finish: Finish | None = None) -> HostTicket:
-        """Start the collective at once; its finish runs when the ticket is waited on."""
+    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Ticket] = ()) -> HostTicket:
+        """Wait for `after`, and start the collective at once; its finish runs when the ticket is waited on."""
+        for ticket in after:
+            ticket.wait()
         if not self._watch:
             return HostTicket(launch(True), finish)
         tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
@@ -191,13 +193,15 @@ class StreamLane:
         self._name = name
         self._watch = watch
 
-    def submit(self, launch: Launch, finish: Finish | None = None) -> StreamTicket:
-        """Queue collective and finish behind what the compute stream holds now."""
+    def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Ticket] = ()) -> StreamTicket:
+        """Queue collective and finish behind `after` and what the compute stream holds now."""
         self._stream.wait_stream(self._current_stream())
         tell = None
         if self._watch:
             tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
         with self._streams.stream(self._stream):
+            for ticket in after:
+                ticket.wait()  # on this stream: compute does not wait for what is only prefetched
             if tell is not None:
                 tell(Moment.LAUNCHES)
             # A synchronous collective runs on the current stream, this lane's. Only an observer needs a handle, and

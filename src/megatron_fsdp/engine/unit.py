@@ -131,16 +131,8 @@ class Unit:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
             if group.plan.needs_all_gather:
-                gather = partial(self._all_gather_into, group, full, tuple(self._outer_tickets))
-                self._tickets.append(lane.submit(gather))
-
-    @staticmethod
-    def _all_gather_into(
-        group: ParameterGroup, full: torch.Tensor, outer: Sequence[Ticket], async_op: bool
-    ) -> torch.distributed.Work | None:
-        for ticket in outer:
-            ticket.wait()  # in the lane: a unit that is only prefetched must not hold up compute
-        return group.weights.all_gather_into(full, async_op)
+                gather = partial(group.weights.all_gather_into, full)
+                self._tickets.append(lane.submit(gather, after=self._outer_tickets))
 
     def wait_for_unshard(self) -> None:
         """Make the gathered weights usable."""

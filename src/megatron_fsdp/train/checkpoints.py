@@ -13,9 +13,9 @@ import torch
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.groups import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.store import iteration_of
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.launch.failures import NotSavedError
-from megatron_fsdp.train.launch.ranks import agree
 from megatron_fsdp.train.loop import Run
 from megatron_fsdp.train.models.megatron_checkpoint import view_for
 from megatron_fsdp.train.progress import Progress, TrainingState, facts_of

@@ -17,24 +17,16 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from megatron_fsdp.checkpoint.publish import claim
+from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.evaluation import evaluate, evaluating, generate
 from megatron_fsdp.train.loop import Outcome, Run
 from megatron_fsdp.train.models.build import transformers_config
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.reporting.console import format_bytes, print_message, printable, show_comparison
-from megatron_fsdp.train.reporting.measure import (
-    Measurement,
-    Plan,
-    Row,
-    compare,
-    describe_peak,
-    exchanges_pairwise,
-    optimizer_bytes,
-    peak_bytes,
-)
+from megatron_fsdp.train.reporting.console import print_message, printable, show_comparison
+from megatron_fsdp.train.reporting.measure import Row, compare, describe_peak, peak_bytes
 from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
 from megatron_fsdp.train.reporting.recorder import Recorder, applied, engine_words, plot_run
 
@@ -223,7 +215,7 @@ def conclude(run: Run, outcome: Outcome) -> Results:
     loss = evaluate(run.job, run.trained, run.data, FINAL_TIMES)
     bits = math.nan
     if run.data.held_out_bytes:
-        bits = loss / math.log(2) * len(run.data.held_out) / run.data.held_out_bytes
+        bits = loss / math.log(2) * run.data.held_out.count / run.data.held_out_bytes
     peaks = gather_objects(peak_bytes(run.trained))
     return Results(loss, bits, write_sample(run), compared(run, outcome), tuple(peaks), describe_peak(run.trained))
 
@@ -254,13 +246,7 @@ def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
     model = run.trained.inside
     if model is None or outcome.step_counters is None:
         return ()
-    plan = Plan(
-        model.footprints(),
-        model.resolved.strategy,
-        microbatches=run.job.batch.microbatches,
-        exchanges_pairwise=exchanges_pairwise(model),
-    )
-    return compare(Measurement(model.memory(), optimizer_bytes(run.trained.optimizer), outcome.step_counters), plan)
+    return compare(model, run.trained.optimizer, outcome.step_counters, run.job.batch.microbatches)
 
 
 def save(
@@ -306,5 +292,5 @@ def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> 
         console.print(Panel(Text(printable(results.sample)), title="the model writes", expand=False))
     if results.rows:
         show_comparison(console, results.rows)
-    say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(format_bytes, results.peaks_bytes))}")
+    say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(in_bytes, results.peaks_bytes))}")
     print_message(console, f"curves, metrics, log, sample and summary: {folder}")

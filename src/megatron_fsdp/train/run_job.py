@@ -14,7 +14,7 @@ from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
-from megatron_fsdp.train.engines.build import build
+from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.launch.ranks import Rank, goes_on_without_others
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.models.build import model_flops

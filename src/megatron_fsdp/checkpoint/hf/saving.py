@@ -19,8 +19,7 @@ from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
 from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FileLayout, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.hf.writing import Cut, FileWriter, lay_out_files, portions_of, save_files
-from megatron_fsdp.checkpoint.live_state import MODEL
-from megatron_fsdp.checkpoint.matching import keys_below
+from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
 from megatron_fsdp.checkpoint.new_folder import new_folder, require_apart
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.comm.agreement import in_short
@@ -195,8 +194,11 @@ def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
     """
     live = live_tensors(model)
     known = {alias for tensor in live for alias in tensor.aliases}
-    stored, _ = keys_below(source, MODEL, known.__contains__)
-    stored = {name: key for name, key in stored.items() if key in source.tensors}
+    section = f"{MODEL}."
+    names, _ = unwrapped(
+        [key.removeprefix(section) for key in source.tensors if key.startswith(section)], known.__contains__
+    )
+    stored = {name: section + key for name, key in names.items()}
     kind, found, missing = type(model).__name__, {}, []
     for tensor in _saved(model, live):
         keys = [stored[alias] for alias in tensor.aliases if alias in stored]

@@ -17,7 +17,7 @@ from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
 from megatron_fsdp.checkpoint.hf.files import PORTION_BYTES, FileLayout, StoredTensor, lay_out_file, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece
 from megatron_fsdp.checkpoint.new_folder import new_shared_folder
-from megatron_fsdp.checkpoint.publish import FileOps
+from megatron_fsdp.checkpoint.store import FileOps
 from megatron_fsdp.comm.agreement import (
     decided_by_first,
     gather_objects,

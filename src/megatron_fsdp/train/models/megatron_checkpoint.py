@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ChunkEntry, ObjectEntry, Span, TensorEntry
-from megatron_fsdp.checkpoint.live_state import ITERATION
+from megatron_fsdp.checkpoint.naming import ITERATION
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from megatron_fsdp.train.models.decoder import Decoder, ModelShape
