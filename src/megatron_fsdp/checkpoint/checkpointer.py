@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.background import BackgroundSaver
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.load import facts_of, read_checkpoint
 from megatron_fsdp.checkpoint.naming import (
     ITERATION,
@@ -222,6 +223,7 @@ def load_checkpoint(
     with_rng: bool = True,
     strict: bool = True,
     verify: bool | None = None,
+    view: Callable[[CheckpointFolder], CheckpointFolder] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load one checkpoint; collective.
@@ -240,6 +242,7 @@ def load_checkpoint(
             fits and reports the rest.
         verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
             None: where there is one, and without the sections that are not loaded.
+        view: From the opened folder to one that shows its content under the names of the model; None: as it is.
         group: The ranks; None: all.
 
     Returns:
@@ -258,6 +261,7 @@ def load_checkpoint(
         with_rng=with_rng,
         strict=strict,
         verify=verify,
+        view=view,
         group=group,
         facts={"iteration": repr(iteration)},
     )

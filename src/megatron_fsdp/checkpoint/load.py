@@ -67,6 +67,7 @@ def read_checkpoint(
     with_rng: bool = True,
     strict: bool = True,
     verify: bool | None = None,
+    view: Callable[[CheckpointFolder], CheckpointFolder] | None = None,
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> LoadReport:
@@ -78,14 +79,15 @@ def read_checkpoint(
     notes: list[str] = []
 
     def prepare() -> tuple[_Plan, LoadReport, dict[str, Any], Callable[[], None]]:
-        plan = _plan(Path(folder), model, optimizer, extra or {})
+        stored = CheckpointFolder(folder)
+        plan = _plan(stored if view is None else view(stored), model, optimizer, extra or {})
         report = plan.match.report(plan.iteration)
         if strict:
             report.require_complete(str(folder))
-        if verify or (verify is None and Manifest.read(plan.folder.path) is not None):
+        if verify or (verify is None and Manifest.read(stored.path) is not None):
             unread = {*({OPTIMIZER} if optimizer is None else ()), *(() if with_rng else {RNG})}
             without = () if verify else unread
-            notes.append(require_sound(plan.folder, rank_of(group), world_size_of(group), without))
+            notes.append(require_sound(stored, rank_of(group), world_size_of(group), without))
         objects = {key: plan.folder.read_object(key) for key in plan.match.objects}
         if not with_rng:
             return plan, report, objects, lambda: None
@@ -116,14 +118,14 @@ def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with
     }
 
 
-def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
+def _plan(opened: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Extras) -> _Plan:
     check_names(extra)
     if not getattr(model, "is_param_fsdp_distributed", True):
         raise ConfigurationError(
             "the model shows full parameters at the moment, whose values are dropped afterwards; load outside of "
             "full_parameters_context(), forward and backward"
         )
-    opened, match = CheckpointFolder(folder), Match()
+    match = Match()
     states = match_model(match, opened, model)
     names: list[list[str]] = []
     found, options = None, []
@@ -133,7 +135,7 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         try:
             options = optimizer_state.merged_options(names, optimizer.param_groups, found.options)
         except ConfigurationError as error:
-            raise CheckpointError(f"{folder}: {error}") from error
+            raise CheckpointError(f"{opened.path}: {error}") from error
     extras = tuple(match_extra(match, opened, (name,), as_extra(target)) for name, target in extra.items())
     note_left_out(match, opened, {MODEL, *([] if optimizer is None else [OPTIMIZER]), *extra})
     _note_dtypes(match, opened)

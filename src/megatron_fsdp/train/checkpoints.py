@@ -13,7 +13,7 @@ import torch
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.groups import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.store import iteration_of
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.launch.failures import NotSavedError
 from megatron_fsdp.train.loop import Run
@@ -101,7 +101,7 @@ class RunCheckpoints:
             self._meet_later_ones(saved[-1], steps)
         if options.save is not None:
             folder = options.save
-            self._replaceable = agree(run.rank, lambda: _numbers_in(folder, above=steps))
+            self._replaceable = decided_by_first(lambda: _numbers_in(folder, above=steps), f"looking into {folder}")
         if options.dump_param_to_param_group_map is not None:
             folder = options.dump_param_to_param_group_map
             dump_param_to_param_group_map(run.trained.model, run.trained.optimizer, folder)

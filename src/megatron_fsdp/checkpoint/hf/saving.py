@@ -195,10 +195,8 @@ def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
     live = live_tensors(model)
     known = {alias for tensor in live for alias in tensor.aliases}
     section = f"{MODEL}."
-    names, _ = unwrapped(
-        [key.removeprefix(section) for key in source.tensors if key.startswith(section)], known.__contains__
-    )
-    stored = {name: section + key for name, key in names.items()}
+    below = [key.removeprefix(section) for key in source.tensors if key.startswith(section)]
+    stored = {name: section + key for name, key in unwrapped(below, known.__contains__)[0].items()}
     kind, found, missing = type(model).__name__, {}, []
     for tensor in _saved(model, live):
         keys = [stored[alias] for alias in tensor.aliases if alias in stored]

@@ -419,7 +419,7 @@ class FileWriter:
     def finish(self) -> None:
         """Force the files to the disk: those of another machine only that machine can."""
         for layout in self._files:
-            self._attempt(FileOps().sync_file, self._folder / layout.name)
+            self._attempt(FileOps().sync, self._folder / layout.name)
 
     def _append(self, name: str, values: memoryview) -> None:
         with (self._folder / name).open("ab") as file:

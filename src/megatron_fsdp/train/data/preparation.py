@@ -108,7 +108,6 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
     except ConfigurationError as error:
         problem = str(error)
     require_same(
-        rank,
         None if found is None else found.checksum,
         problem,
         "the tokens of --data-path differ, with checksums {}: give the same text on every machine, or one folder that "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fsdp.automodel import Pipeline, PipelineConfig, clip_grad_norm_, connect_optimizer
-from megatron_fsdp.automodel.gradients import gather_gradients
+from megatron_fsdp.automodel.gradients import count_zero_gradients, gather_gradients, norm_of_parameters
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.engines.trained import Place, Trained, build_optimizer, seed_dropout, to_device, token_losses
@@ -112,3 +112,11 @@ class PipelineModel(Trained):
 
     def _clip(self, max_norm: float) -> Tensor:
         return clip_grad_norm_(self._pipeline, max_norm)
+
+    def norm_of_parameters(self) -> float:
+        """Return the norm of all weights (see `Trained`)."""
+        return norm_of_parameters(self._pipeline)
+
+    def count_zero_gradients(self) -> int:
+        """Return the number of zeros (see `Trained`)."""
+        return count_zero_gradients(self._pipeline)
