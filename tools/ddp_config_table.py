@@ -12,7 +12,7 @@ from megatron_fsdp.distributed_data_parallel_config import DistributedDataParall
 INTRODUCTION = """\
 # `DistributedDataParallelConfig`
 
-Made by `python tools/ddp_config_table.py > docs/ddp_config.md` from the class; a test keeps it true.
+Made by `make pages` from the class; a test keeps it true.
 
     from megatron_fsdp import DistributedDataParallelConfig
 
@@ -116,7 +116,3 @@ def render() -> str:
     head = INTRODUCTION.replace("@DIFFERENCES@", "\n".join(different_defaults()))
     dtypes = f"Dtype flags take {listed(tuple(DTYPE_CHOICES))}; `fp64` is not one of Megatron-LM's."
     return "\n".join([head, dtypes, "", "## Fields", "", TABLE_HEAD, *rows]) + "\n"
-
-
-if __name__ == "__main__":
-    print(render(), end="")

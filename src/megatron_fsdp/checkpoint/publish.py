@@ -1,4 +1,4 @@
-"""Publishes a written folder as a checkpoint, in steps each of which leaves a whole one (docs/saving.md).
+"""Publishes a written folder as a checkpoint, in steps each of which leaves a whole one (docs/checkpoints.md).
 
 One process does this. Whenever it is killed, `RunFolder` finds the previous checkpoint or the new one.
 """

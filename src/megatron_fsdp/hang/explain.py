@@ -370,7 +370,7 @@ class _Ranks:
         return "communicates in another order"
 
     def _advice(self) -> tuple[str, ...]:
-        return ("every rank has to call the same units in the same order (docs/ranks.md)",)
+        return ("every rank has to call the same units in the same order (docs/debugging.md)",)
 
     # ---- ranks that do not come ---------------------------------------------------------------------------------
 
