@@ -211,7 +211,7 @@ def test_arguments_and_methods_that_the_tables_of_migration_name_are_there() -> 
     assert len(named) > 30
     assert named - arguments == set()
     methods = set(re.findall(r"`model\.(\w+)", ours)) - {"bfloat16", "half", "module"}
-    assert len(methods) > 15
+    assert len(methods) > 10
     assert {name for name in methods if not hasattr(megatron_fsdp.MegatronFSDP, name)} == set()
 
 
