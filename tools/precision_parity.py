@@ -145,10 +145,10 @@ def plot(path: Path, losses: Losses) -> None:
             averaged = _smoothed(gaps(losses, policy))
             label = f"{policy.name}, against {policy.reference}"
             axes.plot(range(1, len(averaged) + 1), averaged, color=policy.colour, label=label)
-    axes.set(xlabel="optimizer step", ylabel="gap of the loss (nats per token)", yscale="log")
+    axes.set(xlabel="optimizer step", ylabel="gap of the loss (nats per token)", yscale="log", ylim=(5e-7, 1.0))
     axes.set_title("What rounding gradients and weights to 16 bits does to the loss", fontsize=11)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
+    axes.legend(fontsize=9, loc="upper right")
     figure.savefig(path)
 
 
