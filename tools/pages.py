@@ -221,7 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "strategy_costs": strategy_costs,
 }
 
-SLOW = ("table accumulation", "table presets", "mfsdp doctor")
+SLOW = ("table accumulation", "table presets", "table strategy_costs", "mfsdp doctor")
 """How requests begin that take more than a few seconds."""
 
 
