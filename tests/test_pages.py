@@ -1,9 +1,12 @@
 """The README and the pages: what is printed is what commands and programs print, and every link leads somewhere."""
 
+import ast
+import importlib
 import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -93,6 +96,15 @@ def test_the_program_that_records_a_trace_runs(tmp_path: Path) -> None:
         "(root)",
         *(f"layers.{number}" for number in range(4)),
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_the_snippets_of_a_page_import_is_there(page: Path) -> None:
+    for snippet in PROGRAM.finditer(page.read_text(encoding="utf-8")):
+        for node in ast.walk(ast.parse(textwrap.dedent(snippet["code"]))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_fsdp"):
+                module = importlib.import_module(str(node.module))
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
 # ---- generated parts -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import contextlib
 import difflib
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -129,6 +130,7 @@ def _in_a_process(words: list[str], folder: str) -> str:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megatron_fsdp.cli", *words],
         cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
