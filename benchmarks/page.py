@@ -91,15 +91,15 @@ def comparisons(results: Results) -> Results:
 
 
 def comparison_table(results: Results) -> str:
-    """Make a row for each contender of each comparison."""
-    head = ("run", "contender", "wall ms", "wall / floor", "CPU / floor", "wall / fsdp2", "CPU / fsdp2", "wall / ddp")
+    """Make a row for each contender of each comparison, in a table of times and one of what a step costs."""
+    lines = [(name, found, line) for name, found in results.items() for line in found["contenders"]]
+    if not lines:
+        return ""
+    times = ("run", "contender", "wall ms", "wall / floor", "CPU / floor", "wall / fsdp2", "CPU / fsdp2", "wall / ddp")
     costs = ("held MiB", "peak MiB", "peak / fsdp2", "collectives", "sent MiB", "by gloo MiB", "copied / P", "engine's")
-    rows = [
-        [name, line["name"], spread(line["wall_s"], 1000, 1), *_ratios(line), *_costs(found, line)]
-        for name, found in results.items()
-        for line in found["contenders"]
-    ]
-    return table((*head, *costs), rows) if rows else ""
+    timed = [[name, line["name"], spread(line["wall_s"], 1000, 1), *_ratios(line)] for name, _, line in lines]
+    counted = [[name, line["name"], *_costs(found, line)] for name, found, line in lines]
+    return f"{table(times, timed)}\n\n{table((*times[:2], *costs), counted)}"
 
 
 def _ratios(line: Mapping[str, Any]) -> list[str]:
@@ -121,12 +121,14 @@ def _costs(found: Mapping[str, Any], line: Mapping[str, Any]) -> list[str]:
 
 
 def notes(results: Results) -> str:
-    """Tell who disagrees with one process and has no speed, and who took no part."""
-    lines = []
+    """Tell who disagrees with one process and has no speed, and who took no part in which runs."""
+    lines, absences = [], dict[tuple[str, str], list[str]]()
     for name, found in results.items():
         wrong = [line for line in found.get("contenders", ()) if line["disagrees"]]
         lines += [f"- {name}, {line['name']}: no speed, since {line['disagrees']}" for line in wrong]
-        lines += [f"- {name}: {absent} took no part: {why}" for absent, why in found.get("absent", {}).items()]
+        for absent, why in found.get("absent", {}).items():
+            absences.setdefault((absent, why), []).append(name)
+    lines += [f"- {absent} took no part in {', '.join(runs)}: {why}" for (absent, why), runs in absences.items()]
     return "\n".join(lines)
 
 
