@@ -19,6 +19,13 @@ MET, MISSED, OPEN = "met", "missed", "not measured"
 _MEBIBYTE = 2**20
 _PEER_SAVER = "fsdp2, dcp"
 _SMALL = 0.02
+MODELS = {
+    "many-small-2": "48 layers, width 128, 965 tensors, 9.8 M parameters",
+    "large-2": "8 layers, width 512, vocabulary 8,192, 33.7 M",
+    "llama-2": "Hugging Face Llama, 6 layers, vocabulary 8,192",
+    "moe-2": "Hugging Face Mixtral, 6 layers, vocabulary 2,048",
+}
+"""What is trained in the runs that the README shows."""
 
 _METHOD = f"""\
 # Performance
@@ -100,6 +107,18 @@ def comparison_table(results: Results) -> str:
     timed = [[name, line["name"], spread(line["wall_s"], 1000, 1), *_ratios(line)] for name, _, line in lines]
     counted = [[name, line["name"], *_costs(found, line)] for name, found, line in lines]
     return f"{table(times, timed)}\n\n{table((*times[:2], *costs), counted)}"
+
+
+def summary_table(results: Results) -> str:
+    """Make the README's table: times of a step over the floor's, and peaks, for one run of each model."""
+    names = ("ours-3", "fsdp2", "fsdp1", "ddp")
+    rows = []
+    for run, title in MODELS.items():
+        lines = {name: _contender(results, run, name) for name in names}
+        ratios = [f"{line['wall_over']['floor']['median']:.2f}" for line in lines.values()]
+        peaks = [_mib(lines[name]["live"]["peak"], 0) for name in ("ours-3", "fsdp2", "ddp")]
+        rows.append([title, *ratios, ", ".join(peaks)])
+    return table(("model", "this engine", "FSDP2", "FSDP1", "DDP", "peak live MiB: this engine, FSDP2, DDP"), rows)
 
 
 def _ratios(line: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from tools.pages import (
     DOCS,
     GENERATED,
     IMAGES,
+    PAGES,
     PICTURES,
     PROGRAM,
     SLOW,
@@ -36,7 +37,6 @@ _FIGURE = re.compile(r"\d[\d,]*\.\d+ ?(?:[KMGT]i?B|m?s|us|%|x)(?!\w)")
 _LOSS = re.compile(r"(\d+)(?:: loss)? ([\d.]+)$", re.MULTILINE)
 _AT_EXIT = "terminate called without an active exception"
 """What torch 2.13 over gloo ends with now and then, after a program's last line; FSDP2's programs do so as often."""
-PAGES = sorted(DOCS.glob("*.md"))
 ELSEWHERE = "table accumulation"  # tests/engine/test_accumulation_costs.py measures it on several numbers of ranks
 BLOCKS = {
     f"{page.stem}: {block.asked}": block for page in PAGES for block in blocks_of(page) if block.asked != ELSEWHERE
@@ -176,7 +176,7 @@ def leads_somewhere(page: Path, target: str) -> bool:
     return path.exists() and (not anchor or anchor in anchors(path))
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     targets = [found["target"] for found in _LINK.finditer(page.read_text(encoding="utf-8"))]
     local = [target for target in targets if "://" not in target and not target.startswith("mailto:")]
@@ -196,7 +196,7 @@ def test_pages_that_code_and_messages_name_are_there() -> None:
 
 
 def test_the_index_and_the_navigation_name_every_page() -> None:
-    names = {page.name for page in PAGES} - {"index.md"}
+    names = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
     listed = {found["target"] for found in _LINK.finditer((DOCS / "index.md").read_text())} - {"../README.md"}
     navigated = re.findall(r"- (?:.*: )?(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert listed == names

@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks.bench import published
 from benchmarks.page import render as render_performance
+from benchmarks.page import summary_table
 from megatron_fsdp.cli.main import main as mfsdp
 from megatron_fsdp.plan.published import compare_published, published_row
 from megatron_fsdp.train.launch.failures import ENDS
@@ -42,6 +43,7 @@ from tools.on_ranks import on_ranks
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 
 PROGRAM = re.compile(r"^ *```python(?: title=\"(?P<title>[\w.]+)\")?\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
 """A Python block of a page; those with a title are programs."""
@@ -220,6 +222,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "precision_stages": precision_parity.stage_table,
     "presets": preset_plans,
     "published_runs": published_runs,
+    "speeds": lambda: summary_table(published()),
     "strategy_costs": strategy_costs,
 }
 
@@ -275,11 +278,11 @@ def contents_of(page: Path) -> str:
 def main() -> int:
     """Bring pages and pictures up to date, or name what differs; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", metavar="PAGE", help="names in docs/; all without any")
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help="file names, such as plan.md; all without any")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if anything differs")
     given = parser.parse_args()
     differing = []
-    for page in [DOCS / name for name in given.pages] or sorted(DOCS.glob("*.md")):
+    for page in (page for page in PAGES if not given.pages or page.name in given.pages):
         contents = contents_of(page)
         if contents != page.read_text("utf-8"):
             differing.append(page.name)

@@ -159,5 +159,5 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    RESULTS.write_text(json.dumps(on_ranks(RANKS, measure), indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(on_ranks(RANKS, measure)) + "\n", encoding="utf-8")
     print(gap_table(published()))
