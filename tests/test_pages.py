@@ -198,6 +198,13 @@ def test_pages_that_code_and_messages_name_are_there() -> None:
     assert {each for each in named if not leads_somewhere(DOCS / "index.md", each[1])} == set()
 
 
+def test_files_that_the_design_names_are_there() -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (DOCS / "design.md").read_text(encoding="utf-8")))
+    files = [path.as_posix() for path in own_files()]
+    assert len(named) > 30
+    assert {name for name in named if not any(file.endswith(f"/{name}") for file in files)} == set()
+
+
 def test_the_index_and_the_navigation_name_every_page() -> None:
     names = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
     listed = {found["target"] for found in _LINK.finditer((DOCS / "index.md").read_text())} - {"../README.md"}
