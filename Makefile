@@ -26,10 +26,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-full mutants fuzz soak lint fmt docs bench bench-compare bench-checkpoints gpu-check clean check-python
+.PHONY: help venv run test test-full mutants fuzz soak lint fmt docs pages bench bench-compare bench-checkpoints gpu-check clean check-python
 
 help:
-	@echo "Targets: run test test-full mutants fuzz soak lint fmt docs bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test test-full mutants fuzz soak lint fmt docs pages bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -82,6 +82,10 @@ lint: $(READY)
 # The pages as a site in build/site, without network; a broken link is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
+# What the pages print (listings, tables, pictures), made anew; ARGS="plan.md --check".
+pages: $(READY)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/src $(PY) -W ignore tools/pages.py $(ARGS)
 
 fmt: $(READY)
 	$(PY) -m ruff check --fix .

@@ -1,21 +1,47 @@
-"""The README and the pages: what is printed runs, in new processes, and every link leads somewhere."""
+"""The README and the pages: what is printed is what commands and programs print, and every link leads somewhere."""
 
+import ast
+import importlib
+import inspect
 import re
 import subprocess
 import sys
+import textwrap
+import warnings
 from pathlib import Path
 
+import matplotlib
 import pytest
 
-from tests.support.source_tree import ROOT
+import megatron_fsdp
+from tests.support.source_tree import ROOT, own_files
 from tests.support.train_program import environment
+from tools.pages import (
+    DOCS,
+    GENERATED,
+    IMAGES,
+    PAGES,
+    PICTURES,
+    PROGRAM,
+    SLOW,
+    WHOLE,
+    Block,
+    blocks_of,
+    brought_up_to_date,
+    programs_of,
+)
 
-_BLOCK = re.compile(r"^```python(?: title=\"(?P<title>[\w.]+)\")?\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+_NAMED = re.compile(r"docs/(?P<target>[\w/]+\.(?:md|json|png)(?:#[\w-]+)?)")
+_HEADING = re.compile(r"^#+ (?P<title>.*)$", re.MULTILINE)
+_FIGURE = re.compile(r"\d[\d,]*\.\d+ ?(?:[KMGT]i?B|m?s|us|%|x)(?!\w)")
 _LOSS = re.compile(r"(\d+)(?:: loss)? ([\d.]+)$", re.MULTILINE)
 _AT_EXIT = "terminate called without an active exception"
 """What torch 2.13 over gloo ends with now and then, after a program's last line; FSDP2's programs do so as often."""
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+ELSEWHERE = "table accumulation"  # tests/engine/test_accumulation_costs.py measures it on several numbers of ranks
+BLOCKS = {
+    f"{page.stem}: {block.asked}": block for page in PAGES for block in blocks_of(page) if block.asked != ELSEWHERE
+}
 
 
 def run(folder: Path, ranks: int, *program: str) -> str:
@@ -31,8 +57,16 @@ def losses(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in _LOSS.findall(printed)}
 
 
+def write_programs(page: Path, folder: Path) -> None:
+    for name, code in programs_of(page).items():
+        (folder / name).write_text(code)
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
 def test_the_first_program_of_the_readme_trains_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
-    first = _BLOCK.search((ROOT / "README.md").read_text())
+    first = PROGRAM.search((ROOT / "README.md").read_text())
     assert first is not None
     (tmp_path / "train.py").write_text(first["code"])
     one, two = (losses(run(tmp_path, ranks, "train.py")) for ranks in (1, 2))
@@ -42,8 +76,7 @@ def test_the_first_program_of_the_readme_trains_alike_on_any_number_of_ranks(tmp
 
 @pytest.mark.full
 def test_the_programs_of_the_tutorial_run_one_after_another(tmp_path: Path) -> None:
-    for block in _BLOCK.finditer((ROOT / "docs" / "tutorial.md").read_text()):
-        (tmp_path / block["title"]).write_text(block["code"])
+    write_programs(DOCS / "tutorial.md", tmp_path)
     plain = losses(run(tmp_path, 0, "plain.py"))
     assert list(plain) == [10, 20]
     assert losses(run(tmp_path, 2, "sharded.py")) == pytest.approx(plain, rel=1e-3)
@@ -55,18 +88,161 @@ def test_the_programs_of_the_tutorial_run_one_after_another(tmp_path: Path) -> N
     assert "loaded 67073 parameters" in run(tmp_path, 0, "load.py")
 
 
+@pytest.mark.full
+def test_the_program_that_records_a_trace_runs(tmp_path: Path) -> None:
+    write_programs(DOCS / "tracing.md", tmp_path)
+    run(tmp_path, 2, "record.py")
+    printed = run(tmp_path, 0, "-m", "megatron_fsdp.cli", "trace", "traces")
+    assert re.findall(r"^(\S+) {2,}\d", printed.partition("unit ")[2], re.MULTILINE) == [
+        "(root)",
+        *(f"layers.{number}" for number in range(4)),
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_to_a_file(page: Path) -> None:
-    targets = [target.split("#")[0] for target in _LINK.findall(page.read_text())]
-    local = [target for target in targets if target and "://" not in target and not target.startswith("mailto:")]
-    assert [target for target in local if not (page.parent / target).exists()] == []
+def test_what_the_snippets_of_a_page_import_is_there(page: Path) -> None:
+    for snippet in PROGRAM.finditer(page.read_text(encoding="utf-8")):
+        for node in ast.walk(ast.parse(textwrap.dedent(snippet["code"]))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_fsdp"):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # other libraries' own
+                    module = importlib.import_module(str(node.module))
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
-@pytest.mark.parametrize(
-    ("summary", "warnings"), [("Megatron-FSDP by NVIDIA", 1), ("an independent implementation", 0)]
-)
+# ---- generated parts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full(short=[name for name, block in BLOCKS.items() if not block.asked.startswith(SLOW)])
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_what_a_page_prints_is_what_is_generated(block: Block) -> None:
+    assert block.text == block.generate(), "run `make pages`"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_page_of_tables_is_what_is_generated(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == WHOLE[name](), "run `make pages`"
+
+
+def test_generated_parts_are_written_between_their_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    marked = "before\n\n    <!-- generated: picture plan -->\n    old\n    <!-- end -->\nafter\n"
+    page.write_text(marked)
+    assert [(block.asked, block.text) for block in blocks_of(page)] == [("picture plan", "old")]
+    shown = f"![{PICTURES['plan'].caption}](images/plan.png)"
+    assert brought_up_to_date(page) == marked.replace("    old\n", f"\n    {shown}\n\n")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_is_drawn(name: str, tmp_path: Path) -> None:
+    published = (IMAGES / f"{name}.png").read_bytes()
+    if f"version{matplotlib.__version__}".encode() not in published:
+        pytest.skip("another matplotlib drew it")
+    PICTURES[name].draw(tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").read_bytes() == published, "run `make pages`"
+
+
+def test_every_picture_is_shown_somewhere() -> None:
+    shown = {Path(found).stem for page in PAGES for found in re.findall(r"\(images/([\w.]+)\)", page.read_text())}
+    assert shown == set(PICTURES) == {path.stem for path in IMAGES.iterdir()}
+
+
+def test_measured_figures_stand_in_generated_parts_only() -> None:
+    written = {
+        page.name: GENERATED.sub("", page.read_text(encoding="utf-8")) for page in PAGES if page.name not in WHOLE
+    }
+    found = {name: _FIGURE.findall(text) for name, text in written.items()}
+    assert {name: figures for name, figures in found.items() if figures} == {}
+
+
+def test_every_finding_about_a_hang_is_one_that_tests_see() -> None:
+    seen = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "hang").glob("*.py"))
+    quoted = re.findall(r"^\| `((?:rank 1|all ranks) [^`]*)`", (DOCS / "debugging.md").read_text(), re.MULTILINE)
+    assert len(quoted) == 10
+    assert [words for words in quoted if words.replace("rank 1 left", "ranks 1, 2 left") not in seen] == []
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings of a page are called in links."""
+    titles = (
+        found["title"] for found in _HEADING.finditer(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    )
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def leads_somewhere(page: Path, target: str) -> bool:
+    file, _, anchor = target.partition("#")
+    path = page.parent / file if file else page
+    return path.exists() and (not anchor or anchor in anchors(path))
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    targets = [found["target"] for found in _LINK.finditer(page.read_text(encoding="utf-8"))]
+    local = [target for target in targets if "://" not in target and not target.startswith("mailto:")]
+    assert [target for target in local if not leads_somewhere(page, target)] == []
+
+
+def test_pages_that_code_and_messages_name_are_there() -> None:
+    texts = [path for path in own_files() if path.suffix in (".py", ".md", ".yaml", ".toml", ".sbatch")]
+    named = {
+        (str(path.relative_to(ROOT)), found["target"])
+        for path in texts
+        if path.name != "CHANGELOG.md"
+        for found in _NAMED.finditer(path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20
+    assert {each for each in named if not leads_somewhere(DOCS / "index.md", each[1])} == set()
+
+
+def test_files_that_the_design_names_are_there() -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (DOCS / "design.md").read_text(encoding="utf-8")))
+    files = [path.as_posix() for path in own_files()]
+    assert len(named) > 30
+    assert {name for name in named if not any(file.endswith(f"/{name}") for file in files)} == set()
+
+
+def test_the_index_and_the_navigation_name_every_page() -> None:
+    names = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+    listed = {found["target"] for found in _LINK.finditer((DOCS / "index.md").read_text())} - {"../README.md"}
+    navigated = re.findall(r"- (?:.*: )?(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert listed == names
+    assert sorted(navigated) == sorted({*names, "index.md"})
+
+
+# ---- the page on coming from elsewhere -------------------------------------------------------------------------------
+
+
+def test_arguments_and_methods_that_the_tables_of_migration_name_are_there() -> None:
+    """In the right column `keyword=` is an argument, `model.method` a method."""
+    lines = (line.strip() for line in (DOCS / "migration.md").read_text(encoding="utf-8").splitlines())
+    ours = " ".join(line.split(" | ")[1] for line in lines if line.startswith("| "))
+    takers = (
+        megatron_fsdp.fully_shard,
+        megatron_fsdp.MegatronFSDP,
+        megatron_fsdp.DistributedDataParallelConfig,
+        megatron_fsdp.MixedPrecisionPolicy,
+        megatron_fsdp.MegatronFSDP.full_parameters_context,
+        megatron_fsdp.MegatronFSDP.take_part,
+    )
+    arguments = {name for taker in takers for name in inspect.signature(taker).parameters}
+    named = set(re.findall(r"`(\w+)=", ours)) | set(re.findall(r"[(,] ?(\w+)=", ours))
+    assert len(named) > 30
+    assert named - arguments == set()
+    methods = set(re.findall(r"`model\.(\w+)", ours)) - {"bfloat16", "half", "module"}
+    assert len(methods) > 10
+    assert {name for name in methods if not hasattr(megatron_fsdp.MegatronFSDP, name)} == set()
+
+
+# ---- the README's warning --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("summary", "times"), [("Megatron-FSDP by NVIDIA", 1), ("an independent implementation", 0)])
 def test_the_other_distribution_of_the_same_import_name_is_warned_of_once(
-    tmp_path: Path, summary: str, warnings: int
+    tmp_path: Path, summary: str, times: int
 ) -> None:
     other = tmp_path / "megatron_fsdp-0.9.dist-info"
     other.mkdir()
@@ -85,4 +261,4 @@ def test_the_other_distribution_of_the_same_import_name_is_warned_of_once(
         "            pass\n"
         "print(sum('beside mfsdp' in str(each.message) for each in caught))\n"
     )
-    assert run(tmp_path, 0, "twice.py").split() == [str(warnings)]
+    assert run(tmp_path, 0, "twice.py").split() == [str(times)]

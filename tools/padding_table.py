@@ -1,7 +1,4 @@
-"""Prints docs/padding.md: what the planner pads on the layers of known models, next to the least-common-multiple rule.
-
-Usage: python tools/padding_table.py > docs/padding.md
-"""
+"""What the layout pads on layers of known models, beside the least-common-multiple rule; docs/memory.md shows it."""
 
 import math
 from dataclasses import dataclass
@@ -11,6 +8,7 @@ from megatron_fsdp.sharding.layout import plan_layout
 Shape = tuple[int, ...]
 
 RANK_COUNTS = tuple(2**power for power in range(1, 11))
+SHOWN_RANKS = (8, 64, 1024)
 BF16_ALIGNMENT_NUMEL = 8  # 16 bytes
 
 
@@ -104,36 +102,20 @@ def lcm_rule_numel(shapes: tuple[Shape, ...], num_shards: int) -> int:
     return -(-sum(math.prod(shape) for shape in shapes) // step) * step
 
 
-def table_row(group: Group, num_shards: int) -> str:
-    """One line of a group's table."""
+def fractions(group: Group, num_shards: int) -> tuple[float, float]:
+    """Return the padding over the parameters: of the layout, and of the least-common-multiple rule."""
     layout = plan_layout(group.shapes, num_shards, alignment_numel=BF16_ALIGNMENT_NUMEL)
-    lcm_fraction = lcm_rule_numel(group.shapes, num_shards) / layout.payload_numel - 1
-    row_sharded = sum(layout.is_row_sharded(index) for index in range(len(group.shapes)))
-    return (
-        f"| {num_shards:,} | {layout.padding_fraction:.3%} | {lcm_fraction:,.3%} "
-        f"| {row_sharded} of {len(group.shapes)} | {layout.shard_numel:,} |"
-    )
+    return layout.padding_fraction, lcm_rule_numel(group.shapes, num_shards) / layout.payload_numel - 1
 
 
 def render() -> str:
-    """The whole document."""
+    """Return the table: for some numbers of ranks, the padding of the layout / of the least-common-multiple rule."""
     lines = [
-        "# Padding of real layers",
-        "",
-        "Padding in percent of the parameters, for bf16 (tensors and shards start at multiples of 16 bytes).",
-        "*LCM rule* pads every shard to the least common multiple of the row sizes; the column is the least it needs.",
-        "*Whole rows* counts the tensors that no shard edge cuts inside a row; the others are cut at aligned elements,",
-        "which the planner does only where whole rows would waste more than 1 %.",
-        "",
-        "Made by `python tools/padding_table.py > docs/padding.md`; a test keeps it true.",
+        f"| tensors | parameters | {' | '.join(f'{count:,} ranks' for count in SHOWN_RANKS)} |",
+        "|---|---:" + "|---:" * len(SHOWN_RANKS) + "|",
     ]
     for group in groups():
         numel = sum(math.prod(shape) for shape in group.shapes)
-        lines += ["", f"## {group.name}", "", f"{len(group.shapes)} tensors, {numel:,} parameters.", ""]
-        lines += ["| ranks | padding | LCM rule | whole rows | elements per rank |", "|---:|---:|---:|---:|---:|"]
-        lines += [table_row(group, num_shards) for num_shards in RANK_COUNTS]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(render(), end="")
+        cells = ["{:.2%} / {:,.2%}".format(*fractions(group, count)) for count in SHOWN_RANKS]
+        lines.append(f"| {group.name} | {numel:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)

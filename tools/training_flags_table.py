@@ -101,7 +101,3 @@ def shown(value: object) -> str:
 def preset_names() -> str:
     """The presets, as code."""
     return ", ".join(f"`{name}`" for name in PRESETS)
-
-
-if __name__ == "__main__":
-    print(render(), end="")

@@ -3,7 +3,7 @@
 INTRODUCTION = """\
 # The flags of `mfsdp train`
 
-Made by `python -m tools.training_flags_table > docs/training_flags.md` from the options; a test keeps it true.
+Made by `make pages` from the options; a test keeps it true.
 
     mfsdp train --preset tiny                                  # on this machine, ranks are started
     torchrun --nproc-per-node 8 pretrain_gpt.py --config run.yaml --lr 1e-4
@@ -50,10 +50,10 @@ not given, and an option that stands twice is an error. All wrong names and valu
 """
 
 SECTION_WORDS = {
-    "model": "Presets and `--hf-config` say most of it; see [models](training_models.md).",
-    "data": "See [data](data.md).",
-    "reporting": "See [what a run shows](training_output.md).",
-    "recovery": "See [recovery](recovery.md).",
+    "model": "Presets and `--hf-config` say most of it; see [models](training.md#models-and-engines).",
+    "data": "See [data](training.md#data).",
+    "reporting": "See [what a run shows](training.md#what-a-run-shows).",
+    "recovery": "See [long runs](running.md).",
     "ddp": "How to shard and to reduce: the fields of `DistributedDataParallelConfig`. [Their rules](ddp_config.md) "
     "are checked before a run starts, for its ranks. The strategy without a flag is `optim_grads_params` with "
     "`--use-megatron-fsdp`, as on Megatron-LM's command line.",

@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        return functional.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())
 
 
 def start() -> torch.device:

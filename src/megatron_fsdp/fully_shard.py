@@ -228,7 +228,7 @@ def fully_shard_model(
         hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; required with `dp_outer_dim`.
         hybrid_fsdp_expt_group: The same for experts; made from their mesh if left out.
         expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
-            parameter), with the same dimension names and further ones over which experts differ; docs/hybrid.md says
+            parameter), with the same dimension names and further ones over which experts differ; docs/meshes.md says
             what may be left out.
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
@@ -241,7 +241,7 @@ def fully_shard_model(
         init_model_with_meta_device: Initialise parameters and buffers that are on the meta device, module by module by
             `reset_parameters()`, `_reset_parameters()`, `reset_buffers()` or the model's `_init_weights(module)`,
             without the whole model in memory: bit for bit what building the model on `device` under the same seed
-            gives, for any number of ranks (docs/initialisation.md). Real tensors keep their values. "empty": only
+            gives, for any number of ranks (docs/sharded_models.md). Real tensors keep their values. "empty": only
             allocate parameters on the meta device, and leave buffers there; the caller fills both before any use.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         overlap_grad_reduce: Reduce gradients during backward; strategies 2 and 3 always do.
@@ -282,7 +282,7 @@ def fully_shard_model(
             where none did, as one process would; costs one small collective. False: ask until every parameter was used
             in one backward; one that goes unused after that has a zero gradient.
         gradient_accumulation_fusion: Multiply the weight gradient of each plain `nn.Linear` straight into the
-            communication bucket in backward, without a tensor of its own and a copy (docs/fused_weight_gradients.md).
+            communication bucket in backward, without a tensor of its own and a copy (docs/ddp.md).
 
     Returns:
         The wrapped model.

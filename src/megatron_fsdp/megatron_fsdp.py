@@ -1023,7 +1023,7 @@ class MegatronFSDP(nn.Module):
         self._engine.observers.remove(observer)
 
     def check_lifetimes(self) -> None:
-        """Check every use of borrowed memory from now on, and poison released memory; for debugging (lifetimes.md).
+        """Check every use of borrowed memory from now on, and poison released memory (docs/debugging.md).
 
         Results stay the same, bit for bit. Weights that are gathered now are gathered again at their next use.
 
@@ -1033,7 +1033,7 @@ class MegatronFSDP(nn.Module):
         check_lifetimes(self._engine)
 
     def log_for_hangs(self, folder: str | os.PathLike[str], *, timeout_s: float | None = None) -> None:
-        """Keep a log of this rank's latest events, so that a hang can be explained: see `docs/hangs.md`. Collective.
+        """Keep a log of this rank's latest events, so that a hang can be explained (docs/debugging.md). Collective.
 
         Args:
             folder: Where the logs of all ranks go, one file each; one that all ranks see, where there is one. `mfsdp
@@ -1082,7 +1082,7 @@ class MegatronFSDP(nn.Module):
     def describe(self) -> Description:
         """Describe units, options and memory of the model on this rank, read off live objects; no communication.
 
-        `print(model.describe())` is for people, `.to_dict()` for programs (docs/describe.md).
+        `print(model.describe())` is for people, `.to_dict()` for programs (docs/debugging.md).
         """
         return describe_model(self._subject())
 

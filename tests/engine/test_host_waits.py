@@ -1,4 +1,4 @@
-"""A steady step reads nothing back: on a device each reading would make the host wait (docs/host_waits.md)."""
+"""A steady step reads nothing back: on a device each reading would make the host wait (docs/tracing.md)."""
 
 import contextlib
 import sys

@@ -44,7 +44,7 @@ class Checkpointer:
                 ...
                 checkpoints.save(step + 1, model, optimizer, extra={"schedule": schedule})
 
-    A save is published whole or not at all (`docs/saving.md`). Memory: in the foreground one block of 64 Ki elements
+    A save is published whole or not at all (docs/checkpoints.md). Memory: in the foreground one block of 64 Ki elements
     while checksums are taken, and one tensor of this rank where it has to be copied from a device; in the background
     one copy of this rank's shards in host memory, kept for the next save.
 

@@ -584,7 +584,7 @@ class CheckpointStore:
 
         Every rank calls the writer with the same hidden folder, in which some rank has to leave `.metadata`. Then the
         files are forced to the disk, the folder gets its name, the pointer moves to it, and old checkpoints go
-        (`docs/saving.md` has the order, and what a kill at each step leaves). A file in the cache of another machine
+        (docs/checkpoints.md says what a kill at any moment leaves). A file in the cache of another machine
         can be forced out by that machine only: a writer for several machines syncs its own files, as torch's
         `FileSystemWriter` does.
 

@@ -271,7 +271,7 @@ class RankVerifier:
         self._lost = (
             f"rank {_listed(self._ranks[p] for p in absent)} did not come within {self._timeout_s:g} s while rank "
             f"{self._ranks[self._me]} {mine.told(self._labels)} ({last}); every rank has to call the same units in the "
-            "same order, and one that has nothing to compute calls model.take_part (docs/ranks.md)"
+            "same order, and one that has nothing to compute calls model.take_part (docs/debugging.md)"
         )
         raise ScheduleError(self._lost) from cause
 
@@ -285,7 +285,7 @@ class RankVerifier:
         told = " while ".join(f"rank {_listed(ranks)} {what}" for what, ranks in parts)
         return (
             f"{told}; every rank has to call the same units in the same order, and one that has nothing to compute "
-            "with a unit calls model.take_part(unit, hidden) in its place (docs/ranks.md)"
+            "with a unit calls model.take_part(unit, hidden) in its place (docs/debugging.md)"
         )
 
 
@@ -299,7 +299,7 @@ def tell_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:
     told = ", ".join(f"{number} on rank {those}" for number, those in sorted(counts.items()))
     return (
         f"ranks differ in the number of optimizer steps: {told}, so their weights do not belong together; every rank "
-        "has to step its optimizer as often (docs/ranks.md)"
+        "has to step its optimizer as often (docs/debugging.md)"
     )
 
 

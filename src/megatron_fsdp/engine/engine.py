@@ -965,7 +965,7 @@ class UsageAgreement:
                 "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
                 "every rank has to call the same units in the same order, and one that has nothing to compute with a "
                 "unit calls model.take_part(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
-                "difference (docs/ranks.md)"
+                "difference (docs/debugging.md)"
             )
         used = [bool(flag) for flag in found]
         self._all_used = all(used) and not self._always

@@ -23,8 +23,8 @@ from megatron_fsdp.sharding.accounting import UNITS_CROSSING
 from megatron_fsdp.sharding.memory_plan import WeightPlan
 
 _HANG_ADVICE = (
-    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/hangs.md), and MFSDP_VERIFY_RANKS=1 "
-    "finds the first difference between ranks (docs/ranks.md)"
+    "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/debugging.md), and MFSDP_VERIFY_RANKS=1 "
+    "finds the first difference between ranks (docs/debugging.md)"
 )
 
 

@@ -3,7 +3,7 @@
 Modules are visited as their constructors ran: children before the module that holds them, in the order of
 registration. Each is given full tensors, its own methods fill them, every rank keeps its pieces, and the full tensors
 are freed. Every rank draws a random number for every element, so weights depend on the seed and not on the ranks.
-docs/initialisation.md tells the rules from the user's side.
+docs/sharded_models.md tells the rules from the user's side.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes that a model holds per rank, borrows during a step and sends; derivations in ``docs/formulas.md``."""
+"""Bytes that a model holds per rank, borrows during a step and sends; derivations in ``docs/memory.md``."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -392,7 +392,7 @@ def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:
     return buffer_bytes - buffer_bytes // group.num_shards
 
 
-# Costs of the outer axis of hybrid sharding, once per optimizer step; derivations in ``docs/formulas.md``.
+# Costs of the outer axis of hybrid sharding, once per optimizer step; derivations in ``docs/memory.md``.
 
 UNITS_CROSSING = 2
 """Units whose gradients are in reduction over the outer axis at a time."""

@@ -214,7 +214,7 @@ class Decoder(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw a matrix from a narrow normal; layers that write into the residual stream shrink with depth (GPT-2).
 
-        The engine calls it for every module of a model that was built on the meta device (docs/initialisation.md).
+        The engine calls it for every module of a model that was built on the meta device (docs/sharded_models.md).
         Numbers are drawn in float32, so that they do not depend on the dtype of the model.
         """
         if not isinstance(module, nn.Linear | nn.Embedding):

@@ -1,0 +1,299 @@
+"""Writes what the pages print: listings of commands, tables, diffs, pictures, and the pages that are tables throughout.
+
+    make pages                                    # bring all pages up to date
+    make pages ARGS="plan.md --check"             # name what differs, write nothing; exit status 1 if anything does
+
+A page marks a generated part so, and the tool writes what is between the two lines:
+
+    <!-- generated: mfsdp plan llama-3-8b --ranks 8 -->     a command and its output, beside the page's programs
+    <!-- generated: table exit_codes -->                    a table of `TABLES`
+    <!-- generated: diff ddp -->                            how a script of examples/coming_from changes
+    <!-- generated: picture plan -->                        a picture of `PICTURES`, also written
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import published
+from benchmarks.page import render as render_performance
+from benchmarks.page import summary_table
+from megatron_fsdp.cli.main import main as mfsdp
+from megatron_fsdp.plan.published import compare_published, published_row
+from megatron_fsdp.train.launch.failures import ENDS
+from tools import accumulation_costs, ddp_config_table, padding_table, precision_parity, training_flags_table
+from tools.on_ranks import on_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+
+PROGRAM = re.compile(r"^ *```python(?: title=\"(?P<title>[\w.]+)\")?\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
+"""A Python block of a page; those with a title are programs."""
+GENERATED = re.compile(
+    r"^(?P<indent> *)<!-- generated: (?P<asked>.+?) -->\n(?P<text>.*?)^ *<!-- end -->\n", re.MULTILINE | re.DOTALL
+)
+"""A generated part of a page, with its markers."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A generated part of a page.
+
+    Attributes:
+        page: The file.
+        asked: What generates it, as the marker says.
+        text: What stands there, without the markers and their indentation.
+    """
+
+    page: Path
+    asked: str
+    text: str
+
+    def generate(self) -> str:
+        """Return what should stand there."""
+        kind, _, rest = self.asked.partition(" ")
+        if kind == "mfsdp":
+            made = _listing(self.asked, programs_of(self.page))
+        elif kind == "diff":
+            made = f"```diff\n{diff_of(rest)}```"
+        elif kind == "picture":
+            made = f"![{PICTURES[rest].caption}](images/{rest}.png)"
+        else:
+            made = TABLES[rest]()
+        return "\n".join(line.rstrip() for line in made.splitlines())
+
+
+def programs_of(page: Path) -> dict[str, str]:
+    """Return the programs of a page by their titles."""
+    return {found["title"]: found["code"] for found in PROGRAM.finditer(page.read_text("utf-8")) if found["title"]}
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the generated parts of a page."""
+    return [
+        Block(page, found["asked"], textwrap.dedent(found["text"]).strip("\n"))
+        for found in GENERATED.finditer(page.read_text("utf-8"))
+    ]
+
+
+def brought_up_to_date(page: Path) -> str:
+    """Return the text of a page with its generated parts made anew."""
+
+    def generated(found: re.Match[str]) -> str:
+        asked = found["asked"]
+        text = f"<!-- generated: {asked} -->\n\n{Block(page, asked, '').generate()}\n\n<!-- end -->\n"
+        return textwrap.indent(text, found["indent"])
+
+    return GENERATED.sub(generated, page.read_text("utf-8"))
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def _listing(command: str, programs: dict[str, str]) -> str:
+    """Run a command in a folder with `programs` and the examples; returns it and what it printed, as a block."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, code in programs.items():
+            Path(folder, name).write_text(code, encoding="utf-8")
+        for name in ("examples", "benchmarks"):
+            Path(folder, name).symlink_to(ROOT / name)
+        words = shlex.split(command)[1:]
+        printed = _in_a_process(words, folder) if words[0] == "doctor" else _in_this_process(words, folder)
+    return f"```text\n$ {command}\n{printed.rstrip()}\n```"
+
+
+def _in_this_process(words: list[str], folder: str) -> str:
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        mfsdp(words)
+    return printed.getvalue()
+
+
+def _in_a_process(words: list[str], folder: str) -> str:
+    """Run what starts ranks, which import the programs anew."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_fsdp.cli", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return ended.stdout
+
+
+def diff_of(origin: str) -> str:
+    """Return what `diff -u` says of the script before and the script after, with a line of context."""
+    names = [f"examples/coming_from/{origin}_{moment}.py" for moment in ("before", "after")]
+    texts = [(ROOT / name).read_text("utf-8").splitlines(keepends=True) for name in names]
+    return "".join(difflib.unified_diff(*texts, *names, n=1))
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Make a table in Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))
+
+
+def exit_codes() -> str:
+    """Return how a run of the trainer ends."""
+    return table(("code", "what happened"), [(str(code), told) for code, told in ENDS.items()])
+
+
+def published_runs() -> str:
+    """Return plans of runs that others have measured, beside what they measured."""
+    head = ("run", "predicted", "published", "error", "predicted peak", "published peak", "unit", "source")
+    return table(head, [tuple(published_row(each)) for each in compare_published()])
+
+
+def strategy_costs() -> str:
+    """Return what each strategy holds and sends for Llama 3 8B on 8 ranks."""
+    plans = [_plan("llama-3-8b", "--ranks", "8", "--machine", "h100", "--strategy", name) for name in "0123"]
+    rows = [
+        (f"{title}, GiB", *(f"{read(plan) / _GIB:.2f}" for plan in plans))
+        for title, read in (
+            ("compute weights", lambda plan: plan["memory"]["held"]["compute_weights"]),
+            ("main weights", lambda plan: plan["memory"]["held"]["main_weights"]),
+            ("main gradients", lambda plan: plan["memory"]["held"]["main_gradients"]),
+            ("optimizer state", lambda plan: plan["memory"]["held"]["optimizer"]),
+            ("peak, with activations and buffers", lambda plan: plan["memory"]["peak"]["total"]),
+            ("sent by a rank per step", lambda plan: plan["traffic_per_step"][0]["sent_bytes"]),
+        )
+    ]
+    return table(("", *(f"strategy {name}" for name in "0123")), rows)
+
+
+def preset_plans() -> str:
+    """Return the plans of the configurations in examples/presets."""
+    rows = []
+    for name, ranks, machine in PRESETS:
+        words = ("--config", f"examples/presets/{name}.yaml", "--ranks", str(ranks), "--machine", machine)
+        plan = _plan(*words)
+        memory, time, sizes = plan["memory"], plan["time"], plan["setup"]["ranks"]
+        outer = f" x dp_outer {sizes['dp_outer']}" if sizes["dp_outer"] > 1 else ""
+        held = f"{memory['peak']['total'] / _GIB:.2f} of {memory['usable'] / _GIB:.2f}"
+        times = (f"{time['step_s']:.2f}", f"{time['exposed_fraction']:.1%}", f"{time['model_flops_utilisation']:.1%}")
+        link = f"[{name}](../examples/presets/{name}.yaml)"
+        rows.append((link, f"{ranks:,} {machine.upper()}", f"dp_shard {sizes['dp_shard']}{outer}", held, *times))
+    return table(("preset", "GPUs", "ranks", "peak, GiB", "step, s", "exposed", "utilisation"), rows)
+
+
+def _plan(*words: str) -> Any:
+    return json.loads(_in_this_process(["plan", *words, "--json"], str(ROOT)))
+
+
+_GIB = 2**30
+PRESETS = (
+    ("llama3-8b-8gpu", 8, "h100"),
+    ("llama3-8b-64gpu", 64, "h100"),
+    ("llama3-70b-64gpu", 64, "h100"),
+    ("llama3-70b-256gpu", 256, "h100"),
+    ("deepseek-v3-256gpu", 256, "b200"),
+    ("deepseek-v3-1024gpu", 1024, "h200"),
+)
+"""The configurations in examples/presets, with their ranks and machine."""
+
+TABLES: dict[str, Callable[[], str]] = {
+    "accumulation": lambda: str(on_ranks(2, accumulation_costs.measured_table)),
+    "exit_codes": exit_codes,
+    "padding": padding_table.render,
+    "precision_losses": lambda: precision_parity.gap_table(precision_parity.published()),
+    "precision_stages": precision_parity.stage_table,
+    "presets": preset_plans,
+    "published_runs": published_runs,
+    "speeds": lambda: summary_table(published()),
+    "strategy_costs": strategy_costs,
+}
+
+SLOW = ("table accumulation", "table presets", "table strategy_costs", "mfsdp doctor")
+"""How requests begin that take more than a few seconds."""
+
+
+# ---- pictures, whole pages -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture in docs/images.
+
+    Attributes:
+        caption: What it shows.
+        draw: Writes it.
+    """
+
+    caption: str
+    draw: Callable[[Path], object]
+
+
+PLAN = "plan llama-3-70b --ranks 256 --sequence-length 8192 --strategy 3 --recompute full"
+PICTURES = {
+    "plan": Picture(
+        "Memory of one rank over a step, planned",
+        lambda path: _in_this_process([*PLAN.split(), "--picture", str(path)], str(ROOT)),
+    ),
+    "precision_parity": Picture(
+        "Gap of the loss to the reference, over 50 steps",
+        lambda path: precision_parity.plot(path, precision_parity.published()),
+    ),
+    "trace": Picture(
+        "Timelines of two ranks in one step",
+        lambda path: _in_this_process(["trace", "benchmarks/results/trace", "--png", str(path)], str(ROOT)),
+    ),
+}
+
+WHOLE: dict[str, Callable[[], str]] = {
+    "ddp_config.md": ddp_config_table.render,
+    "performance.md": lambda: render_performance(published()),
+    "training_flags.md": training_flags_table.render,
+}
+"""Pages that are generated from their first line to their last."""
+
+
+def contents_of(page: Path) -> str:
+    """Return what a page should be."""
+    return WHOLE[page.name]() if page.name in WHOLE else brought_up_to_date(page)
+
+
+def main() -> int:
+    """Bring pages and pictures up to date, or name what differs; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help="file names, such as plan.md; all without any")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if anything differs")
+    given = parser.parse_args()
+    differing = []
+    for page in (page for page in PAGES if not given.pages or page.name in given.pages):
+        contents = contents_of(page)
+        if contents != page.read_text("utf-8"):
+            differing.append(page.name)
+            if not given.check:
+                page.write_text(contents, encoding="utf-8")
+    if not given.pages and not given.check:
+        for name, picture in PICTURES.items():
+            picture.draw(IMAGES / f"{name}.png")
+    print(f"{'differ' if given.check else 'changed'}: {', '.join(differing) or 'none'}")
+    return int(given.check and bool(differing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
