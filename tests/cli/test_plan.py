@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_fsdp.cli.main import main
-from tests.support.source_tree import ROOT
 from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, ROOT_NUMEL
 
 pytest.importorskip("transformers")
@@ -186,26 +185,6 @@ def test_published_runs_are_shown_beside_predictions(capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(rows)
     assert lines[1].split("  ")[0] == rows[0]["run"]
-
-
-@pytest.mark.full
-def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The tables of docs/plan.md, where "..." stands for rows left out, and its picture."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.image import imread
-
-    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
-    command, shown = page.split("    mfsdp ", 1)[1].split("\n", 1)[0].split(), page.split("```\n", 2)[1].splitlines()
-    assert command[-2:] == ["--picture", "plan.png"]
-    assert main([*command[:-1], str(tmp_path / "plan.png")]) == 0
-    printed = capsys.readouterr().out.splitlines()[:-1]  # the last names the picture
-    blank = shown.index("")
-    assert shown[blank:] == printed[printed.index("") :]
-    rows = iter(printed)
-    assert all(row.strip() == "..." or row in rows for row in shown[:blank])
-    pictures = [imread(path) for path in (tmp_path / "plan.png", ROOT / "docs/images/plan.png")]
-    assert pictures[0].shape == pictures[1].shape
-    assert abs(pictures[0] - pictures[1]).mean() < 0.01  # another release of matplotlib may smooth otherwise
 
 
 def test_other_axes_are_planned_by_formulas(capsys: pytest.CaptureFixture[str]) -> None:

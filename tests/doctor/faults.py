@@ -144,7 +144,7 @@ def each_shard_its_own(model: nn.Module, optimizer: Optimizer) -> Pair:
     return model, optimizer
 
 
-def _keep_own(received: Tensor, full: Tensor) -> None:
+def _keep_own(received: Tensor, full: Tensor, _async_op: bool = True) -> None:
     """The pairwise half of a reduce-scatter on gloo, without the others' rows."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     received.zero_()

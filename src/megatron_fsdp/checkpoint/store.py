@@ -7,7 +7,7 @@
 <root>/.iter_0000005.discarded-<serial>/              being deleted
 <root>/.latest_checkpointed_iteration.txt.partial-<serial>   the next pointer
 
-Whenever a process is killed, the previous checkpoint or the new one is found (docs/saving.md has the steps).
+Whenever a process is killed, the previous checkpoint or the new one is found (docs/checkpoints.md has the steps).
 """
 
 from __future__ import annotations

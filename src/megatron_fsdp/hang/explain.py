@@ -17,7 +17,7 @@ _SILENT_S = 5.0
 _TAKES_ALL = (
     "what compares ranks, takes a norm or puts whole tensors together has to be called on every rank, or on none"
 )
-_ADVICE = "every rank has to call the same units in the same order (docs/ranks.md)"
+_ADVICE = "every rank has to call the same units in the same order (docs/debugging.md)"
 _ROWS_SHOWN = 16
 _FLIGHTS_SHOWN = 2
 _FRAMES_SHOWN = 4

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.library import _scoped_library
 
-Kernels = Literal["cuda", "cpu"]
-"""Whose kernels."""
+Kernels = Literal["cuda", "cpu", "math"]
+"""Kernels of a CUDA device, of a CPU, or of neither: attention by matrix products, whose operations are those of the
+model, without what kernels compute again in backward."""
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -34,7 +35,7 @@ def kernels_of(kernels: Kernels) -> Iterator[None]:
         kernels: Whose. Attention on "cuda": flash attention for half precision without a mask and heads of one size up
             to 256, else memory-efficient attention; on "cpu": its flash attention where nothing is dropped, heads have
             one size and the mask takes no gradient. These keep queries, keys, values, results and one fp32 number per
-            query and head. Else products, which keep all scores.
+            query and head. Else, and for "math", products, which keep all scores.
     """
     with _scoped_library("aten", "IMPL") as library:
         for name, function in _TABLES[kernels].items():
@@ -142,6 +143,23 @@ class _RmsNorm(torch.autograd.Function):
         return grads[0] * given, torch.empty_like(weight) if wanted else None, None
 
 
+def _attention_by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    mask = _additive(attn_mask, query.dtype)
+    result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )
+    return result[0]
+
+
 _TABLES: dict[Kernels, dict[str, Callable[..., Any]]] = {
     "cuda": {
         "scaled_dot_product_attention": _attention_on_cuda,
@@ -149,4 +167,5 @@ _TABLES: dict[Kernels, dict[str, Callable[..., Any]]] = {
         "rms_norm": _fused_rms_norm,
     },
     "cpu": {"scaled_dot_product_attention": _attention_on_cpu},
+    "math": {"scaled_dot_product_attention": _attention_by_products},
 }
