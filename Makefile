@@ -103,14 +103,11 @@ bench-compare: $(READY)
 bench-checkpoints: $(READY)
 	$(PY) benchmarks/checkpoints.py $(ARGS)
 
-# The checks that need a GPU, and layers of an 8B model on it, alone and as the first of 8 and of 64 ranks
-# (build/bench); where there is none it says so and succeeds.
+# What needs a GPU, checked and measured in three parts of at most nine minutes (build/gpu); where there is none it says
+# so and succeeds. ARGS="--device cpu" rehearses.
 gpu-check: $(READY)
-	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  mkdir -p build/bench && \
-	  $(PY) -m pytest -m gpu --junitxml=build/bench/gpu-tests.xml && \
-	  $(PY) benchmarks/bench.py --gpu && \
-	  $(PY) benchmarks/compare.py --device cuda --out build/bench/compare-gpu.json $(ARGS); \
+	@if [ -n "$(ARGS)" ] || $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  failed=0; for part in 1 2 3; do $(PY) tools/gpu_half_hour.py --part $$part --out build/gpu $(ARGS) || failed=1; done; exit $$failed; \
 	else echo "gpu-check: no CUDA device here, nothing checked"; fi
 
 clean:

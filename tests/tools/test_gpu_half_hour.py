@@ -1,0 +1,45 @@
+"""The script for half an hour on a GPU, rehearsed on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools import gpu_half_hour
+from tools.gpu_half_hour import PART_S, PARTS, Section, Session, run_part
+
+
+def lines_of(folder: Path, part: int) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / f"part{part}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_sections_of_a_part_fit_into_its_time(part: int) -> None:
+    assert sum(section.limit_s for section in PARTS[part]) <= PART_S[part]
+    assert len({section.label for section in PARTS[part]}) == len(PARTS[part])
+
+
+def test_a_part_goes_on_after_a_section_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, runs = Section(gpu_half_hour.alone, 0.01), Section(gpu_half_hour.machine, 120)
+    monkeypatch.setitem(gpu_half_hour.PARTS, 1, (stopped, runs))
+    monkeypatch.setitem(gpu_half_hour.PART_S, 1, 600.0)
+    monkeypatch.setattr(gpu_half_hour, "LEAST_S", 0.0)
+    assert run_part(Session(torch.device("cpu"), tmp_path, 1)) == 1
+    ended = {line["section"]: line.get("ended") for line in lines_of(tmp_path, 1) if line["what"] == "section"}
+    assert ended == {"alone": "stopped after 0 s", "machine": 0}
+    page = (tmp_path / "part1.md").read_text()
+    assert "| machine | versions | torch " in page
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_rehearsed_without_a_failure(tmp_path: Path, part: int) -> None:
+    assert run_part(Session(torch.device("cpu"), tmp_path, part)) == 0
+    found = {str(line["what"]): line for line in lines_of(tmp_path, part)}
+    if part == 1:
+        for strategy in range(4):
+            assert found[f"fp32, strategy {strategy}"]["off_plain"] == 0.0
+            assert found[f"bf16, strategy {strategy}"]["equal_under_delays"] is True
+            assert float(str(found[f"4 ranks, strategy {strategy}"]["weights_off_one_process"])) < 1e-5
+        assert found["after a reset"]["equal"] is True
