@@ -427,7 +427,7 @@ class Times:
     host: list[float] = field(default_factory=list)
 
 
-def measure(session: Session, step: Callable[[], None], count: int) -> Times:
+def measure(session: Session, step: Callable[[], object], count: int) -> Times:
     """Time steps on the device, and on the host until everything is queued."""
     times = Times()
     for _ in range(count):
@@ -607,9 +607,7 @@ def products(session: Session) -> None:
     for name, run in tries.items():
         try:
             run()
-            session.note(
-                name, ms=round(statistics.median(measure(session, lambda run=run: run() and None, 10).device), 4)
-            )
+            session.note(name, ms=round(statistics.median(measure(session, run, 10).device), 4))
         except Exception as error:  # noqa: BLE001 (whether it exists is the question)
             session.note(name, error=f"{type(error).__name__}: {str(error)[:200]}")
 
