@@ -285,12 +285,25 @@ class MegatronFSDP(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; where only the wrapped model has it, there: its forward reads it there."""
-        if self._is_wrapped and name != "module" and name not in vars(self) and not hasattr(type(self), name):
-            module = self.module
-            if any(name in names for names in (vars(module), module._parameters, module._buffers, module._modules)):
-                setattr(module, name, value)
-                return
-        super().__setattr__(name, value)
+        if self._is_of_module(name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute; where only the wrapped model has it, there."""
+        if self._is_of_module(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_of_module(self, name: str) -> bool:
+        """Return whether the wrapped model or its class has an attribute that this object has not."""
+        if not self._is_wrapped or name == "module" or name in vars(self) or hasattr(type(self), name):
+            return False
+        module = self.module
+        held = (vars(module), module._parameters, module._buffers, module._modules)
+        return hasattr(type(module), name) or any(name in names for names in held)
 
     @property
     def _is_accelerate_prepared(self) -> bool:

@@ -44,6 +44,16 @@ def read_and_set() -> None:
     model.new_name, model.device = 3, torch.device("cpu")
     assert not hasattr(model.module, "new_name")
     assert isinstance(type(model.module).device, property)
+    model.loss_function = own_loss = lambda *_, **__: torch.tensor(5.0)  # a property with a setter
+    assert model.module.loss_function is own_loss
+    tokens = torch.zeros((1, 4), dtype=torch.int64)
+    assert model(input_ids=tokens, labels=tokens).loss.item() == 5.0
+    model.base_model_prefix = "other"  # of the class
+    assert model.module.base_model_prefix == "other"
+    del model.base_model_prefix, model.new_name, model.device_of_its_own
+    assert model.base_model_prefix == "model"
+    assert not hasattr(model, "new_name")
+    assert not hasattr(model, "device_of_its_own")
     model.lm_head = nn.Linear(16, 40)
     assert model.module.lm_head is model.lm_head
 

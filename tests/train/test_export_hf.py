@@ -71,6 +71,10 @@ def test_a_run_exports_when_it_ends_and_never_over_anything(run_ranks: RunRanks,
     assert (
         told == [f"ConfigurationError: --export-hf {folder} is there already: give a new folder, or an empty one"] * 2
     )
+    below = tmp_path / "text.txt" / "exported"
+    told = run_ranks(2, refusal, *options, "--export-hf", str(below), "--out", str(tmp_path / "again"))
+    assert told[0].startswith(f"ConfigurationError: --export-hf {below} cannot be made (")
+    assert told[0] == told[1]
     assert not (tmp_path / "again").exists()
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -176,13 +177,21 @@ def _claim(file: Path, job: Job, held: ExitStack) -> bool:
 
 
 def require_new_export(folder: Path) -> None:
-    """Check before training that `--export-hf` names a folder that is not there yet, or empty.
+    """Check before training that `--export-hf` names a folder that is not there yet, or empty, and can be made.
 
     Raises:
-        ConfigurationError: It holds something.
+        ConfigurationError: It holds something, or cannot be made.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigurationError(f"--export-hf {folder} is there already: give a new folder, or an empty one")
+    place = next(parent for parent in folder.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=place):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"--export-hf {folder} cannot be made ({error.strerror}): give a folder in a place that can be written"
+        ) from error
 
 
 def export(run: Run, folder: Path) -> None:

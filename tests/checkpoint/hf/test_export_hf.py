@@ -80,7 +80,7 @@ def test_what_does_not_fit_the_config_is_refused(tmp_path: Path) -> None:
         (source, config_folder(tmp_path / "deep", "llama", num_hidden_layers=3), CheckpointError, "lacks 9 tensors"),
         (source, config_folder(tmp_path / "flat", "llama", num_hidden_layers=1), CheckpointError, "has, beyond .* 9"),
         (untied, config_folder(tmp_path / "tied", "llama", tie_word_embeddings=True), CheckpointError, "differ"),
-        (source, tmp_path / "nowhere", ConfigurationError, "has no config from which transformers"),
+        (source, tmp_path / "nowhere", ConfigurationError, "nowhere' is no folder; give the local folder of the model"),
     ]
     before = sorted(tmp_path.iterdir())
     for checkpoint, config, kind, said in cases:

@@ -150,6 +150,8 @@ def export_hf(
     """
     _check_arguments(max_shard_bytes, dtype, {})
     folder, config = Path(folder), Path(config)
+    if not config.is_dir():
+        raise ConfigurationError(f"config={str(config)!r} is no folder; give the local folder of the model")
     require_apart(folder, source.path)
     model = _model_of(config)
     keys = _stored_keys(source, model)

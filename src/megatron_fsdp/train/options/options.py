@@ -306,7 +306,7 @@ class ReportingOptions:
     Attributes:
         out: Folder for results; default: below `runs/`, named after the run or the date.
         log_interval: Steps between updates of the display and lines of the log's files.
-        log_params_norm: Measure the norm of all weights before each step.
+        log_params_norm: Measure the norm of all weights after each step.
         log_num_zeros_in_grad: Count the zeros in the gradients of each step.
         logging_level: Least level of messages of Python's loggers that are shown, such as 10 for all; default: 20, and
             only those of this package.
