@@ -298,14 +298,22 @@ class BackgroundSaver:
         """Save the copy in the thread."""
         if device is not None:
             torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
-        raise_together(problem, "copying the state for a background save", self.group)
 
         def save_copy() -> None:
             self._buffers.wait_until_copied()
             with torch.no_grad():
                 save(copied, self.group)
 
-        together("saving in the background", save_copy, self.group)
+        try:
+            raise_together(problem, "copying the state for a background save", self.group)
+            together("saving in the background", save_copy, self.group)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:  # of the back end
+            raise CheckpointError(
+                f"ranks of a save in the background cannot reach each other any more ({error}); if none has failed, "
+                "close the Checkpointer (or wait() for it) before destroy_process_group()"
+            ) from error
 
 
 def _gloo_twin(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:
