@@ -23,7 +23,6 @@ from benchmarks.launching import write_document
 from benchmarks.page import PUBLISHED, render
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_GPU = "there is no CUDA device here"
 _DISAGREEMENT = 1
 """The exit code of a comparison that has results, though not for everybody."""
 
@@ -48,7 +47,6 @@ class Run:
 # ---- which runs there are --------------------------------------------------------------------------------------------
 
 EVERYBODY = ("ours-0", "ours-1", "ours-2", "ours-3", "mddp", "mddp-optim", "fsdp2", "ddp", "ddp-zero")
-_GPU_MODEL = "llama-8b-layers"
 
 
 def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
@@ -70,26 +68,6 @@ def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
         _accumulating("many-small", few),
         *(_compared(model, 4, few, "ours-3", "fsdp2", "ddp") for model in ("many-small", "large")),
         _ablation("large", few),
-    )
-
-
-def gpu_runs(device: str = "cuda", model: str = _GPU_MODEL, rounds: int = 10) -> tuple[Run, ...]:
-    """Return layers as an 8B model has them on one device: each contender, and the first rank of simulated large jobs.
-
-    Args:
-        device: "cuda"; on "cpu" the same is tried out.
-        model: Name of a workload.
-        rounds: Measured steps.
-    """
-    where = ("--device", device, "--dtype", "bfloat16")
-    host = ("host", "--model", model, "--rounds", str(rounds))
-    compared = _compared(model, 1, rounds, "ours-3", "fsdp2", "ddp")
-    return (
-        Run("gpu", compared.script, (*compared.arguments, *where)),
-        *(
-            Run(f"gpu-simulated-{many}", "phases.py", (*host, "--simulated-ranks", str(many), *where))
-            for many in (8, 64)
-        ),
     )
 
 
@@ -213,18 +191,12 @@ def published(root: Path = ROOT) -> dict[str, Any]:
     return found
 
 
-def _has_gpu() -> bool:
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measure this engine beside its peers; one page.")
     parser.add_argument("--quick", action="store_true", help="one model and few rounds: about 4 minutes")
     parser.add_argument("--rounds", type=int, metavar="N", help="measured steps of every run")
     parser.add_argument("--minutes", type=float, default=20.0, help="after which no further run is begun")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="runs whose name has one of these words")
-    parser.add_argument("--gpu", action="store_true", help="only the runs on a CUDA device")
     parser.add_argument("--list", action="store_true", help="name the runs and stop")
     parser.add_argument("--publish", action="store_true", help=f"write {PUBLISHED} and docs/performance.md")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="the page and the results of runs")
@@ -234,20 +206,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run everything and write the page; returns the exit code, 1 where no run gave results."""
     given = _parse(argv)
-    wanted = gpu_runs() if given.gpu else runs(given.quick, given.rounds)
-    chosen = [run for run in wanted if not given.only or any(word in run.name for word in given.only)]
+    chosen = [
+        run for run in runs(given.quick, given.rounds) if not given.only or any(word in run.name for word in given.only)
+    ]
     if given.list:
         print(*(run.name for run in chosen), sep="\n")
         return 0
-    if given.gpu and not _has_gpu():
-        print(f"bench.py: {NO_GPU}, nothing measured")
-        return 0
     given.out.mkdir(parents=True, exist_ok=True)
     results, failures = _performed(chosen, given.out, time.monotonic() + 60 * given.minutes)
-    page = given.out / ("bench-gpu.md" if given.gpu else "bench.md")
+    page = given.out / "bench.md"
     left_out = "".join(f"\n- {name}: {why}" for name, why in failures.items())
     page.write_text(render(results) + (f"\n## Left out\n{left_out}\n" if left_out else ""), encoding="utf-8")
-    if given.publish and not given.gpu and results:
+    if given.publish and results:
         publish(results, failures)
     print(page)
     return 0 if results else 1

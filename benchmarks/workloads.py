@@ -55,7 +55,6 @@ WORKLOADS: dict[str, Workload] = {
     "tiny-llama": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="llama", wide=48),
     "tiny-moe": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="mixtral", wide=48),
     "narrow": Workload(layers=48, features=16, heads=2, vocabulary=64, samples=1, tokens=8),
-    "llama-8b-layers": Workload(4, 4096, 32, vocabulary=32768, samples=1, tokens=2048, kind="llama", wide=14336),
 }
 
 

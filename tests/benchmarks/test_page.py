@@ -198,12 +198,3 @@ def test_figures_are_stored_with_six_digits() -> None:
 def test_a_commit_is_noted_where_there_is_one(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == "not noted"
     assert commit_of(ROOT).rstrip("+").isalnum()
-
-
-def test_without_a_gpu_nothing_is_measured_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("benchmarks.bench._has_gpu", lambda: False)
-    assert main(["--gpu", "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "bench.py: there is no CUDA device here, nothing measured\n"
-    assert list(tmp_path.iterdir()) == []

@@ -43,6 +43,23 @@ def kernels_of(kernels: Kernels) -> Iterator[None]:
         yield
 
 
+def _attention_by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    mask = _additive(attn_mask, query.dtype)
+    result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )
+    return result[0]
+
+
 def _attention_on_cpu(
     query: Tensor,
     key: Tensor,
@@ -55,15 +72,11 @@ def _attention_on_cpu(
 ) -> Tensor:
     mask = _additive(attn_mask, query.dtype)
     learned_mask = mask is not None and mask.requires_grad
-    result: tuple[Tensor, ...]
     if dropout_p or learned_mask or not (_is_plain(query, key, value) and _has_one_head_size(query, key, value)):
-        result = _ATEN._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )
-    else:
-        result = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-        )
+        return _attention_by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+    )
     return result[0]
 
 
@@ -89,9 +102,7 @@ def _attention_on_cuda(
             query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
         )
     else:
-        result = _ATEN._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )
+        return _attention_by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
     return result[0]
 
 
@@ -141,23 +152,6 @@ class _RmsNorm(torch.autograd.Function):
         given, weight, _ = ctx.saved_tensors
         wanted = weight is not None and ctx.needs_input_grad[1]
         return grads[0] * given, torch.empty_like(weight) if wanted else None, None
-
-
-def _attention_by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    mask = _additive(attn_mask, query.dtype)
-    result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )
-    return result[0]
 
 
 _TABLES: dict[Kernels, dict[str, Callable[..., Any]]] = {
