@@ -1,4 +1,4 @@
-"""Read archives of `torch.save`, tensors and objects, without running code from them (see `safe_read`)."""
+"""Read archives of `torch.save`, tensors and objects, without running code from them (see `safe_read`); write them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,28 @@ from megatron_fsdp.errors import CheckpointError
 _BLOCK_BYTES = 1 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _BEHIND_CONTENTS = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # their data descriptor, another record, or the directory
+
+
+def write_archive(value: object, stream: IO[bytes]) -> None:
+    """Call `torch.save`, and raise the error of the stream where torch hides it.
+
+    On a full disk torch may raise `RuntimeError: unexpected pos 704 vs 598` when it closes the archive, while it
+    handles the `OSError` that says what happened.
+
+    Args:
+        value: What to write.
+        stream: Where to.
+
+    Raises:
+        OSError: The stream could not be written.
+    """
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:
+        hidden = error.__context__
+        if isinstance(hidden, OSError):
+            raise hidden from None
+        raise
 
 
 class Window(io.RawIOBase):

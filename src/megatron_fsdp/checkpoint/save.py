@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from megatron_fsdp.checkpoint import manifest
-from megatron_fsdp.checkpoint.archive import load_object
+from megatron_fsdp.checkpoint.archive import load_object, write_archive
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
 from megatron_fsdp.checkpoint.naming import flatten
@@ -151,7 +151,7 @@ class SealingWriter(FileSystemWriter):
         for item in sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO):
             offset, data = stream.tell(), planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
-                torch.save(_with_own_storage(data), stream)
+                write_archive(_with_own_storage(data), stream)
                 done += data.nbytes
             else:
                 stream.write(data.getbuffer())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from megatron_fsdp.checkpoint.archive import load_object_file
+from megatron_fsdp.checkpoint.archive import load_object_file, write_archive
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.naming import flatten
@@ -89,7 +89,7 @@ def to_torch_save(folder: CheckpointFolder, target: Path, *, tensors_only: bool 
                 leaves |= {key: plain(folder.read_object(key), key, notes) for key in folder.objects}
             paths = {key: path for key, path in nested_paths(folder).items() if key in leaves}
             with temporary.open("wb") as stream:
-                torch.save(_nested(leaves, paths), stream)
+                write_archive(_nested(leaves, paths), stream)
                 stream.flush()
                 os.fsync(stream.fileno())
         except CheckpointError:
