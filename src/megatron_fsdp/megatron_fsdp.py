@@ -218,7 +218,7 @@ class MegatronFSDP(nn.Module):
         self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
-        self._log_as_told()
+        self._log_if_asked()
         for line in self._assembly.plan_lines:
             logger.info(line)
         if options.strategy is ShardingStrategy.optim_grads_params:
@@ -257,7 +257,7 @@ class MegatronFSDP(nn.Module):
     @property
     def is_param_fsdp_distributed(self) -> bool:
         """Whether the modules hold the sharded parameters; inside their forward and backward they do not."""
-        return not self._engine.opened and not any(unit.shows_unsharded for unit in self._engine.units)
+        return not self._engine.full_units and not any(unit.shows_unsharded for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return mesh and process groups."""
@@ -679,7 +679,7 @@ class MegatronFSDP(nn.Module):
     def has_deferred_gradients(self) -> bool:
         """Whether gradients wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
         gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
-        return any(found.has_deferred or found.has_pending for found in gradients)
+        return any(found.has_local_sum or found.has_inner_sum for found in gradients)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -968,7 +968,7 @@ class MegatronFSDP(nn.Module):
     @property
     def state_dict_was_filled(self) -> bool:
         """Whether a state dict of this model has been written to since the last forward, as `dcp.load` does."""
-        return self._engine.handed_out.is_written
+        return self._engine.state_dict_aliases.is_written
 
     def _names_by_id(self) -> dict[int, str]:
         groups = self._engine.groups()
@@ -1086,7 +1086,7 @@ class MegatronFSDP(nn.Module):
             self.stop_observing(log)
             log.close()
 
-    def _log_as_told(self) -> None:
+    def _log_if_asked(self) -> None:
         """Keep a log if the environment asks for one; ranks have agreed on that before."""
         settings = self._assembly.hang_settings
         if settings is not None:

@@ -108,9 +108,9 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
     if error is not None and all(found == errors[0] for found in errors):
         raise error
     if any(found is not None for found in errors):
-        told = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(errors) if found is not None)
+        message = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(errors) if found is not None)
         raise ConfigurationError(
-            f"some ranks of the group cannot go on ({told}); give every rank the same model and arguments"
+            f"some ranks of the group cannot go on ({message}); give every rank the same model and arguments"
         )
     if any(found != digest for _, found in everyone):
         _compare(gather_objects(list(facts), group))
@@ -167,16 +167,16 @@ def raise_together(
     """
     if error is not None and not isinstance(error, Exception):  # torch's report on ranks is none
         error = in_short(error, doing)
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    found = gather_objects((told, None if facts is None else _digest(facts)), group)
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    found = gather_objects((message, None if facts is None else _digest(facts)), group)
     if facts is not None and len({digest for _, digest in found}) > 1:
         _raise_different(gather_objects(dict(facts), group), error)
     failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
     if not failed:
         return
-    if isinstance(error, MegatronFSDPError) and all(text == told for text, _ in found):
+    if isinstance(error, MegatronFSDPError) and all(text == message for text, _ in found):
         raise error
-    raise CheckpointError(f"{doing} failed ({told if len(found) == 1 else '; '.join(failed)})") from error
+    raise CheckpointError(f"{doing} failed ({message if len(found) == 1 else '; '.join(failed)})") from error
 
 
 def in_short(error: BaseException, doing: str) -> CheckpointError:
@@ -187,8 +187,8 @@ def in_short(error: BaseException, doing: str) -> CheckpointError:
         doing: What was being done, for the message.
     """
     failures: Mapping[int, Any] = getattr(error, "failures", {})
-    told = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(failures.items())]
-    made = CheckpointError(f"{doing} failed ({'; '.join(told) or type(error).__name__})")
+    failed = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(failures.items())]
+    made = CheckpointError(f"{doing} failed ({'; '.join(failed) or type(error).__name__})")
     made.__cause__ = error
     return made
 
@@ -236,8 +236,8 @@ def by_value(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    told = [f"{value} on {_named(having)}" for value, having in list(ranks.items())[:_SHOWN]]
-    return ", ".join([*told, "..."] if len(ranks) > _SHOWN else told)
+    parts = [f"{value} on {_named(having)}" for value, having in list(ranks.items())[:_SHOWN]]
+    return ", ".join([*parts, "..."] if len(ranks) > _SHOWN else parts)
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -256,8 +256,10 @@ def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | 
     differing = [name for name in values if len(set(values[name])) > 1]
     # Of "config" and "config.size" keep the first: other classes may not have the second at all.
     first = [name for name in differing if name.rpartition(".")[0] not in differing]
-    told = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
-    raise ConfigurationError(f"ranks differ in what they save or load: {told}; give the same on every rank") from cause
+    message = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
+    raise ConfigurationError(
+        f"ranks differ in what they save or load: {message}; give the same on every rank"
+    ) from cause
 
 
 def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.ProcessGroup | None = None) -> Result:
@@ -285,9 +287,9 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
         except Exception as error:  # noqa: BLE001  sent to the others, then raised
             problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
     if world_size_of(group) > 1:
-        told = [answer, problem]
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        answer, problem = told
+        sent = [answer, problem]
+        dist.broadcast_object_list(sent, group=group, group_src=0)
+        answer, problem = sent
     if problem is not None:
         kind, message = problem
         raise kind(message) from cause

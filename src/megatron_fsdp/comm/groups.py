@@ -79,14 +79,14 @@ def twin_of(
 def _over_own_group(axis: Axis, groups: list[dist.ProcessGroup]) -> Axis:
     if axis.group is None:
         return axis
-    told = [f"megatron_fsdp_own_{uuid.uuid4().hex}"]
+    names = [f"megatron_fsdp_own_{uuid.uuid4().hex}"]
     if not is_simulated(axis.group):
-        dist.broadcast_object_list(told, group=axis.group, group_src=0)
+        dist.broadcast_object_list(names, group=axis.group, group_src=0)
     timeout = timeout_of(axis.group)
     if _is_split_from_others(axis.group):
         made = dist.split_group(axis.group, [list(range(axis.num_ranks))], timeout=timeout)
     else:
-        made = twin_of(axis.group, str(told[0]), timeout=timeout)
+        made = twin_of(axis.group, str(names[0]), timeout=timeout)
     assert made is not None, "this rank is one of them"
     groups.append(made)
     return replace(axis, group=made, rank=dist.get_rank(made))

@@ -28,9 +28,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong, with a suggestion, and exit with status 2."""
-        self.exit(EXIT_ERROR, f"{self.prog}: error: {self.told(message)}\n")
+        self.exit(EXIT_ERROR, f"{self.prog}: error: {self.with_suggestion(message)}\n")
 
-    def told(self, message: str) -> str:
+    def with_suggestion(self, message: str) -> str:
         """Return argparse's message in one line, with a suggestion and where to read more."""
         value = re.search(r"ignored explicit argument (.*)", message)
         if value is not None:

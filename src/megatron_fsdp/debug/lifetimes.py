@@ -142,7 +142,7 @@ class _Weights:
     """The gathered weights of one unit."""
 
     label: str
-    is_gathered: bool
+    needs_all_gather: bool
     state: State = State.SHARDED
     block: Block | None = None
     forwards: int = 0
@@ -220,7 +220,7 @@ class LifetimeChecker(Observer):
             self.ends(phase, unit)
 
     def _move(self, weights: _Weights, event: Event) -> None:
-        if weights.is_gathered:
+        if weights.needs_all_gather:
             weights.state = next_state(Memory.WEIGHTS, weights.state, event, weights.label)
 
     def _poison_weights(self, weights: _Weights) -> None:

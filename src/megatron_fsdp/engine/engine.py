@@ -107,7 +107,7 @@ class Engine:
             stay where autograd puts them until then: units are filled and reduced there, one after another.
     """
 
-    hears_of_each_gradient = False  # whether `take_gradient` is called for every gradient
+    takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
@@ -130,22 +130,22 @@ class Engine:
             for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
             if domain is not None
         }
-        self._pending_is_sharded = placements_for(sharding.options.strategy).pending_grad[-1] is Placement.SHARD
+        self._accumulates_shards = placements_for(sharding.options.strategy).accumulated_grad[-1] is Placement.SHARD
         self.positions = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
-        self._unseen = UnseenGradients()
+        self._unreduced = UnreducedGradients()
         self.replaced: ReplacedParameters | None = None
-        self.handed_out = HandedOut()
+        self.state_dict_aliases = StateDictAliases()
         self.expert_names = ExpertNames()
         self.own_groups: OwnGroups | None = None  # destroyed with the engine
-        self.opened: set[int] = set()  # units whose modules show copies of the full parameters
+        self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._asked: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
-        self._has_asked = False  # there was a sync since parameters were last frozen or unfrozen
-        self._has_unshown = False  # there was a backward since the last sync
+        self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
+        self._agreed_since_change = False  # there was a sync since parameters were last frozen or unfrozen
+        self._has_unattached = False  # there was a backward since the last sync
         self._defers = False  # some backward since the last sync defers its reduction
         self._may_differ = False  # since a reset, ranks may hold deferred sums for different groups
-        self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
+        self._unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
@@ -155,7 +155,7 @@ class Engine:
 
     def pre_forward(self, index: int) -> None:
         """Unshard a unit: its forward is about to run."""
-        if self.opened and torch.is_grad_enabled():
+        if self.full_units and torch.is_grad_enabled():
             raise ScheduleError(
                 f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
                 "their full parameters, whose gradients would be lost; use torch.no_grad() inside "
@@ -178,7 +178,7 @@ class Engine:
             )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].show_unsharded()
-        if self.observers.are_there:
+        if self.observers.active:
             self.observers.begins(Phase.FORWARD, index)
 
     def post_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
@@ -186,7 +186,7 @@ class Engine:
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
         if not depth:
             return ForwardCall(index, _NEVER)  # another hook failed before the forward began
-        if self.observers.are_there:
+        if self.observers.active:
             self.observers.leaves(Phase.FORWARD, index, failed)
         weights_version = self.scheduler.forward_ends(index, needs_backward)
         if depth == 1:
@@ -200,18 +200,18 @@ class Engine:
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
-        if self.handed_out.changed() or self._has_newer_weights:
+        if self.state_dict_aliases.changed() or self._has_newer_weights:
             self.install_main_weights()
         self.release_gradients()
         for group in self.groups():
             group.check_parameters()
-        self._follow_requires_grad()
+        self._adopt_requires_grad()
         if self.structure is not None:
             self.structure.check()
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
-    def _follow_requires_grad(self) -> None:
+    def _adopt_requires_grad(self) -> None:
         """Follow changes of `requires_grad` since the last pass.
 
         Nothing is sent unless something has changed; then ranks agree on it first.
@@ -219,24 +219,26 @@ class Engine:
         Raises:
             ConfigurationError: It has not changed alike on all ranks.
         """
-        changes = {id(group): flags for group in self.groups() if (flags := group.wanted()) != group.trainable}
+        changes = {
+            id(group): flags for group in self.groups() if (flags := group.requires_grad_flags()) != group.trainable
+        }
         if not changes:
             return
         with self.observers.during(Phase.AGREE, ROOT):
             self._agree_on_requires_grad(changes)
-        if self._has_asked:
-            self._asked |= self._trained_ids()
-        self._has_asked = False
+        if self._agreed_since_change:
+            self._agreed_params |= self._trained_ids()
+        self._agreed_since_change = False
         for unit in self.units:
             for position, group in enumerate(unit.groups):
                 if id(group) in changes:
-                    self._follow(unit, position, changes[id(group)])
+                    self._set_trainable(unit, position, changes[id(group)])
         self.scheduler.set_trainable(
             [[flag for group in unit.groups for flag in group.trainable] for unit in self.units]
         )
-        if not self._asked.issuperset(self._trained_ids()):
+        if not self._agreed_params.issuperset(self._trained_ids()):
             for usage in self._usage.values():
-                usage.ask_again()
+                usage.forget()
 
     def _trained_ids(self) -> set[int]:
         return {
@@ -261,19 +263,19 @@ class Engine:
             if self.experts is not None:
                 agree(self.experts.group, None, facts[True])
         except ConfigurationError as error:
-            told = str(error).partition(";")[0]
+            problem = str(error).partition(";")[0]
             raise ConfigurationError(
-                f"requires_grad was not changed alike: {told}; set it alike on all ranks"
+                f"requires_grad was not changed alike: {problem}; set it alike on all ranks"
             ) from None
 
-    def _follow(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
+    def _set_trainable(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
         group = unit.groups[position]
         if group.gradients is None:  # it was frozen when the model was sharded
             group.begin_training(self._sharding.plan_training(group.plan))
             self.inspect_gradients(group)
             unit.plan_buckets()
             self.executor.make_bucket_pools()
-        group.follow(trainable, self._has_unshown)
+        group.set_trainable(trainable, self._has_unattached)
         self.watch_gradients(unit.index, position)
 
     def watch_gradients(self, index: int, position: int) -> list[RemovableHandle]:
@@ -287,7 +289,7 @@ class Engine:
             hook: Callable[[torch.Tensor], None] = functools.partial(
                 _take_gradient, weakref.ref(self), index, position, parameter
             )
-            if group.plan.parts[parameter] is None and not self.hears_of_each_gradient:
+            if group.plan.parts[parameter] is None and not self.takes_every_gradient:
                 hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
             handles.append(param.register_post_accumulate_grad_hook(hook))
         return handles
@@ -296,7 +298,7 @@ class Engine:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
         check, names = self.finite_check, group.names
         if check is not None and group.gradients is not None:
-            group.gradients.inspect = lambda index, grad: check.look_at(names[index], grad)
+            group.gradients.inspect = lambda index, grad: check.record(names[index], grad)
 
     @property
     def _has_newer_weights(self) -> bool:
@@ -309,7 +311,7 @@ class Engine:
             return  # its own hooks install the weights
         if self.replaced is not None:
             self.replaced.check(optimizer)
-        self._unseen.look_at(optimizer, self.positions)
+        self._unreduced.check(optimizer, self.positions)
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         if any(id(param) in self.positions for param in firsts):
             self.stepped = True
@@ -341,14 +343,14 @@ class Engine:
             )
         self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version))
         self.units[call.unit].show_unsharded()  # recomputation inside the unit calls none of its hooks
-        self._installed.add(call.unit)
-        if self.observers.are_there:
+        self._unsharded_for_backward.add(call.unit)
+        if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         """Copy a full gradient from autograd into its bucket, or leave it there until the end of a delayed backward."""
         if self.delayed is not None and not self._ending:
-            self._hear_of_gradient(index)
+            self._note_first_gradient(index)
             return
         grad, param.grad = param.grad, None
         if grad is None:
@@ -363,11 +365,11 @@ class Engine:
         grad = group.local_gradient(parameter, grad)
         gradients = self.filling(index, position)
         for check in self._checks:
-            check.look_at(group.names[parameter], grad)
-        if self.observers.are_there:
+            check.record(group.names[parameter], grad)
+        if self.observers.active:
             self.observers.begins(Phase.COPY, index)
         gradients.add(parameter, grad)
-        if self.observers.are_there:
+        if self.observers.active:
             self.observers.ends(Phase.COPY, index)
 
     def filling(self, index: int, position: int) -> GradientBuffers:
@@ -375,11 +377,11 @@ class Engine:
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         if not gradients.is_filling:
-            self._hear_of_gradient(index)
+            self._note_first_gradient(index)
             self._begin_filling(index, position)
         return gradients
 
-    def _hear_of_gradient(self, index: int) -> None:
+    def _note_first_gradient(self, index: int) -> None:
         """Report the first gradient of a unit in this backward to the scheduler."""
         if not self._callback_queued:
             self._begin_backward()
@@ -393,8 +395,8 @@ class Engine:
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         self.executor.begin_filling(self.units[index], position, self.reach)
-        if self.observers.are_there or self._checks:
-            gradients.hear_of_each()
+        if self.observers.active or self._checks:
+            gradients.forbid_direct_copies()
 
     @property
     def traffic(self) -> Traffic:
@@ -414,15 +416,15 @@ class Engine:
     @property
     def reach(self) -> Reach:
         """How far gradients of this backward are reduced."""
-        return self.mode.reach(self._pending_is_sharded)
+        return self.mode.reach(self._accumulates_shards)
 
     def _begin_backward(self) -> None:
         if self._callback_queued:
             return
         if self._has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
             self.executor.run(self.scheduler.weights_changed())
-        self._follow_requires_grad()  # parameters frozen since the forward get no gradient
-        self._callback_queued = self._has_unshown = True
+        self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
+        self._callback_queued = self._has_unattached = True
         self._defers |= self.reach is not Reach.EVERYWHERE
         self._backward_id += 1
         self._backward_thread = threading.get_ident()
@@ -442,13 +444,13 @@ class Engine:
 
     def _post_backward(self) -> None:
         self.observers.backward_pauses()
-        for index in self._installed:
+        for index in self._unsharded_for_backward:
             self.units[index].show_sharded()
-        self._installed.clear()
+        self._unsharded_for_backward.clear()
         late = self.delayed.params if self.delayed is not None else set()
         for unit in self.units if late else ():
             if not late.isdisjoint(id(param) for group in unit.groups for param in group.full):
-                self._hear_of_gradient(unit.index)
+                self._note_first_gradient(unit.index)
         self._callback_queued = False
         self._ending = True
         try:
@@ -482,7 +484,7 @@ class Engine:
         """Put the sharded parameters into all modules."""
         for unit in self.units:
             unit.show_sharded()
-        self._installed.clear()
+        self._unsharded_for_backward.clear()
 
     def _run_backward(self, operations: Sequence[object]) -> None:
         self.executor.run(operations, self.reach)  # type: ignore[arg-type]
@@ -505,7 +507,7 @@ class Engine:
             check.begin()
         self._match_after_reset()
         for unit in reversed(self.units):
-            if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
+            if any(group.gradients is not None and group.gradients.has_local_sum for group in unit.groups):
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
@@ -518,7 +520,7 @@ class Engine:
     def attach_gradients(self) -> None:
         """Set `.grad` of the sharded parameters to the main gradients."""
         self._defers = False
-        self._has_asked, self._has_unshown = True, False
+        self._agreed_since_change, self._has_unattached = True, False
         renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
         for is_expert, usage in self._usage.items():
             trainable = [
@@ -581,7 +583,7 @@ class Engine:
         self._callback_queued = False
         if self.delayed is not None:
             self.delayed.clear()
-        self._installed.clear()
+        self._unsharded_for_backward.clear()
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
         for unit in self.units:
@@ -625,10 +627,10 @@ class Engine:
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
-        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
+        if any(group.gradients is not None and group.gradients.has_unattached for group in self.groups()):
             for group, index in (self.positions[id(param)] for param in params):
                 if group.gradients is not None:
-                    group.gradients.forget_pending(index)
+                    group.gradients.drop_unattached(index)
         self.release_gradients()
 
     def release_gradients(self) -> None:
@@ -760,7 +762,7 @@ def direct_hook(
     return receive
 
 
-class HandedOut:
+class StateDictAliases:
     """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
 
     They share the memory of main weights, but not its version counters.
@@ -797,20 +799,20 @@ def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device
     if domain.group is None or not gradients:
         return
     flags = torch.tensor(
-        [[each.has_deferred, each.has_pending] for each in gradients], dtype=torch.int32, device=device
+        [[each.has_local_sum, each.has_inner_sum] for each in gradients], dtype=torch.int32, device=device
     )
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
     for each, (deferred, pending) in zip(gradients, flags.tolist(), strict=True):
         each.ensure_sums(bool(deferred), bool(pending))
 
 
-class UnseenGradients:
+class UnreducedGradients:
     """Warns, once, when an optimizer steps before any gradient of its parameters is reduced."""
 
     def __init__(self) -> None:
         self._warned = False
 
-    def look_at(self, optimizer: torch.optim.Optimizer, positions: Mapping[int, tuple[ParameterGroup, int]]) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, positions: Mapping[int, tuple[ParameterGroup, int]]) -> None:
         """Warn when an unconnected optimizer steps before gradients are reduced.
 
         Args:
@@ -821,7 +823,7 @@ class UnseenGradients:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = [positions[id(param)][0].gradients for param in params if id(param) in positions]
-        waits = any(found is not None and (found.has_deferred or found.has_pending) for found in gradients)
+        waits = any(found is not None and (found.has_local_sum or found.has_inner_sum) for found in gradients)
         if waits and all(param.grad is None for param in params):
             self._warned = True
             warn_caller(
@@ -938,7 +940,7 @@ class UsageAgreement:
         self._device = device
         self._all_used = False
 
-    def ask_again(self) -> None:
+    def forget(self) -> None:
         """Ask at the next sync, since other parameters take gradients now."""
         self._all_used = False
 

@@ -112,13 +112,13 @@ def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: D
 
 
 def _problem(name: str, reason: str | None) -> str:
-    told = (
+    clash = (
         f"{name} is another expert on other expert-parallel ranks under the same name, so a checkpoint would keep one"
     )
     if reason is None:
-        return f"{told} of them; save model.state_dict() and optimizer.state_dict(), which tell experts apart"
+        return f"{clash} of them; save model.state_dict() and optimizer.state_dict(), which tell experts apart"
     return (
-        f"{told} of them, and {reason}; name experts by their index over all ranks, or by that on this rank directly "
+        f"{clash} of them, and {reason}; name experts by their index over all ranks, or by that on this rank directly "
         "below a module called experts, or stack them along the first dimension there"
     )
 

@@ -114,7 +114,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
     try:
         for unit in units:
             unit.show_copies(copies[unit.index])
-            engine.opened.add(unit.index)
+            engine.full_units.add(unit.index)
         yield
     except Exception as error:
         if writeback:
@@ -127,7 +127,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
             _take_in(engine, units, copies)
     finally:
         for unit in units:
-            engine.opened.discard(unit.index)
+            engine.full_units.discard(unit.index)
             unit.show_sharded()
 
 
@@ -137,7 +137,7 @@ def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype
             "full_parameters_context was entered inside a forward or backward (or after one that failed); enter it "
             "between steps, and call reset() on the model after an exception"
         )
-    open_already = [unit.label for unit in units if unit.index in engine.opened]
+    open_already = [unit.label for unit in units if unit.index in engine.full_units]
     if open_already:
         raise ScheduleError(
             f"unit {open_already[0]} shows its full parameters already; leave that full_parameters_context first"

@@ -43,7 +43,7 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
     for index, module in modules.items():
         watch = None
         if index != ROOT and engine.units[index].lives_in_slots:
-            watch = SideOutputs(module, unit_modules)
+            watch = AuxiliaryOutputs(module, unit_modules)
         before = partial(_pre_forward, reference, index, watch)
         after = partial(_post_forward, reference, index, watch)
         if is_compiled_in_place(module):
@@ -52,8 +52,8 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
         handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
     for inner in _outside_of_units(modules[ROOT], unit_modules):
-        door = _EntryBelowRoot(reference)
-        handles.append(inner.register_forward_pre_hook(uncompiled(door.enter), prepend=True))
+        entry = _RootForward(reference)
+        handles.append(inner.register_forward_pre_hook(uncompiled(entry.enter), prepend=True))
     for unit in engine.units:
         for position in range(len(unit.groups)):
             handles += engine.watch_gradients(unit.index, position)
@@ -73,23 +73,28 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _pre_forward(
-    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any
+    reference: weakref.ref[Engine], index: int, watch: AuxiliaryOutputs | None, _module: nn.Module, _args: Any
 ) -> None:
     if watch is not None:
         watch.begin()
     engine = live_engine(reference)
-    if index not in engine.opened:
+    if index not in engine.full_units:
         engine.pre_forward(index)
 
 
 def _post_forward(
-    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any, output: Any
+    reference: weakref.ref[Engine],
+    index: int,
+    watch: AuxiliaryOutputs | None,
+    _module: nn.Module,
+    _args: Any,
+    output: Any,
 ) -> Any:
     engine = reference()
-    left_behind = watch.end() if watch is not None else []
+    auxiliary = watch.end() if watch is not None else []
     if engine is None:
         return output  # the pre-hook has raised for it, and this hook is called even so
-    if index in engine.opened:
+    if index in engine.full_units:
         return output
     unit = engine.units[index]
     output = _copy_weights(unit, output)
@@ -97,7 +102,7 @@ def _post_forward(
     computes_gradients = torch.is_grad_enabled()
     if computes_gradients:
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        outputs = [tensor for tensor in (*found, *left_behind) if tensor.requires_grad]
+        outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
     call = engine.post_forward(index, bool(outputs), failed)
     if computes_gradients and not outputs:
@@ -109,7 +114,7 @@ def _post_forward(
     return output
 
 
-class _EntryBelowRoot:
+class _RootForward:
     """Hooks by which a module inside of the model starts the root's forward where it is called on its own.
 
     Callers may enter below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
@@ -122,7 +127,7 @@ class _EntryBelowRoot:
     def __init__(self, reference: weakref.ref[Engine]) -> None:
         self._reference = reference
         self._leaves = False  # the hook after the forward is registered
-        self._opened: list[bool] = []  # one entry per running call: whether it opened the root's forward
+        self._opened: list[bool] = []  # one entry per running call: whether it full_units the root's forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Begin the root's forward, unless it runs."""
@@ -200,7 +205,7 @@ _Values = Callable[[dict[str, Any]], tuple[Any, ...]]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
-class SideOutputs:
+class AuxiliaryOutputs:
     """The tensors with a graph that a unit's forward leaves in attributes of its modules, such as a loss of its own.
 
     Attributes and buffers of the unit's modules are searched, and one level into lists, tuples and dicts. Elsewhere (a

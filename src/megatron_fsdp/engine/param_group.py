@@ -18,7 +18,7 @@ from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.reduction import unite_gradients
-from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, piece_view
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
@@ -166,7 +166,7 @@ class ParameterGroup:
         self._grad_attribute: GradAttribute = GRAD
         self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
-        introduce_to_torch()
+        register_with_torch()
         self.frames = frames
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self._hooked: set[int] = set()  # parameters that have one
@@ -233,7 +233,7 @@ class ParameterGroup:
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
-    def wanted(self) -> list[bool]:
+    def requires_grad_flags(self) -> list[bool]:
         """Return the `requires_grad` that the user has set on each sharded parameter."""
         with plain_attributes():
             return list(map(_requires_grad, self.sharded))
@@ -247,21 +247,21 @@ class ParameterGroup:
     def reduces(self) -> bool:
         """Whether it takes part in the next reduction of its unit: gradients come, or wait to be reduced."""
         return self.gradients is not None and (
-            any(self.trainable) or self.gradients.is_filling or self.gradients.has_deferred
+            any(self.trainable) or self.gradients.is_filling or self.gradients.has_local_sum
         )
 
-    def follow(self, trainable: Sequence[bool], has_unshown: bool) -> None:
+    def set_trainable(self, trainable: Sequence[bool], has_unattached: bool) -> None:
         """Set whether the full parameters take gradients.
 
         Args:
             trainable: For each parameter; where there is no memory for gradients (`begin_training`), all False.
-            has_unshown: Whether gradients have come since some were last attached.
+            has_unattached: Whether gradients have come since some were last attached.
         """
         self.trainable = list(trainable)
-        self.trained = [now or (before and has_unshown) for now, before in zip(trainable, self.trained, strict=True)]
-        for index, (param, trains_now) in enumerate(zip(self.full, trainable, strict=True)):
-            param.requires_grad_(trains_now)
-            if trains_now:
+        self.trained = [now or (before and has_unattached) for now, before in zip(trainable, self.trained, strict=True)]
+        for index, (param, is_trainable) in enumerate(zip(self.full, trainable, strict=True)):
+            param.requires_grad_(is_trainable)
+            if is_trainable:
                 self._watch(self.sharded[index], index)
 
     def begin_training(self, plan: GroupPlan) -> None:
@@ -304,9 +304,9 @@ class ParameterGroup:
         return self.plan.weights_in_slots
 
     @property
-    def exchanges_inside(self) -> bool:
+    def exchanges_inner(self) -> bool:
         """Whether reducing over the inner ranks is an all-to-all and a local sum, which needs scratch."""
-        return self.gradients is not None and self.gradients.reducer.exchanges_inside
+        return self.gradients is not None and self.gradients.reducer.exchanges_inner
 
     @property
     def grad_attribute(self) -> GradAttribute:
@@ -363,7 +363,7 @@ class ParameterGroup:
         start, stop = self.plan.layout.range_in(index, self.weights.main.region)
         return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
 
-    def stand_ins(self) -> tuple[nn.Parameter, ...]:
+    def local_compute_weights(self) -> tuple[nn.Parameter, ...]:
         """Make parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
         region = self.weights.main.region
         part = self.weights.compute.part(region)
@@ -441,7 +441,7 @@ def _of_autograd(
     alive, param = group(), sharded()
     assert param is not None  # this is its own hook
     if alive is not None and alive.gradients is not None:  # else the model was deleted
-        alive.gradients.make_way(index, param)
+        alive.gradients.detach_main_gradient(index, param)
     frame = param.shard_frame
     sharded_grad = as_sharded(grad, frame)  # the backward of a reduction gives gradients of the global shape
     if not frame.copy_groups:

@@ -87,20 +87,20 @@ def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tens
             "tensor that the loss depends on, or none and add the result to the loss"
         )
     for call in calls:
-        hidden = _stand_in(engine, call, hidden)
+        hidden = _communicate_for(engine, call, hidden)
     return hidden
 
 
-def _stand_in(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
+def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     try:
         engine.pre_forward(call.unit)
         for inner in call.inner:
-            hidden = _stand_in(engine, inner, hidden)
+            hidden = _communicate_for(engine, inner, hidden)
     except BaseException:
         engine.post_forward(call.unit, needs_backward=False, failed=True)
         raise
-    trains = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
-    needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trains)
+    trainable = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
+    needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trainable)
     forward = engine.post_forward(call.unit, needs_backward)
     if not needs_backward:
         return hidden

@@ -145,16 +145,16 @@ class SyncMode:
         """Whether the end of the next backward is a gradient sync."""
         return not self.defer_all and (self.auto_sync or bool(self.is_last_microbatch))
 
-    def reach(self, pending_is_sharded: bool) -> Reach:
+    def reach(self, accumulates_shards: bool) -> Reach:
         """Return how far gradients are reduced in the next backward.
 
         Args:
-            pending_is_sharded: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
+            accumulates_shards: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
                 reduced over the inner ranks each time unless everything is deferred.
         """
         if self.syncs:
             return Reach.EVERYWHERE
-        return Reach.INSIDE if pending_is_sharded and not self.defer_all else Reach.NOWHERE
+        return Reach.INSIDE if accumulates_shards and not self.defer_all else Reach.NOWHERE
 
     @contextmanager
     def changed(

@@ -147,7 +147,7 @@ def _note_handed_out(
     reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     found = [state_dict.get(prefix + name) for name in owner._parameters]
-    live_engine(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
+    live_engine(reference).state_dict_aliases.note(value._local_tensor for value in found if isinstance(value, DTensor))
 
 
 def _describe(
@@ -166,7 +166,7 @@ def _describe(
 
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
     engine = live_engine(reference)
-    if not engine.scheduler.in_forward and not engine.opened:
+    if not engine.scheduler.in_forward and not engine.full_units:
         engine.show_sharded()
 
 

@@ -78,21 +78,21 @@ class Unit:
         return bool(self._slotted)
 
     @property
-    def exchanges_inside(self) -> bool:
+    def exchanges_inner(self) -> bool:
         """Whether reducing any group over the inner ranks needs scratch."""
-        return any(group.exchanges_inside for group in self.groups)
+        return any(group.exchanges_inner for group in self.groups)
 
     @property
     def reduces_outer(self) -> bool:
         """Whether gradients of any group are reduced over outer ranks."""
-        return any(group.gradients is not None and group.gradients.reducer.crosses for group in self.groups)
+        return any(group.gradients is not None and group.gradients.reducer.reduces_outer for group in self.groups)
 
     @property
     def label(self) -> str:
         """The name for messages."""
         return self.name or "(root)"
 
-    def say_who_owns(self, remedy: str) -> None:
+    def set_error_owner(self, remedy: str) -> None:
         """Name the unit and a remedy in errors about sharded parameters that are used where whole ones are needed."""
         owner = OwningUnit(self.label, remedy)
         for group in self.groups:

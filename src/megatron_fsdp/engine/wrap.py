@@ -302,19 +302,19 @@ def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: 
     if not all(spec.is_module for spec in plan.units):
         units.append(plan.source)  # made-up names do not identify their parameters
     params = [
-        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_place(p)}"
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_device_note(p)}"
         for name, p in module.named_parameters()
         if not sharding.is_expert(name, p)
     ]
     buffers = [
-        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}"
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_device_note(buffer)}"
         for name, buffer in module.named_buffers()
         if not sharding.is_expert(name, buffer)
     ]
     return [*chosen, *params, *buffers, *units]
 
 
-def _place(tensor: torch.Tensor) -> str:
+def _device_note(tensor: torch.Tensor) -> str:
     return " on the meta device" if tensor.is_meta else ""
 
 
@@ -402,7 +402,7 @@ def build_units(
         unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
         unit.show_sharded()
         if index:  # the root is whole wherever a forward can read its weights
-            unit.say_who_owns(plan.remedy(spec))
+            unit.set_error_owner(plan.remedy(spec))
         units.append(unit)
     if blueprint is not None:
         _initialise(module, blueprint, units, sharding)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_fsdp.dtensor.chunks import leave_to_others
+from megatron_fsdp.dtensor.chunks import exclude_from_save
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -68,15 +68,15 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Te
         return {_BUFFER: torch.full_like(param.detach(), _blank_momentum(group))} if group["momentum"] else {}
     alias = param.detach()
     alias.grad = param.detach()  # its values are not read
-    stand_in: Any = object.__new__(type(optimizer))
-    stand_in.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
-    num_lists = len(inspect.signature(stand_in._init_group).parameters) - 1
-    stand_in._init_group({**group, "params": [alias]}, *([] for _ in range(num_lists)))
-    made: dict[str, Any] = stand_in.state[alias]
+    probe: Any = object.__new__(type(optimizer))
+    probe.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
+    num_lists = len(inspect.signature(probe._init_group).parameters) - 1
+    probe._init_group({**group, "params": [alias]}, *([] for _ in range(num_lists)))
+    made: dict[str, Any] = probe.state[alias]
     if isinstance(param, DTensor) and param.numel() and not param._local_tensor.numel():
         for value in made.values():
             if not isinstance(value, DTensor):
-                leave_to_others(value)  # ranks that hold elements save the step count
+                exclude_from_save(value)  # ranks that hold elements save the step count
     return made
 
 
@@ -191,7 +191,7 @@ class _StepHooks:
         elif syncs:
             _sync(_alive(self._model))
         if args and args[0] is optimizer:
-            args = (self._local.stand_in(optimizer), *args[1:])
+            args = (self._local.view_of(optimizer), *args[1:])
         return args, kwargs
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:

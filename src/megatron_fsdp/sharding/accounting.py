@@ -394,7 +394,7 @@ def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:
 
 # Costs of the outer axis of hybrid sharding, once per optimizer step; derivations in ``docs/memory.md``.
 
-UNITS_CROSSING = 2
+OUTER_REDUCTIONS = 2
 """Units whose gradients are in reduction over the outer axis at a time."""
 
 
@@ -443,7 +443,7 @@ def pending_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, 
             held = part_numel(group, strategy) * group.main_grads.itemsize
             by_unit[group.unit] = by_unit.get(group.unit, 0) + held
     sizes = sorted(by_unit.values(), reverse=True)
-    return sum(sizes if deferred else sizes[: UNITS_CROSSING + 1])
+    return sum(sizes if deferred else sizes[: OUTER_REDUCTIONS + 1])
 
 
 def part_numel(group: GroupFootprint, strategy: ShardingStrategy) -> int:

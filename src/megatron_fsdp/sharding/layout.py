@@ -70,7 +70,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PackedItems:
     """The result in elements: one offset and one granule per item, in the order of the items, and the shard length."""
 
     offsets: tuple[int, ...]
@@ -109,7 +109,7 @@ class _Solution:
 
 def plan_placement(
     items: Sequence[Item], num_shards: int, alignment_numel: int, max_waste: float, numel_multiple: int = 1
-) -> Placement:
+) -> PackedItems:
     """Place items into equal shards; the comment above has the idea, `plan_layout` the contract.
 
     Args:
@@ -131,7 +131,7 @@ def plan_placement(
         most_numel = payload_numel + int(max_waste * payload_numel)
         limit = max(solution.shard_length, most_numel // (num_shards * alignment_numel))
         solution, lowered = _take_rows_back(spans, lowered, shards, limit, solution)
-    return Placement(
+    return PackedItems(
         offsets=tuple(solution.starts.get(index, 0) * alignment_numel for index in range(len(items))),
         granules=tuple(1 if index in lowered else item.granule_numel for index, item in enumerate(items)),
         shard_numel=solution.shard_length * alignment_numel,
