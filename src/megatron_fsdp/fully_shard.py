@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.config.arguments import FUNCTION_DEFAULTS, explains_arguments, refuse_unsupported
+from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
@@ -308,7 +308,7 @@ def fully_shard_model(
         report_nan_in_param_grad=report_nan_in_param_grad or None,
         keep_fp8_transpose_cache=keep_fp8_transpose_cache or None,
     )
-    refuse_unsupported({"keep_fp8_transpose_cache": current.keep_fp8_transpose_cache}, FUNCTION_DEFAULTS)
+    refuse_unsupported({"keep_fp8_transpose_cache": current.keep_fp8_transpose_cache})
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
         outer_dp_sharding_strategy=resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy").name,
@@ -545,7 +545,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     resolve_strategy(arguments["zero_dp_strategy"])
     resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
     _check_hybrid(arguments["dp_outer_dim"], arguments["hybrid_fsdp_group"])
-    refuse_unsupported(arguments, FUNCTION_DEFAULTS)
+    refuse_unsupported(arguments)
     check_policy(arguments["mixed_precision_policy"])
     if not isinstance(arguments["device_mesh"], DeviceMesh | None):
         raise TypeError(f"device_mesh={arguments['device_mesh']!r} is not a DeviceMesh or None; pass one")

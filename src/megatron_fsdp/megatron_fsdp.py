@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
-from megatron_fsdp.config.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
+from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options
 from megatron_fsdp.config.hang_log import checked_timeout
@@ -31,7 +31,6 @@ from megatron_fsdp.debug.watch import check_lifetimes, watch
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.engine import ReplacedParameters
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
@@ -145,7 +144,7 @@ class MegatronFSDP(nn.Module):
         find_unused_parameters: bool = False,
     ) -> None:
         given = dict(locals())
-        refuse_unsupported(given, CLASS_DEFAULTS)
+        refuse_unsupported(given)
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
@@ -201,15 +200,8 @@ class MegatronFSDP(nn.Module):
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
-        delayed = delay_all(module) if options.delays_weight_gradients else None
-        try:
-            self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
-        except BaseException:
-            if delayed is not None:
-                undelay_weight_gradients(module)
-            raise
+        self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine
-        self._engine.delayed = delayed
         watch(self._engine, options.verify_ranks_s)
         self._engine.replaced = replaced
         if config.megatron_fsdp_use_decoupled_grad:
@@ -624,19 +616,6 @@ class MegatronFSDP(nn.Module):
     def post_backward(self, module: nn.Module, *_unused: Any) -> None:
         """Reduce the gradients of a module's units that have arrived, without waiting for the others."""
         self._engine.reduce_units_of(module.parameters())
-
-    def backward_dw(self) -> None:
-        """Compute delayed weight gradients now, in place of at the end of backward.
-
-        Raises:
-            ConfigurationError: `delay_wgrad_compute` is off, so there are none.
-        """
-        if self._engine.delayed is None:
-            raise ConfigurationError(
-                "backward_dw was called with delay_wgrad_compute=False, where no weight gradient is delayed; set it "
-                "in the configuration"
-            )
-        self._engine.delayed.run()
 
     def broadcast_params(self) -> None:
         """Broadcast the weights of the first rank, where ranks hold whole copies of main weights (strategy 0).
