@@ -33,10 +33,6 @@ _SHOWN = 8
 def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
     """Return the values of all ranks, in rank order; one small collective over gloo, where torch's own takes two.
 
-    Args:
-        value: This rank's value; can be pickled.
-        group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
-
     Raises:
         CheckpointError: A group was given, and torch.distributed has been taken down.
     """
@@ -119,11 +115,6 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
 def agree_over(groups: Sequence[dist.ProcessGroup | None], error: Exception | None, facts: Sequence[str] = ()) -> None:
     """Compare over several groups one after another, so that an error of one rank stops the ranks of all of them.
 
-    Args:
-        groups: Data-parallel ranks first; facts are compared there only.
-        error: What this rank found wrong.
-        facts: As for `agree`.
-
     Raises:
         ConfigurationError: On every rank, with the same message, where ranks differ.
     """
@@ -180,12 +171,7 @@ def raise_together(
 
 
 def in_short(error: BaseException, doing: str) -> CheckpointError:
-    """Return torch's report on what ranks met without its tracebacks, which differ from machine to machine.
-
-    Args:
-        error: A `CheckpointException` of torch.distributed.checkpoint, with the failures of each rank.
-        doing: What was being done, for the message.
-    """
+    """Return torch's report on what ranks met without its tracebacks, which differ from machine to machine."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     failed = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(failures.items())]
     made = CheckpointError(f"{doing} failed ({'; '.join(failed) or type(error).__name__})")
@@ -228,11 +214,7 @@ def together(
 
 
 def by_value(values: Sequence[str]) -> str:
-    """List the values of the ranks, each value once: "True on rank 0, False on ranks 1, 2".
-
-    Args:
-        values: Value of each rank, in rank order.
-    """
+    """List the values of the ranks, each value once: "True on rank 0, False on ranks 1, 2"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -264,11 +246,6 @@ def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | 
 
 def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.ProcessGroup | None = None) -> Result:
     """Call a function on rank 0 and return its result on all ranks; one broadcast.
-
-    Args:
-        decide: Called on rank 0 only; what it returns is pickled.
-        doing: What is being done, for the message.
-        group: The ranks; None: all, or this process alone.
 
     Raises:
         CheckpointError: Rank 0 has met an error; the same on every rank.

@@ -25,23 +25,14 @@ class OwnGroups:
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
-        """Make a group for each axis of more than one rank.
-
-        Args:
-            axes: All ranks give axes of the same kinds in the same order.
-        """
+        """Make a group for each axis of more than one rank."""
         groups: list[dist.ProcessGroup] = []
         go_with(self, groups)  # before the first group: a later one may fail
         self.axes = tuple(_over_own_group(axis, groups) for axis in axes)
 
 
 def go_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
-    """Destroy groups when their owner is deleted, on this rank alone.
-
-    Args:
-        owner: The object that uses them.
-        groups: The groups; more may be added later.
-    """
+    """Destroy groups when their owner is deleted, on this rank alone."""
     # Not at exit, when torch has its own order of taking groups down.
     weakref.finalize(owner, _destroy, groups).atexit = False
 

@@ -75,13 +75,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of a sentence that suggests a name for one that does not exist.
-
-    Args:
-        given: The name.
-        known: The names that exist.
-        otherwise: The end of the sentence where no name is similar; empty: the list of all names, called fields.
-    """
+    """Return the end of a sentence that suggests a name for one that does not exist."""
     names = list(known)
     nearest = difflib.get_close_matches(str(given), names, n=1)
     return f"did you mean {nearest[0]!r}?" if nearest else otherwise or f"the fields are {', '.join(names)}."

@@ -150,12 +150,6 @@ def resolve_engine_options(
 ) -> EngineOptions:
     """Resolve the arguments and the configuration of `MegatronFSDP` together.
 
-    Args:
-        given: The arguments of `MegatronFSDP` by name.
-        config: Its configuration.
-        policy: The dtypes to use, which take precedence over those of the configuration.
-        verify_ranks_s: Seconds to wait for each rank that is compared with; 0.0: do not compare.
-
     Raises:
         ConfigurationError: A value is not possible, two options contradict each other, or one cannot take effect.
         TypeError: `fine_grained_recurse_module_types` does not hold classes of modules.
@@ -184,10 +178,6 @@ def resolve_engine_options(
 
 def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataParallelConfig) -> MemoryOptions:
     """Check the options of `MegatronFSDP` and of its configuration together.
-
-    Args:
-        given: The arguments of `MegatronFSDP` by name; those that do not concern memory are not looked at.
-        config: Its configuration.
 
     Raises:
         ConfigurationError: A value is not possible, two options contradict each other, or one cannot take effect.

@@ -57,13 +57,7 @@ class _Arrivals:
 
 
 class BucketScheduler(Scheduler):
-    """The scheduler for buckets in place of modules.
-
-    Args:
-        config: As for `Scheduler`; compute weights are whole on every rank (`shares_slots` False).
-        counts: Parameters of each unit.
-        gather_mode: When weights are gathered.
-    """
+    """The scheduler for buckets in place of modules."""
 
     def __init__(self, config: ScheduleConfig, counts: Sequence[int], gather_mode: GatherMode) -> None:
         super().__init__(config)

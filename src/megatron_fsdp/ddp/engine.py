@@ -20,10 +20,6 @@ class BucketEngine(Engine):
     While the model runs, the modules hold a bucket's full parameters from the moment they are up to date until the
     forward ends, and again during the whole backward. Before that they hold sharded parameters, in the dtype of the
     full ones, so that code that reads a weight too early fails instead of computing with stale values.
-
-    Args:
-        parts: As for `Engine`; units are the root, then the buckets in forward order.
-        gather_mode: When changed weights are gathered.
     """
 
     scheduler: BucketScheduler

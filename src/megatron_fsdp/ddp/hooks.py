@@ -25,12 +25,7 @@ _ADVICE = (
 
 
 def register_bucket_hooks(engine: BucketEngine, model: nn.Module) -> list[RemovableHandle]:
-    """Register all hooks of one model.
-
-    Args:
-        engine: The engine that they report to; held weakly.
-        model: The model, with the engine's parameters in it.
-    """
+    """Register all hooks of one model."""
     # Each hook is prepended, and readers have to run after the engine's pre-forward hook.
     readers = Readers(engine, model).register() if engine.waits_for_readers else []
     return [*readers, *register_hooks(engine, {ROOT: model})]
@@ -40,10 +35,6 @@ class Readers:
     """The buckets that each module reads: recorded in the first forward with gradients, which gathers everything first.
 
     Forwards without gradients gather everything, too: evaluation may read weights of modules that it does not call.
-
-    Args:
-        engine: The engine that they report to; held weakly.
-        model: The model.
     """
 
     def __init__(self, engine: BucketEngine, model: nn.Module) -> None:

@@ -21,11 +21,6 @@ def cut_into_instances(
 
     Neighbouring ranks form an instance: of 8 ranks in 2 instances, the first four shard one optimizer.
 
-    Args:
-        index: Without an outer dimension.
-        instances: How many instances, 2 or more; the same on every rank.
-        outer_strategy: Whether optimizers are sharded over the instances, too.
-
     Raises:
         ConfigurationError: The dimension is a flattened one, or the instances do not divide its ranks.
     """

@@ -45,9 +45,6 @@ class Delays:
 def resolve_delays(environment: Mapping[str, str] = os.environ) -> Delays | None:
     """Read `MFSDP_DELAYS=seed:seconds`; return None for no delays.
 
-    Args:
-        environment: Environment variables.
-
     Raises:
         ConfigurationError: It is not a whole number and a positive number of seconds.
     """
@@ -89,10 +86,6 @@ class _Watched(Protocol):
 
 class DelayObserver(Observer):
     """An observer that sleeps for random times.
-
-    Args:
-        delays: Distribution of the delays.
-        device: Where the model computes.
 
     Attributes:
         count: Number of delays so far.

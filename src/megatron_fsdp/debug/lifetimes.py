@@ -96,13 +96,6 @@ AT_REST: dict[Memory, State] = {
 def next_state(memory: Memory, state: State, event: Event, unit: str, where: str = "") -> State:
     """Return the state after an event.
 
-    Args:
-        memory: The kind of memory.
-        state: The state before.
-        event: What is done.
-        unit: The unit that does it, for the message.
-        where: Which memory, and what is known of it, for the message.
-
     Raises:
         LifetimeError: It may not be done in this state.
     """
@@ -160,11 +153,7 @@ class _Lent:
 
 
 class LifetimeChecker(Observer):
-    """An observer that checks and poisons the memory of one model.
-
-    Args:
-        units: All units, root first; nothing of them is gathered or lent.
-    """
+    """An observer that checks and poisons the memory of one model."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._weights = [

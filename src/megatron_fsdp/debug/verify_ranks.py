@@ -180,13 +180,7 @@ def _value(verify_ranks: bool | float | str | None, environment: Mapping[str, st
 
 
 class RankVerifier:
-    """Compares announcements over the ranks of one model. Collective to make.
-
-    Args:
-        group: The ranks.
-        labels: Name of each unit.
-        timeout_s: How long to wait for a rank.
-    """
+    """Compares announcements over the ranks of one model. Collective to make."""
 
     def __init__(self, group: dist.ProcessGroup, labels: Sequence[str], timeout_s: float) -> None:
         self._rows = RowExchange(group, timeout_s)

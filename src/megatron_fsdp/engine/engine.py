@@ -96,11 +96,7 @@ def _take_gradient(
 
 
 class Engine:
-    """Runs forward, backward and gradient sync of one sharded model.
-
-    Args:
-        parts: The parts that it is built from.
-    """
+    """Runs forward, backward and gradient sync of one sharded model."""
 
     takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
@@ -759,13 +755,7 @@ class StateDictAliases:
 
 
 def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device: torch.device) -> None:
-    """Make every rank hold deferred sums for the same groups, so that all reduce the same later. Collective.
-
-    Args:
-        groups: Trainable groups that share a domain, in an order that all ranks share.
-        domain: Their ranks.
-        device: Where the flags travel.
-    """
+    """Make every rank hold deferred sums for the same groups, so that all reduce the same later. Collective."""
     gradients = [group.gradients for group in groups if group.gradients is not None]
     if domain.group is None or not gradients:
         return
@@ -784,12 +774,7 @@ class UnreducedGradients:
         self._warned = False
 
     def check(self, optimizer: torch.optim.Optimizer, positions: Mapping[int, tuple[ParameterGroup, int]]) -> None:
-        """Warn when an unconnected optimizer steps before gradients are reduced.
-
-        Args:
-            optimizer: The optimizer.
-            positions: Group and index of each sharded parameter by id.
-        """
+        """Warn when an unconnected optimizer steps before gradients are reduced."""
         if self._warned:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -805,11 +790,7 @@ class UnreducedGradients:
 
 
 class ReplacedParameters:
-    """The original parameters that sharding took out of a model; they get no gradient any more.
-
-    Args:
-        module: The model, before it is sharded.
-    """
+    """The original parameters that sharding took out of a model; they get no gradient any more."""
 
     def __init__(self, module: nn.Module) -> None:
         self._by_id = {id(param): (weakref.ref(param), name) for name, param in module.named_parameters()}
@@ -843,10 +824,6 @@ class ReplacedParameters:
 
 def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
     """Refuse an optimizer that keeps parameters outside of its groups, where sharding cannot replace them.
-
-    Args:
-        optimizer: To check.
-        known: Name of each parameter that is going to be replaced, by id.
 
     Raises:
         ConfigurationError: It does.
@@ -1040,10 +1017,6 @@ class StructureCheck:
     """Finds trainable parameters that joined the model after sharding: each rank would train its own.
 
     Modules around known ones (wrappers) and modules without trainable parameters may come and go.
-
-    Args:
-        module: The sharded model, with its hooks.
-        units: Its units.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:

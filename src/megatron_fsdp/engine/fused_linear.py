@@ -164,10 +164,6 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
     that are frozen, cut by tensor parallelism, shared with another module, or whose gradients travel in another dtype
     than they are computed in.
 
-    Args:
-        engine: Its engine; held weakly.
-        module: The sharded model.
-
     Returns:
         How many linears were changed. Where there is none, the caller is warned.
     """

@@ -64,11 +64,7 @@ class NamedRanks:
         return values
 
     def ranks_by_name(self, flags: Sequence[Sequence[bool]]) -> dict[str, list[int]]:
-        """Return the global ranks, ascending, that flagged each parameter; unflagged ones are left out.
-
-        Args:
-            flags: By rank and position, as `gather` gives them.
-        """
+        """Return the global ranks, ascending, that flagged each parameter; unflagged ones are left out."""
         found: dict[str, set[int]] = {}
         for (rank, names), of_rank in zip(self.everyone, flags, strict=True):
             for name, flag in zip(names, of_rank, strict=False):  # flags of fewer names are padded
@@ -196,14 +192,7 @@ class LargeGradientCheck:
 
 
 class FiniteCheck:
-    """Collects one flag per parameter during backward; the ranks compare them when it ends.
-
-    Args:
-        names: Every trainable parameter of this rank; expert-parallel ranks may have others, and another number.
-        groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
-        device: Device of the flags.
-        labels: The unit or bucket of each parameter, for messages.
-    """
+    """Collects one flag per parameter during backward; the ranks compare them when it ends."""
 
     def __init__(
         self,

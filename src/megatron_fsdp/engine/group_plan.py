@@ -118,11 +118,7 @@ class GroupPlan:
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
 
     def footprint(self, unit: int) -> GroupFootprint:
-        """Return the input of the formulas of `megatron_fsdp.sharding.accounting`.
-
-        Args:
-            unit: Index of its unit.
-        """
+        """Return the input of the formulas of `megatron_fsdp.sharding.accounting`."""
         has_outer = len(self.axes) > 1
         return GroupFootprint(
             unit=unit,

@@ -30,10 +30,6 @@ _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[RemovableHandle]:
     """Register all hooks of one model.
 
-    Args:
-        engine: The engine that they report to; held weakly.
-        modules: The module of each unit.
-
     Returns:
         The handles, to remove the hooks again.
     """
@@ -210,10 +206,6 @@ class AuxiliaryOutputs:
 
     Attributes and buffers of the unit's modules are searched, and one level into lists, tuples and dicts. Elsewhere (a
     global list, an object of another class) nothing is found, and autograd refuses the overwritten weights.
-
-    Args:
-        module: The unit's module.
-        others: Ids of the modules of other units, which are searched by themselves.
     """
 
     def __init__(self, module: nn.Module, others: Collection[int]) -> None:
@@ -315,13 +307,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def surround(module: nn.Module, before: Callable[..., None], after: Callable[..., Any]) -> None:
-    """Call hooks around a module that was compiled in place.
-
-    Args:
-        module: The module; its compiled call is replaced.
-        before: A forward pre-hook.
-        after: A forward hook; called after an exception too, with None.
-    """
+    """Call hooks around a module that was compiled in place."""
     compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
     before, after = uncompiled(before), uncompiled(after)
 
@@ -339,9 +325,6 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
     """Replace the `OptimizedModule` of `torch.compile(module)` by the module in it, compiled in place.
-
-    Args:
-        module: A model; wrappers inside it are replaced, too.
 
     Returns:
         The model, or the module in its wrapper.

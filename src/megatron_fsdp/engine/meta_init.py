@@ -277,10 +277,6 @@ def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
     Where ranks were seeded alike nothing is changed and generators go on from where the block leaves them; else the
     ranks use the first one's state for the block, are warned, and get their own back afterwards. After an exception
     every rank gets its own back.
-
-    Args:
-        groups: Process groups that this rank belongs to, one after another, such as those of the mesh axes.
-        device: Where tensors are drawn, and where states travel.
     """
     own = random_state(device)
     differ = [_follow_first(group, device) for group in groups]
@@ -341,12 +337,6 @@ class _Replay:
 
 def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], device: torch.device) -> None:
     """Initialise everything that was on the meta device; nothing is communicated.
-
-    Args:
-        root: The model, with sharded parameters in their places already.
-        blueprint: The model as it was before.
-        units: Root first.
-        device: Device of the shards, where full tensors are drawn, too.
 
     Raises:
         ConfigurationError: A method left something without a value, or wrote where it must not.
@@ -429,14 +419,7 @@ class _Walk:
     # ---- as constructors do -------------------------------------------------------------------------------------
 
     def _construct(self, module: nn.Module, scope: _Scope, held: bool, model: ModelMethod | None) -> None:
-        """Draw what the constructors of `module` and of all below it draw.
-
-        Args:
-            module: Where to begin.
-            scope: Where full tensors are kept.
-            held: Whether a module around this one still needs to see its tensors.
-            model: The method of the nearest model around this module.
-        """
+        """Draw what the constructors of `module` and of all below it draw."""
         if not self._enters("construct", module):
             return
         resets, own = reset_methods(module), model_method(module)

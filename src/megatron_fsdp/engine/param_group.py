@@ -265,11 +265,7 @@ class ParameterGroup:
                 self._watch(self.sharded[index], index)
 
     def begin_training(self, plan: GroupPlan) -> None:
-        """Allocate what a frozen group needs to be trained; its weights stay where they are.
-
-        Args:
-            plan: The group's own but for dtypes and reduction.
-        """
+        """Allocate what a frozen group needs to be trained; its weights stay where they are."""
         self.plan = plan
         if self.weights.make_main(plan.precision):
             pieces = self.weights.main.pieces()

@@ -417,11 +417,7 @@ class Scheduler:
         self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
-        """Change which parameters take gradients.
-
-        Args:
-            units: For each unit whether each of its parameters does, group after group.
-        """
+        """Change which parameters take gradients."""
         self.config = replace(self.config, trainable=tuple(map(any, units)))
 
     # ---- questions ----------------------------------------------------------------------------------------------

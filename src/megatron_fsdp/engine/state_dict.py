@@ -39,10 +39,6 @@ class _CopiesNothing(TorchFunctionMode):
 def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
     """Run a load without copying, to find its problems; no communication.
 
-    Args:
-        module: The module that it loads into.
-        load: Loads by torch's own means; it may be called again afterwards.
-
     Returns:
         All of torch's complaints; None where nothing is wrong.
     """
@@ -64,10 +60,6 @@ def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
 
 def other_shards(value: object, frame: ShardFrame) -> str | None:
     """Describe the problem of a shard that is cut otherwise than it should be; no communication.
-
-    Args:
-        value: Any value of a state dict.
-        frame: How it should be cut.
 
     Returns:
         One sentence, with this rank in it; None for what fits, is whole, or is no shard of ours.
@@ -97,10 +89,6 @@ def are_from_file(values: Iterable[object]) -> bool:
 
 def raise_everywhere(problem: str | None, groups: Sequence[dist.ProcessGroup | None]) -> None:
     """Raise on all ranks what any of them has found; one small collective for each group.
-
-    Args:
-        problem: What is wrong here.
-        groups: Together they reach every rank; None for a single rank.
 
     Raises:
         CheckpointError: A rank has a problem; that of the first which has one.

@@ -87,11 +87,6 @@ def local_part(param: torch.Tensor) -> torch.Tensor:
 def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
     """Describe how tensor parallelism cut a parameter.
 
-    Args:
-        name: For messages.
-        param: As the modules hold it before sharding.
-        mesh: The tensor-parallel mesh, one-dimensional; None where there is none.
-
     Returns:
         None for a plain tensor without tensor-parallel ranks.
 

@@ -158,9 +158,6 @@ class Unit:
 
         Autograd then refuses to use what it saved of them: a backward that reaches the unit without an announcement
         raises "modified by an inplace operation" where it would compute with the weights of another unit.
-
-        Args:
-            loses_memory: Their memory is freed, too, so that the full parameters have none until the next unshard.
         """
         self._mark(1)
         if not loses_memory:

@@ -147,15 +147,6 @@ def assemble(
 ) -> Assembly:
     """Shard a model in place.
 
-    Args:
-        module: The model.
-        grouping: The rule for the units.
-        options: The options of the engine.
-        index: Mesh and process groups.
-        device: Device of the shards.
-        mode: When gradients are reduced; shared with the caller.
-        backward_finished: Called at the end of each backward.
-
     Raises:
         ConfigurationError: The model cannot be sharded as it is.
     """
@@ -331,23 +322,14 @@ Frames = tuple[ShardFrame, ...]
 
 
 class GroupPlanner:
-    """Plans parameter groups; equal ones, as repeated blocks have, only once.
-
-    Args:
-        sharding: Ranks and options.
-    """
+    """Plans parameter groups; equal ones, as repeated blocks have, only once."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
         self._known: dict[object, tuple[GroupPlan, Frames]] = {}
 
     def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
-        """Return the plan of one group, and for each parameter the elements that every rank holds.
-
-        Args:
-            spec: The group.
-            originals: Its parameters as the modules hold them; only their metadata is read.
-        """
+        """Return the plan of one group, and for each parameter the elements that every rank holds."""
         parts = self._sharding.parts_of(spec, originals)
         alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters), parts)
         known = self._known.get(alike)
@@ -368,13 +350,6 @@ def build_units(
     leaves_empty: bool = False,
 ) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
-
-    Args:
-        module: The model; afterwards its parameters are the sharded ones.
-        plan: Its units.
-        sharding: Ranks and options.
-        bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
-        leaves_empty: Allocate parameters on the meta device without values, and leave buffers there.
 
     Returns:
         The units, root first.
@@ -473,10 +448,6 @@ def check_not_wrapped(module: object) -> None:
 def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
     """Refuse models that cannot be sharded; no communication.
 
-    Args:
-        module: The model.
-        init_meta: As in `EngineOptions`.
-
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
     """
@@ -535,10 +506,6 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
     initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
     Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
-
-    Args:
-        module: The model with its full parameters and buffers; those without values are left out.
-        sharding: Says which ranks share which parameters.
 
     Returns:
         Names of parameters and buffers that differed, in model order.
@@ -618,11 +585,7 @@ def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
 
 
 def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
-    """Warn where no gradient travels in 16 bits: the sum is taken in float32 or wider either way.
-
-    Args:
-        trainable: The dtypes of every trainable parameter group.
-    """
+    """Warn where no gradient travels in 16 bits: the sum is taken in float32 or wider either way."""
     travelling = sorted({str(precision.grad_comm) for precision in trainable if precision.grad_comm.itemsize > 2})
     if travelling and all(precision.grad_comm.itemsize > 2 for precision in trainable):
         warn_caller(

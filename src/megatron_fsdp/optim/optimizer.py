@@ -45,10 +45,6 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     The optimizer is not changed: state that is loaded into these tensors becomes the optimizer's when `load_state_dict`
     is given them.
 
-    Args:
-        optimizer: An optimizer of sharded parameters.
-        state_dict: As torch made it.
-
     Returns:
         A state dict with state in the order of the parameters, the same on every rank; tensors cut as parameters.
     """
@@ -364,12 +360,7 @@ def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
 
 
 class SeveralModels:
-    """Several models that one optimizer updates, as one `ShardedModel`: calls about a parameter go to its own model.
-
-    Args:
-        models: Held weakly; in an order that all ranks share.
-        owner: Returns the model of a sharded parameter.
-    """
+    """Several models that one optimizer updates, as one `ShardedModel`: calls about a parameter go to its own model."""
 
     def __init__(self, models: Sequence[ShardedModel], owner: Callable[[torch.Tensor], ShardedModel]) -> None:
         self._references = [weakref.ref(model) for model in models]
@@ -446,10 +437,6 @@ class SeveralModels:
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
     """Refuse an optimizer that would update something else than the sharded parameters.
-
-    Args:
-        optimizer: To check.
-        known: Name of each sharded parameter of the model by id.
 
     Raises:
         ConfigurationError: A parameter of the optimizer is none of the model's.

@@ -215,11 +215,6 @@ def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingS
 
     There is one block for each bucket but the one that fills, as large as its bucket. Units take turns, from the last
     to the root. Nothing is exchanged under ``no_shard`` or on one rank.
-
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
     """
     exchanged = {group.unit for group in groups if _is_exchanged(group, strategy)}
     sizes = _bucket_bytes(groups)
@@ -231,10 +226,6 @@ def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) 
 
     A local sum of 16-bit gradients is a new float32 tensor; wider ones are summed where they were received. With the
     native reduce-scatter of other back ends the output of each reduction in flight takes its place.
-
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
     """
     narrow = [group for group in groups if _is_exchanged(group, strategy) and group.grad_comm.itemsize < _SUM_ITEMSIZE]
     sums = [group.shard_numel * _SUM_ITEMSIZE for group in narrow]
@@ -405,10 +396,6 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
     gradient sync: by an all-reduce, or by a reduce-scatter where main weights are sharded over the outer ranks. In that
     case the new weights are all-gathered over the outer axis, once per optimizer step.
 
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-
     Returns:
         Counts and bytes per rank; zeros without an outer axis.
     """
@@ -427,11 +414,6 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
 
 def pending_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, deferred: bool = False) -> int:
     """Bound the gradient sums that wait for the reduction over the outer axis, or are in it.
-
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-        deferred: Whether the outer reduction is deferred over microbatches: then every group keeps its sum.
 
     Returns:
         Bytes per rank, in the main gradient's dtype: those of all units if deferred, else of the units in reduction at

@@ -120,12 +120,7 @@ class ExpertPlan:
 
 
 def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPlan:
-    """Identify the experts of all ranks.
-
-    Args:
-        everyone: Names and global shapes of the experts' parameters on each expert-parallel rank.
-        rank: This rank.
-    """
+    """Identify the experts of all ranks."""
     offsets: dict[str, int] = {}
     held: dict[str, tuple[int, ...]] = {}
     indices: dict[str, tuple[int, ...]] = {}

@@ -110,15 +110,7 @@ class _Solution:
 def plan_placement(
     items: Sequence[Item], num_shards: int, alignment_numel: int, max_waste: float, numel_multiple: int = 1
 ) -> PackedItems:
-    """Place items into equal shards; the comment above has the idea, `plan_layout` the contract.
-
-    Args:
-        items: The tensors.
-        num_shards: Number of shards, at least 1.
-        alignment_numel: Every offset and the shard length are multiples of this many elements.
-        max_waste: Padding divided by payload that whole rows may cost.
-        numel_multiple: `num_shards` times the shard length is a multiple of this many elements.
-    """
+    """Place items into equal shards; the comment above has the idea, `plan_layout` the contract."""
     spans = [_span(index, item, alignment_numel) for index, item in enumerate(items) if item.numel]
     # A tensor with a step of one unit has no rows to give up.
     lowered = {span.index for span in spans if items[span.index].may_be_lowered and span.step > 1}

@@ -316,11 +316,6 @@ def _names_expert_parallelism(name: str) -> bool:
 def _group_of(mesh: DeviceMesh, name: str, argument: str) -> dist.ProcessGroup:
     """Return the process group of one dimension.
 
-    Args:
-        mesh: The mesh.
-        name: A dimension of the mesh, or a flattened dimension of the mesh that it was cut from.
-        argument: The name of the argument that the dimension came from, for the error message.
-
     Returns:
         This rank's group.
 
@@ -399,11 +394,7 @@ def _position(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> torch.Tens
 
 
 def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
-    """Build the index from the arguments of `fully_shard_model`, with a mesh of all ranks where none is given.
-
-    Args:
-        arguments: Those of `fully_shard_model`, by name.
-    """
+    """Build the index from the arguments of `fully_shard_model`, with a mesh of all ranks where none is given."""
     if arguments["device_mesh"] is None:
         _refuse_without_mesh(arguments)
     tp_dim = arguments["tp_dim"]
@@ -472,21 +463,7 @@ def index_from_mesh(
     fsdp_group_ag: dist.ProcessGroup | None = None,
     expt_fsdp_group_ag: dist.ProcessGroup | None = None,
 ) -> FSDPDistributedIndex:
-    """Build an index; find the tensor-parallel dimension in the model where it is not named.
-
-    Args:
-        mesh: The mesh.
-        shard_dim: The dimension to shard over.
-        module: The model.
-        dp_outer_dim: As in `FSDPDistributedIndex`.
-        tp_dim: The tensor-parallel dimension; None: the one that the model's parameters are DTensors over.
-        hybrid_fsdp_group: As in `FSDPDistributedIndex`.
-        hybrid_fsdp_expt_group: As in `FSDPDistributedIndex`.
-        shards_outside: `hsdp_outer_dp_shard` of `FSDPDistributedIndex`.
-        expt_device_mesh: As in `FSDPDistributedIndex`.
-        fsdp_group_ag: As in `FSDPDistributedIndex`.
-        expt_fsdp_group_ag: As in `FSDPDistributedIndex`.
-    """
+    """Build an index; find the tensor-parallel dimension in the model where it is not named."""
     return FSDPDistributedIndex(
         mesh,
         shard_dim,
