@@ -444,8 +444,8 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     arguments = dict(locals())
     del arguments["optimizer"]
     from megatron_fsdp.comm.agreement import agree
-    from megatron_fsdp.engine.engine import check_keeps_no_copies
     from megatron_fsdp.engine.hooks import compiled_in_place
+    from megatron_fsdp.engine.model_checks import check_keeps_no_copies
     from megatron_fsdp.optim.optimizer import check_parameters, move_to_sharded
     from megatron_fsdp.sharding.mesh import index_of
 

@@ -31,7 +31,6 @@ from megatron_fsdp.debug.watch import check_lifetimes, watch
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import ReplacedParameters
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
@@ -45,6 +44,7 @@ from megatron_fsdp.engine.full_tensors import (
 )
 from megatron_fsdp.engine.gradients import GRAD, get_grad, set_grad
 from megatron_fsdp.engine.hooks import compiled_in_place
+from megatron_fsdp.engine.model_checks import ReplacedParameters
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.participation import calls_of, take_part
@@ -922,7 +922,7 @@ class MegatronFSDP(nn.Module):
         """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
         if self._engine.expert_names.is_trivial:
             return state_dict
-        return state_as_saved(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
+        return state_as_saved(optimizer, state_dict, self.sharded_names(), self._engine.expert_names)
 
     @property
     def has_other_experts_elsewhere(self) -> bool:
@@ -936,22 +936,18 @@ class MegatronFSDP(nn.Module):
         """
         if self._engine.expert_names.is_trivial:
             return None
-        return names_as_saved(optimizer, self._names_by_id(), self._engine.expert_names)
+        return names_as_saved(optimizer, self.sharded_names(), self._engine.expert_names)
 
     def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """Return this rank's part of a state dict of `optimizer_state_as_saved`, numbered as torch does here."""
         if self._engine.expert_names.is_trivial:
             return state_dict
-        return state_as_held(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
+        return state_as_held(optimizer, state_dict, self.sharded_names(), self._engine.expert_names)
 
     @property
     def state_dict_was_filled(self) -> bool:
         """Whether a state dict of this model has been written to since the last forward, as `dcp.load` does."""
         return self._engine.state_dict_aliases.is_written
-
-    def _names_by_id(self) -> dict[int, str]:
-        groups = self._engine.groups()
-        return {id(param): name for group in groups for name, param in zip(group.names, group.sharded, strict=True)}
 
     # ---- read-only views of a sharded model --------------------------------------------------------------------------
 
@@ -998,13 +994,11 @@ class MegatronFSDP(nn.Module):
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Gather all main weights, whole, by canonical name, on every rank. Collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
-            return full_parameters(self._engine)
+        return full_parameters(self._engine)
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Gather all gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
-            return full_gradients(self._engine)
+        return full_gradients(self._engine)
 
     def observe(self, observer: Observer) -> None:
         """Add an observer of every phase and collective of this model on this rank, until `stop_observing`."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.agreement import agree, agree_over
 from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view
 from megatron_fsdp.engine.engine import Engine
@@ -34,29 +34,16 @@ from megatron_fsdp.sharding.placement import Placement
 
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gather all main weights by canonical name; copies, in their main dtype, group after group. Collective.
-
-    Returns:
-        On every rank the same tensors. Peak memory: what is returned and one group.
-    """
-    result: dict[str, torch.Tensor] = {}
-    for group in engine.groups():
-        full = gather_buffer(group, group.weights.main)
-        for index, name in enumerate(group.names):
-            result[name] = _whole(group, full, index)
-    return result
+    """Gather all main weights by canonical name; copies, in their main dtype, the same on every rank. Collective."""
+    return {name: full.clone() for name, full in iter_parameters(engine, DEFAULT_BUCKET_BYTES)}
 
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
     """Gather the gradient of every trainable parameter by canonical name; None where it is None. Collective."""
-    result: dict[str, torch.Tensor | None] = {}
-    for group in engine.groups():
-        if group.gradients is None:
-            continue
-        full = gather_buffer(group, _gradient_buffer(group))
-        for index, (name, grad) in enumerate(zip(group.names, group.grads(), strict=True)):
-            result[name] = None if grad is None else _whole(group, full, index)
-    return result
+    trainable = (name for group in engine.groups() if group.gradients is not None for name in group.names)
+    found: dict[str, torch.Tensor | None] = dict.fromkeys(trainable)
+    found.update((name, full.clone()) for name, full in iter_gradients(engine, DEFAULT_BUCKET_BYTES))
+    return found
 
 
 def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
@@ -70,23 +57,6 @@ def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
                 work.wait()
             local = full
     return local
-
-
-def _whole(group: ParameterGroup, full: torch.Tensor, index: int) -> torch.Tensor:
-    """Copy tensor `index` of a gathered buffer, put together from the parts of tensor-parallel ranks."""
-    value = full_view(group.plan.layout, full, index).clone()
-    part = group.plan.parts[index]
-    return value if part is None else part.whole(value)
-
-
-def _gradient_buffer(group: ParameterGroup) -> FlatBuffer:
-    plan = group.plan
-    assert group.gradients is not None
-    buffer = FlatBuffer(plan.layout, group.weights.main.region, group.gradients.shown_dtype, plan.device)
-    for index, grad in enumerate(group.grads()):
-        if isinstance(grad, DTensor):
-            buffer.piece(index).copy_(grad.to_local())
-    return buffer
 
 
 _Copies = dict[int, list[list[nn.Parameter]]]
@@ -299,12 +269,14 @@ def _entries(
 
 def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
+    facts: dict[bool, list[str]] = {False: [], True: []}
+    for entry in entries:
+        is_expert = engine.experts is not None and entry.group.plan.spec.key.is_expert
+        facts[is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
     with engine.observers.during(Phase.AGREE, ROOT):
-        agree_over(
-            engine.reaching_all,
-            None,
-            [f"{' '.join(entry.label)} in {entry.piece.dtype}" for entry in entries],
-        )
+        agree_over(engine.reaching_all, None, facts[False])
+        if engine.experts is not None:  # expert-parallel ranks have experts of their own
+            agree(engine.experts.group, None, facts[True])
 
 
 def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:

@@ -76,15 +76,7 @@ class GroupPlan:
     @cached_property
     def inner_region(self) -> Region:
         """The elements of the compute weights that one inner rank has after the gather over the outer ranks."""
-        return self._over_inner_ranks(self.placements.main_weight)
-
-    @cached_property
-    def inner_gradient_region(self) -> Region:
-        """The elements of the gradients that the reduction over the inner ranks leaves on this one."""
-        return self._over_inner_ranks(self.placements.main_grad)
-
-    def _over_inner_ranks(self, placements: tuple[Placement, ...]) -> Region:
-        inner_only = [Placement.REPLICATE] * (len(self.axes) - 1) + [placements[-1]]
+        inner_only = [Placement.REPLICATE] * (len(self.axes) - 1) + [self.placements.main_weight[-1]]
         return held_region(self.layout.numel, inner_only, self.axes)
 
     @cached_property

@@ -45,6 +45,7 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
         if is_compiled_in_place(module):
             surround(module, before, after)
             continue
+        # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
         handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
     for inner in _outside_of_units(modules[ROOT], unit_modules):

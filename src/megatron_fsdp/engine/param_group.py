@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import Axis, address_of, addresses_of
+from megatron_fsdp.comm.axis import address_of, addresses_of
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -32,8 +32,7 @@ from megatron_fsdp.engine.gradients import (
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import Layout
-from megatron_fsdp.sharding.placement import Placement, Placements, held_region
+from megatron_fsdp.sharding.placement import held_region
 
 # The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
 #
@@ -52,28 +51,19 @@ class WeightBuffers:
         main: In the main dtype. Full under strategy 0, else this rank's part.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        axes: Sequence[Axis],
-        placements: Placements,
-        precision: ResolvedPrecision,
-        device: torch.device,
-    ) -> None:
-        self._axes = tuple(axes)
-        held = held_region(layout.numel, placements.compute_weight, axes)
-        self.compute = FlatBuffer(layout, held, precision.compute, device)
-        region = held_region(layout.numel, placements.main_weight, axes)
+    def __init__(self, plan: GroupPlan) -> None:
+        layout, precision = plan.layout, plan.precision
+        self._axes = plan.axes
+        held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
+        self.compute = FlatBuffer(layout, held, precision.compute, plan.device)
         self.main_is_compute = not precision.has_main_copy
         if not self.main_is_compute:
-            self.main = FlatBuffer(layout, region, precision.main_params, device)
-        elif region == self.compute.region:
+            self.main = FlatBuffer(layout, plan.main_region, precision.main_params, plan.device)
+        elif plan.main_region == self.compute.region:
             self.main = self.compute
         else:
-            self.main = FlatBuffer.slice_of(self.compute, region)
-        inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placements.main_weight[-1]]
-        self._inner_region = held_region(layout.numel, inner_only, axes)
-        self._sent = self.compute.part(self._inner_region)
+            self.main = FlatBuffer.slice_of(self.compute, plan.main_region)
+        self._sent = self.compute.part(plan.inner_region)
         self._seen_version = -1
 
     def make_main(self, precision: ResolvedPrecision) -> bool:
@@ -159,7 +149,7 @@ class ParameterGroup:
 
     def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter], frames: tuple[ShardFrame, ...]) -> None:
         self.plan = plan
-        self.weights = WeightBuffers(plan.layout, plan.axes, plan.placements, plan.precision, plan.device)
+        self.weights = WeightBuffers(plan)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained = list(self.trainable)
@@ -174,7 +164,7 @@ class ParameterGroup:
         self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
-        if not self.weights_in_slots:
+        if not plan.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = self._find_pointers()
         self._seen_versions = -1
@@ -290,16 +280,6 @@ class ParameterGroup:
         moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
     @property
-    def needs_all_gather(self) -> bool:
-        """Whether full weights are all-gathered from the inner ranks."""
-        return self.plan.needs_all_gather
-
-    @property
-    def weights_in_slots(self) -> bool:
-        """Whether full weights exist only while gathered."""
-        return self.plan.weights_in_slots
-
-    @property
     def exchanges_inner(self) -> bool:
         """Whether reducing over the inner ranks is an all-to-all and a local sum, which needs scratch."""
         return self.gradients is not None and self.gradients.reducer.exchanges_inner
@@ -325,16 +305,6 @@ class ParameterGroup:
         for param in self.sharded:
             param.grad = None
             set_grad(param, self.grad_attribute, None)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the full compute weights where they exist only while gathered, else 0."""
-        return self.plan.gathered_bytes
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
-        return self.plan.bucket_bytes
 
     def change_precision(self, precision: ResolvedPrecision) -> None:
         """Use another communication dtype from now on; the other dtypes must be the same."""
@@ -373,7 +343,7 @@ class ParameterGroup:
 
     def place(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
             for index in range(len(self.full)):
                 self._point(index, self.weights.full_view(full, index))
 

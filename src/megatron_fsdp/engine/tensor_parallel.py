@@ -61,14 +61,6 @@ class TensorParallelPart:
             local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
         )
 
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather the parameter over all tensor-parallel ranks. Collective."""
-        if not self.is_cut:
-            return local
-        return DTensor.from_local(
-            local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
-        ).full_tensor()
-
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient of this rank's part, and finish a sum over ranks that autograd has left open."""
         if not isinstance(grad, DTensor):

@@ -23,7 +23,7 @@ from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.domains import Sharding, make_domain
-from megatron_fsdp.engine.engine import Engine, EngineParts, StructureCheck
+from megatron_fsdp.engine.engine import Engine, EngineParts
 from megatron_fsdp.engine.expert_state import find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
@@ -38,6 +38,7 @@ from megatron_fsdp.engine.meta_init import (
     materialise,
     same_random_numbers,
 )
+from megatron_fsdp.engine.model_checks import StructureCheck
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
