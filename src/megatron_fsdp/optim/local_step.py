@@ -53,7 +53,7 @@ class LocalStep:
     def __init__(self) -> None:
         self._view: _LocalTensors | None = None  # of the running step
 
-    def view_of(self, optimizer: Optimizer) -> Optimizer:
+    def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object to step in place of a connected optimizer; call `release` after the step.
 
         Returns:

@@ -187,7 +187,7 @@ class _StepHooks:
         elif syncs:
             _sync(_alive(self._model))
         if args and args[0] is optimizer:
-            args = (self._local.view_of(optimizer), *args[1:])
+            args = (self._local.stand_in(optimizer), *args[1:])
         return args, kwargs
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
