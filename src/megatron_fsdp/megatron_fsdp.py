@@ -23,7 +23,7 @@ from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options
-from megatron_fsdp.config.hang_log import checked_timeout
+from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
@@ -1061,7 +1061,7 @@ class MegatronFSDP(nn.Module):
 
     def _log_if_asked(self) -> None:
         """Keep a log if the environment asks for one; ranks have agreed on that before."""
-        settings = self._assembly.hang_settings
+        settings = resolve_hang_log()
         if settings is not None:
             self.log_for_hangs(settings.folder, timeout_s=settings.timeout_s)
 

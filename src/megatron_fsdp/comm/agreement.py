@@ -194,9 +194,6 @@ def together(
         facts: What has to be the same on every rank, by name; all ranks give some, or none does. They are compared
             before errors are looked at, and only a digest of them is sent unless they differ.
 
-    Returns:
-        What `act` returned here.
-
     Raises:
         CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
         ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.

@@ -106,9 +106,6 @@ def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) ->
     policy's dtypes without loss, so everything about them keeps their own dtype. Gradients of float8 parameters that
     are told to follow take bfloat16, since sums in float8 would mean nothing.
 
-    Returns:
-        The dtypes to use.
-
     Raises:
         ConfigurationError: The parameters are float8 and ``main_params_dtype`` is None; an optimizer cannot update
             float8 values.
@@ -150,9 +147,6 @@ DTYPE_NAMES = {
 
 def dtype_from_name(name: str, argument: str = "dtype") -> torch.dtype:
     """Translate a name from a configuration file or a command line.
-
-    Returns:
-        The dtype.
 
     Raises:
         ConfigurationError: The name is not known.

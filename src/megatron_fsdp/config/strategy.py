@@ -30,9 +30,6 @@ class ShardingStrategy(enum.IntEnum):
 def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
     """Turn what a user typed into a strategy.
 
-    Returns:
-        The strategy.
-
     Raises:
         ConfigurationError: ``value`` is neither a known number nor a known name; booleans are not numbers here.
     """

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import real_values
@@ -32,7 +31,7 @@ from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, index_from_mesh, mesh_and_dim
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, mesh_and_dim, tensor_parallel_dim
 from megatron_fsdp.sharding.units import UnitPlan
 
 logger = logging.getLogger("megatron_fsdp")
@@ -71,10 +70,10 @@ class BucketGrouping:
         """Make the engine, without hooks."""
         return BucketEngine(parts, self.gather_mode)
 
-    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
         """Register the hooks that drive the engine."""
         assert isinstance(engine, BucketEngine)
-        return register_bucket_hooks(engine, modules[ROOT])
+        register_bucket_hooks(engine, modules[ROOT])
 
 
 class DistributedDataParallel(MegatronFSDP):
@@ -141,7 +140,10 @@ class DistributedDataParallel(MegatronFSDP):
     ) -> None:
         _check_types(config, module)
         mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
-        index = index_from_mesh(mesh, dim, module, tp_dim=tp_dim, expt_device_mesh=expt_device_mesh)
+        with real_values():
+            index = FSDPDistributedIndex(
+                mesh, dim, tp_dim=tp_dim or tensor_parallel_dim(module, mesh), expt_device_mesh=expt_device_mesh
+            )
         resolved = _resolve_together(config, module, index, disable_bucketing)
         if resolved.num_instances > 1:
             index = _cut_into_instances(index, resolved.num_instances, resolved.outer_strategy)

@@ -18,7 +18,7 @@ def watch(engine: Engine, verify_ranks_s: float) -> None:
         check_lifetimes(engine)
     delays = resolve_delays()
     if delays is not None:
-        engine.observers.add(DelayObserver(delays, engine.device))
+        engine.observers.add(DelayObserver(*delays, engine.device))
 
 
 def check_lifetimes(engine: Engine) -> None:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import agree, agree_over
 from megatron_fsdp.comm.axis import Traffic, real_values
@@ -269,10 +268,10 @@ class Engine:
         group.set_trainable(trainable, self._has_unattached)
         self.watch_gradients(unit.index, position)
 
-    def watch_gradients(self, index: int, position: int) -> list[RemovableHandle]:
+    def watch_gradients(self, index: int, position: int) -> None:
         """Register hooks on a group's full parameters that take gradients and have none yet."""
         group = self.units[index].groups[position]
-        grads, handles = group.gradients, []
+        grads = group.gradients
         for parameter, param in enumerate(group.full if grads is not None else ()):
             if not param.requires_grad or param._post_accumulate_grad_hooks:
                 continue
@@ -282,8 +281,7 @@ class Engine:
             )
             if group.plan.parts[parameter] is None and not self.takes_every_gradient:
                 hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
-            handles.append(param.register_post_accumulate_grad_hook(hook))
-        return handles
+            param.register_post_accumulate_grad_hook(hook)
 
     def inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
@@ -613,7 +611,7 @@ class Engine:
     def prefetch_weights(self, wait: bool) -> None:
         """Start to all-gather the units that there is room for, root first, ahead of the next forward."""
         for unit in self.units:
-            self.executor.run(self.scheduler.weights_wanted(unit.index))
+            self.executor.run(self.scheduler.prefetch_requested(unit.index))
             if wait:
                 unit.wait_for_unshard()
         if wait:
@@ -662,7 +660,7 @@ class Engine:
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """All-gather the units that own some parameters, sharded or full ones."""
-        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
+        event = self.scheduler.weights_requested if wait else self.scheduler.prefetch_requested
         for unit in self.units_of(params):
             self.executor.run(event(unit.index))
 
@@ -678,7 +676,7 @@ class Engine:
     def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
         """Reshard units that are not in use; they are gathered again when they are needed."""
         for unit in self.units_of(params):
-            self.executor.run(self.scheduler.weights_unwanted(unit.index))
+            self.executor.run(self.scheduler.release_requested(unit.index))
 
     def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
         """Reduce the units' gradients that have arrived; those that have not count as zero."""

@@ -157,15 +157,12 @@ class FusedLinear(nn.Linear):
         return nn.Linear.__new__, (nn.Linear,), state
 
 
-def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
+def fuse_weight_gradients(engine: Engine, module: nn.Module) -> None:
     """Make every plain `nn.Linear` of a sharded model write its weight gradient into the bucket.
 
     Left alone are subclasses of `nn.Linear`, linears with a forward of their own or a parametrized weight, and weights
     that are frozen, cut by tensor parallelism, shared with another module, or whose gradients travel in another dtype
     than they are computed in.
-
-    Returns:
-        How many linears were changed. Where there is none, the caller is warned.
     """
     places = _targets_by_weight(engine)
     users = _users_by_weight(module)
@@ -184,7 +181,6 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
             "own computes its gradient in the dtype that it travels in; set grad_comm_dtype to the dtype of the model, "
             "or leave the option out"
         )
-    return count
 
 
 def _targets_by_weight(engine: Engine) -> dict[int, _GradientTarget]:

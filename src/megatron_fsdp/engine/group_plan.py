@@ -18,7 +18,7 @@ from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, shard_count
-from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.sharding.units import ParameterGroupSpec
 
 
@@ -148,14 +148,10 @@ class GroupPlan:
                 shape=self.layout.shapes[index] if part is None else tuple(part.shape),
                 use=use,
                 coordinate=coordinate,
-                cut=_cut(self.layout, index),
+                cut=self.layout.cut(index),
                 tensor_cut=tensor_cut,
-                other_cuts=tuple(_cut(layout, index) for layout in layouts),
+                other_cuts=tuple(layout.cut(index) for layout in layouts),
             ),
             self.foreign_groups,
             self.reduction.adds_up,
         )
-
-
-def _cut(layout: Layout, index: int) -> BufferCut:
-    return BufferCut(layout.offsets[index], layout.shard_numel, layout.num_shards, layout.tensor_numel(index))

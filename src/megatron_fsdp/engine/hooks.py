@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
 from megatron_fsdp.engine.schedule import ROOT
@@ -27,14 +26,9 @@ _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """Types that cannot contain a tensor."""
 
 
-def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[RemovableHandle]:
-    """Register all hooks of one model.
-
-    Returns:
-        The handles, to remove the hooks again.
-    """
+def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> None:
+    """Register all hooks of one model."""
     reference = weakref.ref(engine)
-    handles: list[RemovableHandle] = []
     unit_modules = {id(module) for module in modules.values()}
     for index, module in modules.items():
         watch = None
@@ -46,15 +40,14 @@ def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[Rem
             surround(module, before, after)
             continue
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
-        handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
-        handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
+        module.register_forward_pre_hook(uncompiled(before), prepend=True)
+        module.register_forward_hook(uncompiled(after), always_call=True)
     for inner in _outside_of_units(modules[ROOT], unit_modules):
         entry = _RootForward(reference)
-        handles.append(inner.register_forward_pre_hook(uncompiled(entry.enter), prepend=True))
+        inner.register_forward_pre_hook(uncompiled(entry.enter), prepend=True)
     for unit in engine.units:
         for position in range(len(unit.groups)):
-            handles += engine.watch_gradients(unit.index, position)
-    return handles
+            engine.watch_gradients(unit.index, position)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

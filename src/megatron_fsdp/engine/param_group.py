@@ -67,11 +67,7 @@ class WeightBuffers:
         self._seen_version = -1
 
     def make_main(self, precision: ResolvedPrecision) -> bool:
-        """Allocate main weights with the current values, where their dtype needs memory of their own.
-
-        Returns:
-            Whether that was done.
-        """
+        """Allocate main weights with the current values, where their dtype needs memory of their own."""
         if not precision.has_main_copy:
             return False
         shared = self.main

@@ -354,11 +354,11 @@ class Scheduler:
         self._unsettled.clear()
         return (*operations, Operation(_FINALISE, ROOT))
 
-    def weights_wanted(self, unit: int) -> tuple[Operation, ...]:
+    def prefetch_requested(self, unit: int) -> tuple[Operation, ...]:
         """Start to gather a unit ahead of its forward where there is room."""
         return tuple(self._gather(unit, keep=range(len(self._units)), must=False)) if self.config.gathers else ()
 
-    def weights_awaited(self, unit: int) -> tuple[Operation, ...]:
+    def weights_requested(self, unit: int) -> tuple[Operation, ...]:
         """Gather a unit that is needed now, outside of its forward, and wait for it."""
         if not self.config.gathers:
             return ()
@@ -368,7 +368,7 @@ class Scheduler:
             self._units[unit].residence = _READY
         return tuple(operations)
 
-    def weights_unwanted(self, unit: int) -> tuple[Operation, ...]:
+    def release_requested(self, unit: int) -> tuple[Operation, ...]:
         """Release a unit that a caller does not need any more, unless it is in use or the root."""
         in_use = unit in (ROOT, self._backward_unit) or unit in self._forward_stack
         return () if in_use or not self.config.shares_slots else tuple(self._release(unit))

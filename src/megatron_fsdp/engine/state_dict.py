@@ -37,11 +37,7 @@ class _CopiesNothing(TorchFunctionMode):
 
 
 def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
-    """Run a load without copying, to find its problems; no communication.
-
-    Returns:
-        All of torch's complaints; None where nothing is wrong.
-    """
+    """Run a load without copying, and return all of torch's complaints, None for none; no communication."""
     overridden = [each for each in module.modules() if type(each).set_extra_state is not nn.Module.set_extra_state]
     before = [(each, each.get_extra_state()) for each in overridden]
     try:
@@ -116,22 +112,21 @@ def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[Removab
     return handles
 
 
-def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+def register_load_hooks(engine: Engine, module: nn.Module) -> None:
     """Save sharded parameters in state dicts, whatever the modules hold now, and refuse loads that replace parameters.
 
     Of whole tensors each rank loads its own elements; they have to be the same on every rank.
     """
     reference = weakref.ref(engine)
     owners = [owner for owner in module.modules() if owner._parameters]
-    before_load, after_save = partial(_before_load, reference), partial(_note_handed_out, reference)
-    return [
-        module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
-        *(owner.register_load_state_dict_pre_hook(before_load) for owner in owners),
-        *(owner.register_state_dict_post_hook(after_save) for owner in owners),
-    ]
+    before_load, after_save = partial(_before_load, reference), partial(_note_aliases, reference)
+    module.register_state_dict_pre_hook(partial(_before_state_dict, reference))
+    for owner in owners:
+        owner.register_load_state_dict_pre_hook(before_load)
+        owner.register_state_dict_post_hook(after_save)
 
 
-def _note_handed_out(
+def _note_aliases(
     reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     found = [state_dict.get(prefix + name) for name in owner._parameters]

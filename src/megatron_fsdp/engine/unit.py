@@ -58,7 +58,7 @@ class Unit:
         self.shows_unsharded = False
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
-        self._is_behind = False  # the last update was not gathered over the outer ranks yet
+        self._outer_gather_is_due = False  # the last update was not gathered over the outer ranks yet
         self._slotted = tuple(param for group in self.groups if group.plan.weights_in_slots for param in group.full)
         self._versions = tuple((version,) * len(self._slotted) for version in (0, 1))
 
@@ -108,15 +108,15 @@ class Unit:
     @property
     def needs_outer_all_gather(self) -> bool:
         """Whether outer ranks have parts of the last update that were not gathered here."""
-        return self._is_behind and any(group.plan.gathers_outer for group in self.groups)
+        return self._outer_gather_is_due and any(group.plan.gathers_outer for group in self.groups)
 
     def all_gather_outer(self, lane: Lane) -> None:
         """Start to all-gather the last update over the outer ranks, where they shard it, into the inner ranks' parts.
 
         It writes into the memory of the weights, so it must be over (`wait_for_outer`) before these are changed.
         """
-        if self._is_behind:
-            self._is_behind = False
+        if self._outer_gather_is_due:
+            self._outer_gather_is_due = False
             self._outer_tickets += [
                 lane.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_outer
             ]
@@ -250,7 +250,7 @@ class Unit:
     def install_main_weights(self) -> None:
         """Copy main weights into this rank's part of the compute weights."""
         self.wait_for_outer()
-        self._is_behind = True
+        self._outer_gather_is_due = True
         for group in self.groups:
             group.install()
 

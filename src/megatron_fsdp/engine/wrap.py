@@ -18,7 +18,7 @@ from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic, has_values
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
-from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, HangSettings, resolve_hang_log
+from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
@@ -78,7 +78,7 @@ class Grouping(Protocol):
         """Make the engine, without hooks."""
         ...
 
-    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
         """Register the hooks; `modules` are those of the units that are modules, by index."""
         ...
 
@@ -109,9 +109,9 @@ class UnitGrouping:
         """Make the engine, without hooks."""
         return Engine(parts)
 
-    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
         """Register the hooks on modules."""
-        return register_hooks(engine, modules)
+        register_hooks(engine, modules)
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,13 @@ class Assembly:
         engine: Its engine.
         plan: Its units.
         plan_lines: The units, for people.
-        handles: The hooks on modules and parameters.
         state_dict_handles: The hooks that describe shards in state dicts.
-        device: Device of the shards.
-        hang_settings: The log that the environment asks for; None: it asks for none.
     """
 
     engine: Engine
     plan: UnitPlan
     plan_lines: tuple[str, ...]
-    handles: tuple[RemovableHandle, ...]
     state_dict_handles: tuple[RemovableHandle, ...]
-    device: torch.device
-    hang_settings: HangSettings | None = None
 
 
 def assemble(
@@ -152,7 +146,7 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is.
     """
     sharding = _sharding(options, index, device)
-    plan, hang_settings = _plan_together(module, grouping, options, sharding)
+    plan = _plan_together(module, grouping, options, sharding)
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
@@ -175,19 +169,12 @@ def assemble(
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     _add_gradient_checks(engine, options, device)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
-    handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
+    grouping.connect(engine, modules)
+    register_load_hooks(engine, module)
     engine.structure = StructureCheck(module, units)
     if options.fuses_weight_gradients:
         fuse_weight_gradients(engine, module)
-    return Assembly(
-        engine,
-        plan,
-        lines,
-        handles,
-        tuple(register_state_dict_hooks(engine, module)),
-        device,
-        hang_settings,
-    )
+    return Assembly(engine, plan, lines, tuple(register_state_dict_hooks(engine, module)))
 
 
 def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.device) -> None:
@@ -225,13 +212,11 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
     )
 
 
-def _plan_together(
-    module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
-) -> tuple[UnitPlan, HangSettings | None]:
+def _plan_together(module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding) -> UnitPlan:
     """Check the model and find its units; every rank gets the same answer or the same error."""
-    plan, hang_settings, problem, facts = None, None, None, []
+    plan, problem, facts = None, None, []
     try:
-        hang_settings = resolve_hang_log()
+        keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(options.strategy)
         check_module(module, options.init_meta)
@@ -241,12 +226,12 @@ def _plan_together(
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, options, sharding)
-        facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")
+        facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
     agree_over(sharding.reaching_all, problem, facts)
     assert plan is not None
-    return plan, hang_settings
+    return plan
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
@@ -351,9 +336,6 @@ def build_units(
     leaves_empty: bool = False,
 ) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
-
-    Returns:
-        The units, root first.
 
     Raises:
         ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.

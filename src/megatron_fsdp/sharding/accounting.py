@@ -202,9 +202,6 @@ def transient_bytes(
             them.
         scratch_bytes: Further memory of the back end; ``exchange_scratch_bytes`` on gloo.
         allocator: Allocator of gathered weights.
-
-    Returns:
-        Bytes per rank.
     """
     gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
     return TransientBytes(gathered, _buckets_in_turn(_bucket_bytes(groups), buckets), scratch_bytes)
@@ -254,9 +251,6 @@ def step_traffic(
         slots: How many units besides the root stay gathered.
         allocator: Allocator of gathered weights. Weights whose memory is freed after a backward are gathered again by
             the next forward; a unit that keeps its own buffer is gathered once per step.
-
-    Returns:
-        Counts and bytes per rank.
 
     Raises:
         ConfigurationError: ``microbatches`` is below 1.
@@ -395,9 +389,6 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
     An inner rank's part of each trainable group (all of it under ``no_shard``) is reduced over the outer axis once per
     gradient sync: by an all-reduce, or by a reduce-scatter where main weights are sharded over the outer ranks. In that
     case the new weights are all-gathered over the outer axis, once per optimizer step.
-
-    Returns:
-        Counts and bytes per rank; zeros without an outer axis.
     """
     trainable = [group for group in groups if group.requires_grad and group.outer_ranks > 1]
     shared = [group for group in trainable if group.outer_shares and not group.is_whole]

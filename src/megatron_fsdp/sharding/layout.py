@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
+from megatron_fsdp.sharding.shards import BufferCut
 
 # The search for the smallest shard, in integers; `plan_layout` below is what others call.
 #
@@ -446,7 +447,7 @@ class Layout:
             )
         if self.granules[index] < 1:
             raise ConfigurationError(f"tensor {index} has granule {self.granules[index]}; pass 1 element or more.")
-        if not self._is_cut_at_multiples_of(index, self.granules[index]):
+        if not self.cut(index).is_multiple_of(self.granules[index]):
             raise ConfigurationError(
                 f"tensor {index} at [{start}, {stop}) is cut inside a granule of {self.granules[index]} elements by "
                 f"shards of {self.shard_numel} elements: move the tensor or change shard_numel."
@@ -461,17 +462,9 @@ class Layout:
                     "give each its own range of the buffer."
                 )
 
-    def _is_cut_at_multiples_of(self, index: int, step: int) -> bool:
-        """Return whether every shard edge strictly inside the tensor lies a multiple of `step` behind its start."""
-        start, stop = self.tensor_range(index)
-        if start == stop:
-            return True
-        first_edge = (start // self.shard_numel + 1) * self.shard_numel
-        if first_edge >= stop:
-            return True
-        # A second edge inside is one shard further on, so that the shard length must be a multiple, too.
-        has_second = first_edge + self.shard_numel < stop
-        return (first_edge - start) % step == 0 and (not has_second or self.shard_numel % step == 0)
+    def cut(self, index: int) -> BufferCut:
+        """Return the ranges of one tensor's flattened elements that the shards hold."""
+        return BufferCut(self.offsets[index], self.shard_numel, self.num_shards, self.tensor_numel(index))
 
     @property
     def numel(self) -> int:
@@ -552,7 +545,7 @@ class Layout:
         """
         shape = self.shapes[index]
         row_numel = math.prod(shape[1:])
-        return len(shape) > 0 and row_numel > 0 and self._is_cut_at_multiples_of(index, row_numel)
+        return len(shape) > 0 and row_numel > 0 and self.cut(index).is_multiple_of(row_numel)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's piece: `(rows, *shape[1:])` for a row-sharded tensor, else `(elements,)`."""

@@ -160,9 +160,6 @@ def find_units(
     Modules without parameters are never units, nor is a module that owns none of its parameters because all are tied to
     others outside.
 
-    Returns:
-        The units.
-
     Raises:
         TypeError: ``fsdp_unit_modules`` is not a list, tuple or set (nor None or ``"auto"``), or an entry is not a
             subclass of ``nn.Module``.
@@ -502,11 +499,7 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
 
 
 def cut_groups(groups: Sequence[ParameterGroupSpec], bucket_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
-    """Cut groups into buckets: the parameter with which a bucket reaches a number of elements is its last.
-
-    Returns:
-        The buckets in the order of the groups; a parameter is never cut.
-    """
+    """Cut groups into buckets: the parameter with which a bucket reaches a number of elements is its last."""
     if bucket_numel is None:
         return tuple(groups)
     buckets: list[ParameterGroupSpec] = []
