@@ -484,7 +484,6 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")
     resolve_strategy(arguments["zero_dp_strategy"])
     resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
-    _check_hybrid(arguments["dp_outer_dim"], arguments["hybrid_fsdp_group"])
     refuse_unsupported(arguments)
     check_policy(arguments["mixed_precision_policy"])
     if not isinstance(arguments["device_mesh"], DeviceMesh | None):
@@ -509,16 +508,6 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(
             f"an object of {type(optimizer).__name__} was given where an optimizer is wanted; build one on "
             "model.parameters()"
-        )
-
-
-def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup | None) -> None:
-    if (dp_outer_dim is None) != (hybrid_fsdp_group is None):
-        given, missing = ("dp_outer_dim", "hybrid_fsdp_group")
-        if dp_outer_dim is None:
-            given, missing = missing, given
-        raise ConfigurationError(
-            f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither"
         )
 
 
