@@ -325,7 +325,7 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     ),
     outer_dimension_without_group: (
         "ConfigurationError",
-        ("dp_outer_dim cannot take effect without device_mesh, where all ranks lie on one axis; pass the mesh",),
+        ("dp_outer_dim is given without hybrid_fsdp_group; give both for hybrid sharding, or neither.",),
     ),
     hybrid_group_without_dimension: (
         "ConfigurationError",

@@ -249,9 +249,7 @@ class Engine:
         if self.executor.verifier is not None:  # a rank that has changed nothing must stop, too
             self.executor.verifier.change()
         try:
-            agree_over(self.reaching_all, None, facts[False])
-            if self.experts is not None:
-                agree(self.experts.group, None, facts[True])
+            self.agree_on(facts[False], facts[True])
         except ConfigurationError as error:
             problem = str(error).partition(";")[0]
             raise ConfigurationError(
@@ -586,6 +584,12 @@ class Engine:
     def num_ranks(self) -> int:
         """Dense data-parallel ranks, all axes together."""
         return self._sharding.dense.num_ranks
+
+    def agree_on(self, dense_facts: Sequence[str], expert_facts: Sequence[str]) -> None:
+        """Compare facts with the other ranks; those about experts with the ranks that share them. Collective."""
+        agree_over(self.reaching_all, None, dense_facts)
+        if self.experts is not None:
+            agree(self.experts.group, None, expert_facts)
 
     @property
     def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:

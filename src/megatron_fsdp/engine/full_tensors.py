@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree, agree_over
+from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view
 from megatron_fsdp.engine.engine import Engine
@@ -271,12 +271,9 @@ def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
     facts: dict[bool, list[str]] = {False: [], True: []}
     for entry in entries:
-        is_expert = engine.experts is not None and entry.group.plan.spec.key.is_expert
-        facts[is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
+        facts[entry.group.plan.spec.key.is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
     with engine.observers.during(Phase.AGREE, ROOT):
-        agree_over(engine.reaching_all, None, facts[False])
-        if engine.experts is not None:  # expert-parallel ranks have experts of their own
-            agree(engine.experts.group, None, facts[True])
+        engine.agree_on(facts[False], facts[True])
 
 
 def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:
