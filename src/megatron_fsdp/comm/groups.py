@@ -27,17 +27,17 @@ class OwnGroups:
     def __init__(self, axes: Sequence[Axis]) -> None:
         """Make a group for each axis of more than one rank."""
         groups: list[dist.ProcessGroup] = []
-        go_with(self, groups)  # before the first group: a later one may fail
+        destroy_with(self, groups)  # before the first group: a later one may fail
         self.axes = tuple(_over_own_group(axis, groups) for axis in axes)
 
 
-def go_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
+def destroy_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
     """Destroy groups when their owner is deleted, on this rank alone."""
     # Not at exit, when torch has its own order of taking groups down.
     weakref.finalize(owner, _destroy, groups).atexit = False
 
 
-def twin_of(
+def duplicate_group(
     group: dist.ProcessGroup, name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
     """Make a new group of the same ranks in the same order; only these ranks call.
@@ -77,7 +77,7 @@ def _over_own_group(axis: Axis, groups: list[dist.ProcessGroup]) -> Axis:
     if _is_split_from_others(axis.group):
         made = dist.split_group(axis.group, [list(range(axis.num_ranks))], timeout=timeout)
     else:
-        made = twin_of(axis.group, str(names[0]), timeout=timeout)
+        made = duplicate_group(axis.group, str(names[0]), timeout=timeout)
     assert made is not None, "this rank is one of them"
     groups.append(made)
     return replace(axis, group=made, rank=dist.get_rank(made))

@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.groups import go_with, twin_of
+from megatron_fsdp.comm.groups import destroy_with, duplicate_group
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 
@@ -56,8 +56,8 @@ class RowExchange:
         # torch names a group by the number of groups, which is ambiguous after groups were destroyed.
         names = [f"megatron_fsdp_rows_{uuid.uuid4().hex}" if self.me == 0 else None]
         dist.broadcast_object_list(names, group=group, group_src=0)
-        self._group = twin_of(group, str(names[0]), backend="gloo")
-        go_with(self, [self._group])
+        self._group = duplicate_group(group, str(names[0]), backend="gloo")
+        destroy_with(self, [self._group])
         # Ranks start together: a slow start does not count against the first exchange, and no rank destroys its side
         # of the group while another still connects.
         dist.barrier(group=self._group)

@@ -360,9 +360,9 @@ class ParameterGroup:
         """Point the full parameters to a placeholder of their shapes: reading them must not touch freed memory."""
         with torch.inference_mode(False):
             for index in range(len(self.full)):
-                self._point(index, self._nowhere(index))
+                self._point(index, self._placeholder_for(index))
 
-    def _nowhere(self, index: int) -> torch.Tensor:
+    def _placeholder_for(self, index: int) -> torch.Tensor:
         """Return the placeholder of a parameter without memory: one element, expanded to the right shape."""
         if self._placeholder is None:
             self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
@@ -387,9 +387,9 @@ class ParameterGroup:
         return param
 
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
-        hollow = self._nowhere(index)
+        empty = self._placeholder_for(index)
         part = self.plan.parts[index]
-        param = nn.Parameter(hollow if part is None else part.wrap(hollow), requires_grad=original.requires_grad)
+        param = nn.Parameter(empty if part is None else part.wrap(empty), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
