@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_fsdp.interruption import end_quietly
+from megatron_fsdp.config.command_parser import end_quietly
 from megatron_fsdp.train import main
 
 if __name__ == "__main__":

@@ -325,11 +325,11 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
     ),
     outer_dimension_without_group: (
         "ConfigurationError",
-        ("dp_outer_dim is given without hybrid_fsdp_group; hybrid sharding needs both, plain sharding neither",),
+        ("dp_outer_dim is given without hybrid_fsdp_group; give both for hybrid sharding, or neither.",),
     ),
     hybrid_group_without_dimension: (
         "ConfigurationError",
-        ("hybrid_fsdp_group is given without dp_outer_dim; hybrid sharding needs both, plain sharding neither",),
+        ("hybrid_fsdp_group is given without dp_outer_dim; give both for hybrid sharding, or neither.",),
     ),
     class_that_matches_nothing: (
         "ConfigurationError",

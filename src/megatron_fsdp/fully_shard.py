@@ -7,7 +7,7 @@ this package, such as a help text or the worker of a data loader, need not wait 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.config.arguments import FUNCTION_DEFAULTS, explains_arguments, refuse_unsupported
+from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
@@ -25,124 +25,6 @@ from megatron_fsdp.optional_packages import warn_of_namesake
 if TYPE_CHECKING:
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-
-
-@dataclass(frozen=True)
-class LegacyArguments:
-    """The keywords of earlier versions of this API; None means "not given".
-
-    Attributes:
-        grad_reduce_in_fp32: Now ``main_grads_dtype`` and ``grad_comm_dtype`` of the policy: True is float32 for both,
-            False lets both follow.
-        preserve_fp32_weights: Now ``main_params_dtype`` of the policy: True is float32, False is None.
-        check_for_nan_in_grad: Now ``report_nan_in_param_grad``.
-        keep_fp8_transpose_cache_when_using_custom_fsdp: Now ``keep_fp8_transpose_cache``.
-    """
-
-    grad_reduce_in_fp32: bool | None = None
-    preserve_fp32_weights: bool | None = None
-    check_for_nan_in_grad: bool | None = None
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None
-
-
-@dataclass(frozen=True)
-class CurrentArguments:
-    """The arguments that replace legacy keywords, resolved.
-
-    Attributes:
-        mixed_precision_policy: The dtypes to use.
-        report_nan_in_param_grad: Whether to check every gradient for NaN and infinity.
-        keep_fp8_transpose_cache: Whether to keep transposed float8 weights.
-        notices: One sentence per legacy keyword that was given.
-    """
-
-    mixed_precision_policy: MixedPrecisionPolicy
-    report_nan_in_param_grad: bool
-    keep_fp8_transpose_cache: bool
-    notices: tuple[str, ...]
-
-
-def resolve_legacy_arguments(
-    legacy: LegacyArguments,
-    *,
-    mixed_precision_policy: MixedPrecisionPolicy | None = None,
-    report_nan_in_param_grad: bool | None = None,
-    keep_fp8_transpose_cache: bool | None = None,
-) -> CurrentArguments:
-    """Replace legacy keywords by the current arguments, with one ``FutureWarning`` for all of them.
-
-    Args:
-        legacy: The legacy keywords.
-        mixed_precision_policy: The current argument; None: not given.
-        report_nan_in_param_grad: The current argument; None: not given.
-        keep_fp8_transpose_cache: The current argument; None: not given.
-
-    Returns:
-        The current arguments; the defaults where neither form was given.
-
-    Raises:
-        ConfigurationError: A legacy keyword and the argument that replaced it are both given and disagree.
-    """
-    policy, notices = _resolve_policy(legacy, mixed_precision_policy)
-    report, report_notices = _resolve_flag(
-        ("check_for_nan_in_grad", legacy.check_for_nan_in_grad),
-        ("report_nan_in_param_grad", report_nan_in_param_grad),
-    )
-    keep, keep_notices = _resolve_flag(
-        (
-            "keep_fp8_transpose_cache_when_using_custom_fsdp",
-            legacy.keep_fp8_transpose_cache_when_using_custom_fsdp,
-        ),
-        ("keep_fp8_transpose_cache", keep_fp8_transpose_cache),
-    )
-    notices = (*notices, *report_notices, *keep_notices)
-    if notices:
-        warn_caller(" ".join(notices), FutureWarning)
-    return CurrentArguments(policy, report, keep, notices)
-
-
-def _resolve_policy(
-    legacy: LegacyArguments, given: MixedPrecisionPolicy | None
-) -> tuple[MixedPrecisionPolicy, tuple[str, ...]]:
-    policy = given or MixedPrecisionPolicy()
-    notices: list[str] = []
-    for keyword, value, names in (
-        ("grad_reduce_in_fp32", legacy.grad_reduce_in_fp32, ("main_grads_dtype", "grad_comm_dtype")),
-        ("preserve_fp32_weights", legacy.preserve_fp32_weights, ("main_params_dtype",)),
-    ):
-        if value is None:
-            continue
-        dtype = torch.float32 if value else None
-        wanted = replace(policy, **dict.fromkeys(names, dtype))
-        if given is not None and _with_grad_comm(wanted) != _with_grad_comm(policy):
-            raise _conflict(f"{keyword}={value}", f"mixed_precision_policy={given}")
-        policy = wanted
-        mapped = ", ".join(f"{name}={dtype}" for name in names)
-        notices.append(_notice(f"{keyword}={value}", f"mixed_precision_policy=MixedPrecisionPolicy({mapped})"))
-    return policy, tuple(notices)
-
-
-def _with_grad_comm(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Fill in a communication dtype that follows the main gradients, to compare policies."""
-    return replace(policy, grad_comm_dtype=policy.grad_comm_dtype or policy.main_grads_dtype)
-
-
-def _resolve_flag(legacy: tuple[str, bool | None], current: tuple[str, bool | None]) -> tuple[bool, tuple[str, ...]]:
-    old_name, old = legacy
-    new_name, new = current
-    if old is None:
-        return bool(new), ()
-    if new is not None and new != old:
-        raise _conflict(f"{old_name}={old}", f"{new_name}={new}")
-    return old, (_notice(f"{old_name}={old}", f"{new_name}={old}"),)
-
-
-def _notice(old: str, new: str) -> str:
-    return f"{old} is deprecated and was taken as {new}; write that instead."
-
-
-def _conflict(old: str, new: str) -> ConfigurationError:
-    return ConfigurationError(f"{old} is deprecated and contradicts {new}; leave the former out.")
 
 
 __all__ = [
@@ -159,12 +41,78 @@ __all__ = [
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _DEFAULT_POLICY = MixedPrecisionPolicy()
+
+_LEGACY_DTYPES = {
+    "grad_reduce_in_fp32": ("main_grads_dtype", "grad_comm_dtype"),
+    "preserve_fp32_weights": ("main_params_dtype",),
+}
+"""Keyword of earlier versions -> the dtypes of the policy that are float32 where it is True, and follow otherwise."""
+
+_LEGACY_FLAGS = {
+    "check_for_nan_in_grad": "report_nan_in_param_grad",
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
+}
+"""Keyword of earlier versions -> its name today."""
+
 _Marked = TypeVar("_Marked")
 
 
 def experimental_api(marked: _Marked) -> _Marked:
     """Mark a function or class whose interface may still change; it is returned as it is."""
     return marked
+
+
+def replace_legacy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the keywords of earlier versions by the arguments of today, with one `FutureWarning` for all of them.
+
+    Args:
+        arguments: Those of `fully_shard_model` that are legacy keywords or take their place; a legacy keyword of None,
+            a flag of False and the default policy itself were not given.
+
+    Returns:
+        The policy and the flags, by their names today.
+
+    Raises:
+        ConfigurationError: A legacy keyword and the argument that replaced it are both given and disagree.
+    """
+    given = policy = arguments["mixed_precision_policy"]
+    found = {name: bool(arguments[name]) for name in _LEGACY_FLAGS.values()}
+    notices = []
+    for keyword, names in _LEGACY_DTYPES.items():
+        value = arguments[keyword]
+        if value is None:
+            continue
+        dtype = torch.float32 if value else None
+        wanted = replace(policy, **dict.fromkeys(names, dtype))
+        if given is not _DEFAULT_POLICY and _with_grad_comm(wanted) != _with_grad_comm(policy):
+            raise _conflict(f"{keyword}={value}", f"mixed_precision_policy={given}")
+        policy = wanted
+        mapped = ", ".join(f"{name}={dtype}" for name in names)
+        notices.append(_notice(f"{keyword}={value}", f"mixed_precision_policy=MixedPrecisionPolicy({mapped})"))
+    for keyword, name in _LEGACY_FLAGS.items():
+        value = arguments[keyword]
+        if value is None:
+            continue
+        if found[name] and not value:
+            raise _conflict(f"{keyword}={value}", f"{name}={arguments[name]}")
+        found[name] = value
+        notices.append(_notice(f"{keyword}={value}", f"{name}={value}"))
+    if notices:
+        warn_caller(" ".join(notices), FutureWarning)
+    return {"mixed_precision_policy": policy, **found}
+
+
+def _with_grad_comm(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Fill in a communication dtype that follows the main gradients, to compare policies."""
+    return replace(policy, grad_comm_dtype=policy.grad_comm_dtype or policy.main_grads_dtype)
+
+
+def _notice(old: str, new: str) -> str:
+    return f"{old} is deprecated and was taken as {new}; write that instead."
+
+
+def _conflict(old: str, new: str) -> ConfigurationError:
+    return ConfigurationError(f"{old} is deprecated and contradicts {new}; leave the former out.")
 
 
 @explains_arguments(module="give the model to shard.")
@@ -297,29 +245,21 @@ def fully_shard_model(
     from megatron_fsdp.sharding.mesh import index_of
 
     _check_arguments(arguments)
-    current = resolve_legacy_arguments(
-        LegacyArguments(
-            grad_reduce_in_fp32,
-            preserve_fp32_weights,
-            check_for_nan_in_grad,
-            keep_fp8_transpose_cache_when_using_custom_fsdp,
-        ),
-        mixed_precision_policy=None if mixed_precision_policy is _DEFAULT_POLICY else mixed_precision_policy,
-        report_nan_in_param_grad=report_nan_in_param_grad or None,
-        keep_fp8_transpose_cache=keep_fp8_transpose_cache or None,
-    )
-    refuse_unsupported({"keep_fp8_transpose_cache": current.keep_fp8_transpose_cache}, FUNCTION_DEFAULTS)
+    current = replace_legacy_arguments(arguments)
+    refuse_unsupported(current)
+    policy: MixedPrecisionPolicy = current["mixed_precision_policy"]
+    report_nan_in_param_grad = current["report_nan_in_param_grad"]
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
         outer_dp_sharding_strategy=resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy").name,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         average_in_collective=average_in_collective,
-        check_for_nan_in_grad=current.report_nan_in_param_grad,
+        check_for_nan_in_grad=report_nan_in_param_grad,
         megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
-        megatron_fsdp_main_params_dtype=current.mixed_precision_policy.main_params_dtype,
-        megatron_fsdp_main_grads_dtype=current.mixed_precision_policy.main_grads_dtype,
-        megatron_fsdp_grad_comm_dtype=current.mixed_precision_policy.grad_comm_dtype,
+        megatron_fsdp_main_params_dtype=policy.main_params_dtype,
+        megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,
+        megatron_fsdp_grad_comm_dtype=policy.grad_comm_dtype,
         fsdp_double_buffer=fsdp_double_buffer,
         fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
         megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,
@@ -330,14 +270,14 @@ def fully_shard_model(
         module,
         index_of(arguments),
         config,
-        current.mixed_precision_policy,
+        policy,
         fsdp_unit_modules,
         disable_bucketing=disable_bucketing,
         device=device,
         calculate_per_token_loss=calculate_per_token_loss,
         init_model_with_meta_device=init_model_with_meta_device,
         sync_model_each_microbatch=sync_model_each_microbatch,
-        report_nan_in_param_grad=current.report_nan_in_param_grad,
+        report_nan_in_param_grad=report_nan_in_param_grad,
         reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
         weight_allocator=weight_allocator,
         max_gathered_units=max_gathered_units,
@@ -504,8 +444,8 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     arguments = dict(locals())
     del arguments["optimizer"]
     from megatron_fsdp.comm.agreement import agree
-    from megatron_fsdp.engine.engine import check_keeps_no_copies
     from megatron_fsdp.engine.hooks import compiled_in_place
+    from megatron_fsdp.engine.model_checks import check_keeps_no_copies
     from megatron_fsdp.optim.optimizer import check_parameters, move_to_sharded
     from megatron_fsdp.sharding.mesh import index_of
 
@@ -544,8 +484,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ConfigurationError("the model is a MegatronFSDP already; wrap a model once")
     resolve_strategy(arguments["zero_dp_strategy"])
     resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
-    _check_hybrid(arguments["dp_outer_dim"], arguments["hybrid_fsdp_group"])
-    refuse_unsupported(arguments, FUNCTION_DEFAULTS)
+    refuse_unsupported(arguments)
     check_policy(arguments["mixed_precision_policy"])
     if not isinstance(arguments["device_mesh"], DeviceMesh | None):
         raise TypeError(f"device_mesh={arguments['device_mesh']!r} is not a DeviceMesh or None; pass one")
@@ -569,16 +508,6 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(
             f"an object of {type(optimizer).__name__} was given where an optimizer is wanted; build one on "
             "model.parameters()"
-        )
-
-
-def _check_hybrid(dp_outer_dim: str | None, hybrid_fsdp_group: dist.ProcessGroup | None) -> None:
-    if (dp_outer_dim is None) != (hybrid_fsdp_group is None):
-        given, missing = ("dp_outer_dim", "hybrid_fsdp_group")
-        if dp_outer_dim is None:
-            given, missing = missing, given
-        raise ConfigurationError(
-            f"{given} is given without {missing}; hybrid sharding needs both, plain sharding neither"
         )
 
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
-from megatron_fsdp.config.arguments import CLASS_DEFAULTS, CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
+from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_options
-from megatron_fsdp.config.hang_log import checked_timeout
+from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
@@ -31,8 +31,6 @@ from megatron_fsdp.debug.watch import check_lifetimes, watch
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
-from megatron_fsdp.engine.engine import ReplacedParameters
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
@@ -46,6 +44,7 @@ from megatron_fsdp.engine.full_tensors import (
 )
 from megatron_fsdp.engine.gradients import GRAD, get_grad, set_grad
 from megatron_fsdp.engine.hooks import compiled_in_place
+from megatron_fsdp.engine.model_checks import ReplacedParameters
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.participation import calls_of, take_part
@@ -145,7 +144,7 @@ class MegatronFSDP(nn.Module):
         find_unused_parameters: bool = False,
     ) -> None:
         given = dict(locals())
-        refuse_unsupported(given, CLASS_DEFAULTS)
+        refuse_unsupported(given)
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
@@ -201,15 +200,8 @@ class MegatronFSDP(nn.Module):
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
-        delayed = delay_all(module) if options.delays_weight_gradients else None
-        try:
-            self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
-        except BaseException:
-            if delayed is not None:
-                undelay_weight_gradients(module)
-            raise
+        self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
         self._engine = self._assembly.engine
-        self._engine.delayed = delayed
         watch(self._engine, options.verify_ranks_s)
         self._engine.replaced = replaced
         if config.megatron_fsdp_use_decoupled_grad:
@@ -218,7 +210,7 @@ class MegatronFSDP(nn.Module):
         self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
-        self._log_as_told()
+        self._log_if_asked()
         for line in self._assembly.plan_lines:
             logger.info(line)
         if options.strategy is ShardingStrategy.optim_grads_params:
@@ -257,7 +249,7 @@ class MegatronFSDP(nn.Module):
     @property
     def is_param_fsdp_distributed(self) -> bool:
         """Whether the modules hold the sharded parameters; inside their forward and backward they do not."""
-        return not self._engine.opened and not any(unit.shows_unsharded for unit in self._engine.units)
+        return not self._engine.full_units and not any(unit.shows_unsharded for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return mesh and process groups."""
@@ -625,19 +617,6 @@ class MegatronFSDP(nn.Module):
         """Reduce the gradients of a module's units that have arrived, without waiting for the others."""
         self._engine.reduce_units_of(module.parameters())
 
-    def backward_dw(self) -> None:
-        """Compute delayed weight gradients now, in place of at the end of backward.
-
-        Raises:
-            ConfigurationError: `delay_wgrad_compute` is off, so there are none.
-        """
-        if self._engine.delayed is None:
-            raise ConfigurationError(
-                "backward_dw was called with delay_wgrad_compute=False, where no weight gradient is delayed; set it "
-                "in the configuration"
-            )
-        self._engine.delayed.run()
-
     def broadcast_params(self) -> None:
         """Broadcast the weights of the first rank, where ranks hold whole copies of main weights (strategy 0).
 
@@ -679,7 +658,7 @@ class MegatronFSDP(nn.Module):
     def has_deferred_gradients(self) -> bool:
         """Whether gradients wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
         gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
-        return any(found.has_deferred or found.has_pending for found in gradients)
+        return any(found.has_local_sum or found.has_inner_sum for found in gradients)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -943,7 +922,7 @@ class MegatronFSDP(nn.Module):
         """Return an optimizer's state dict as of one optimizer of all ranks' experts, with this rank's part."""
         if self._engine.expert_names.is_trivial:
             return state_dict
-        return state_as_saved(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
+        return state_as_saved(optimizer, state_dict, self.sharded_names(), self._engine.expert_names)
 
     @property
     def has_other_experts_elsewhere(self) -> bool:
@@ -957,22 +936,18 @@ class MegatronFSDP(nn.Module):
         """
         if self._engine.expert_names.is_trivial:
             return None
-        return names_as_saved(optimizer, self._names_by_id(), self._engine.expert_names)
+        return names_as_saved(optimizer, self.sharded_names(), self._engine.expert_names)
 
     def optimizer_state_as_held(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """Return this rank's part of a state dict of `optimizer_state_as_saved`, numbered as torch does here."""
         if self._engine.expert_names.is_trivial:
             return state_dict
-        return state_as_held(optimizer, state_dict, self._names_by_id(), self._engine.expert_names)
+        return state_as_held(optimizer, state_dict, self.sharded_names(), self._engine.expert_names)
 
     @property
     def state_dict_was_filled(self) -> bool:
         """Whether a state dict of this model has been written to since the last forward, as `dcp.load` does."""
-        return self._engine.handed_out.is_written
-
-    def _names_by_id(self) -> dict[int, str]:
-        groups = self._engine.groups()
-        return {id(param): name for group in groups for name, param in zip(group.names, group.sharded, strict=True)}
+        return self._engine.state_dict_aliases.is_written
 
     # ---- read-only views of a sharded model --------------------------------------------------------------------------
 
@@ -1019,13 +994,11 @@ class MegatronFSDP(nn.Module):
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Gather all main weights, whole, by canonical name, on every rank. Collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
-            return full_parameters(self._engine)
+        return full_parameters(self._engine)
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Gather all gradients, whole, by canonical name, on every rank; None where `.grad` is None. Collective."""
-        with self._engine.observers.during(Phase.WHOLE, ROOT):
-            return full_gradients(self._engine)
+        return full_gradients(self._engine)
 
     def observe(self, observer: Observer) -> None:
         """Add an observer of every phase and collective of this model on this rank, until `stop_observing`."""
@@ -1086,9 +1059,9 @@ class MegatronFSDP(nn.Module):
             self.stop_observing(log)
             log.close()
 
-    def _log_as_told(self) -> None:
+    def _log_if_asked(self) -> None:
         """Keep a log if the environment asks for one; ranks have agreed on that before."""
-        settings = self._assembly.hang_settings
+        settings = resolve_hang_log()
         if settings is not None:
             self.log_for_hangs(settings.folder, timeout_s=settings.timeout_s)
 

@@ -35,10 +35,10 @@ def safe_get_rank() -> int:
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    told = os.environ.get("RANK", "0")
-    if not told.isdecimal():
-        raise ConfigurationError(f"the environment has RANK={told!r}; give the number of this process, or unset it")
-    return int(told)
+    given = os.environ.get("RANK", "0")
+    if not given.isdecimal():
+        raise ConfigurationError(f"the environment has RANK={given!r}; give the number of this process, or unset it")
+    return int(given)
 
 
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:

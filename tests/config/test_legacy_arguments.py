@@ -1,92 +1,97 @@
 """Keywords of earlier versions and what became of them."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.fully_shard import CurrentArguments, LegacyArguments, resolve_legacy_arguments
+from megatron_fsdp.fully_shard import _DEFAULT_POLICY, replace_legacy_arguments
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 
 FP32, BF16 = torch.float32, torch.bfloat16
+NOT_GIVEN: dict[str, Any] = {
+    "grad_reduce_in_fp32": None,
+    "preserve_fp32_weights": None,
+    "check_for_nan_in_grad": None,
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": None,
+    "mixed_precision_policy": None,
+    "report_nan_in_param_grad": False,
+    "keep_fp8_transpose_cache": False,
+}
+REDUCE = "grad_reduce_in_fp32"
+PRESERVE = "preserve_fp32_weights"
+KEEP = "keep_fp8_transpose_cache_when_using_custom_fsdp"
+
+
+def resolve(**given: Any) -> dict[str, Any]:
+    """What is left of the given arguments, beside defaults."""
+    given.setdefault("mixed_precision_policy", _DEFAULT_POLICY)
+    return replace_legacy_arguments({**NOT_GIVEN, **given})
 
 
 @pytest.mark.parametrize(
     ("legacy", "policy"),
     [
-        (LegacyArguments(grad_reduce_in_fp32=True), MixedPrecisionPolicy(FP32, FP32, FP32)),
-        (LegacyArguments(grad_reduce_in_fp32=False), MixedPrecisionPolicy(FP32, None, None)),
-        (LegacyArguments(preserve_fp32_weights=True), MixedPrecisionPolicy(FP32, None, None)),
-        (LegacyArguments(preserve_fp32_weights=False), MixedPrecisionPolicy(None, None, None)),
-        (LegacyArguments(True, False), MixedPrecisionPolicy(None, FP32, FP32)),
+        ({REDUCE: True}, MixedPrecisionPolicy(FP32, FP32, FP32)),
+        ({REDUCE: False}, MixedPrecisionPolicy(FP32, None, None)),
+        ({PRESERVE: True}, MixedPrecisionPolicy(FP32, None, None)),
+        ({PRESERVE: False}, MixedPrecisionPolicy(None, None, None)),
+        ({REDUCE: True, PRESERVE: False}, MixedPrecisionPolicy(None, FP32, FP32)),
     ],
 )
-def test_precision_keywords_become_a_policy(legacy: LegacyArguments, policy: MixedPrecisionPolicy) -> None:
+def test_precision_keywords_become_a_policy(legacy: dict[str, bool], policy: MixedPrecisionPolicy) -> None:
     with pytest.warns(FutureWarning):
-        assert resolve_legacy_arguments(legacy).mixed_precision_policy == policy
+        assert resolve(**legacy)["mixed_precision_policy"] == policy
 
 
 @pytest.mark.parametrize("value", [True, False])
 def test_flags_are_renamed(value: bool) -> None:
     with pytest.warns(FutureWarning):
-        resolved = resolve_legacy_arguments(LegacyArguments(None, None, value, not value))
-    assert (resolved.report_nan_in_param_grad, resolved.keep_fp8_transpose_cache) == (value, not value)
+        found = resolve(check_for_nan_in_grad=value, **{KEEP: not value})
+    assert (found["report_nan_in_param_grad"], found["keep_fp8_transpose_cache"]) == (value, not value)
 
 
 def test_all_keywords_together_warn_once_at_the_caller_and_say_what_was_mapped() -> None:
-    def fully_shard() -> CurrentArguments:
-        return resolve_legacy_arguments(LegacyArguments(True, False, True, False))
-
     with pytest.warns(FutureWarning) as caught:
-        resolved = fully_shard()
+        resolve(check_for_nan_in_grad=True, **{REDUCE: True, PRESERVE: False, KEEP: False})
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    assert str(caught[0].message) == " ".join(resolved.notices)
-    assert resolved.notices == (
-        (
-            "grad_reduce_in_fp32=True is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
-            "main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32); write that instead."
-        ),
-        (
-            "preserve_fp32_weights=False is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
-            "main_params_dtype=None); write that instead."
-        ),
-        "check_for_nan_in_grad=True is deprecated and was taken as report_nan_in_param_grad=True; write that instead.",
-        (
-            "keep_fp8_transpose_cache_when_using_custom_fsdp=False is deprecated and was taken as "
-            "keep_fp8_transpose_cache=False; write that instead."
-        ),
+    assert str(caught[0].message) == (
+        "grad_reduce_in_fp32=True is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
+        "main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32); write that instead. "
+        "preserve_fp32_weights=False is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
+        "main_params_dtype=None); write that instead. "
+        "check_for_nan_in_grad=True is deprecated and was taken as report_nan_in_param_grad=True; write that instead. "
+        "keep_fp8_transpose_cache_when_using_custom_fsdp=False is deprecated and was taken as "
+        "keep_fp8_transpose_cache=False; write that instead."
     )
 
 
 def test_without_legacy_keywords_nothing_is_said_and_todays_arguments_pass() -> None:
     policy = MixedPrecisionPolicy(None, BF16)
+    names = ("mixed_precision_policy", "report_nan_in_param_grad", "keep_fp8_transpose_cache")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve_legacy_arguments(LegacyArguments()) == CurrentArguments(MixedPrecisionPolicy(), False, False, ())
-        assert resolve_legacy_arguments(
-            LegacyArguments(),
-            mixed_precision_policy=policy,
-            report_nan_in_param_grad=True,
-            keep_fp8_transpose_cache=True,
-        ) == CurrentArguments(policy, True, True, ())
+        assert resolve() == dict(zip(names, (MixedPrecisionPolicy(), False, False), strict=True))
+        given = dict(zip(names, (policy, True, True), strict=True))
+        assert resolve(**given) == given
 
 
 @pytest.mark.parametrize(
-    ("legacy", "policy"),
+    ("name", "value", "policy"),
     [
-        (LegacyArguments(grad_reduce_in_fp32=True), MixedPrecisionPolicy(FP32, BF16)),
-        (LegacyArguments(grad_reduce_in_fp32=True), MixedPrecisionPolicy(FP32, FP32, BF16)),
-        (LegacyArguments(grad_reduce_in_fp32=False), MixedPrecisionPolicy(FP32, FP32)),
-        (LegacyArguments(preserve_fp32_weights=True), MixedPrecisionPolicy(None)),
-        (LegacyArguments(preserve_fp32_weights=False), MixedPrecisionPolicy()),
+        (REDUCE, True, MixedPrecisionPolicy(FP32, BF16)),
+        (REDUCE, True, MixedPrecisionPolicy(FP32, FP32, BF16)),
+        (REDUCE, False, MixedPrecisionPolicy(FP32, FP32)),
+        (PRESERVE, True, MixedPrecisionPolicy(None)),
+        (PRESERVE, False, MixedPrecisionPolicy()),
     ],
 )
-def test_a_policy_that_disagrees_is_refused(legacy: LegacyArguments, policy: MixedPrecisionPolicy) -> None:
-    name, value = next((name, value) for name, value in vars(legacy).items() if value is not None)
+def test_a_policy_that_disagrees_is_refused(name: str, value: bool, policy: MixedPrecisionPolicy) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        resolve_legacy_arguments(legacy, mixed_precision_policy=policy)
+        resolve(mixed_precision_policy=policy, **{name: value})
     assert str(caught.value) == (
         f"{name}={value} is deprecated and contradicts mixed_precision_policy={policy}; leave the former out."
     )
@@ -95,18 +100,16 @@ def test_a_policy_that_disagrees_is_refused(legacy: LegacyArguments, policy: Mix
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(None, FP32), MixedPrecisionPolicy(None, FP32, FP32)])
 def test_a_policy_that_agrees_is_kept(policy: MixedPrecisionPolicy) -> None:
     with pytest.warns(FutureWarning):
-        resolved = resolve_legacy_arguments(LegacyArguments(True, False), mixed_precision_policy=policy)
-    assert resolved.mixed_precision_policy == MixedPrecisionPolicy(None, FP32, FP32)
+        found = resolve(mixed_precision_policy=policy, **{REDUCE: True, PRESERVE: False})
+    assert found["mixed_precision_policy"] == MixedPrecisionPolicy(None, FP32, FP32)
 
 
 def test_flags_that_disagree_are_refused_and_those_that_agree_pass() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        resolve_legacy_arguments(LegacyArguments(check_for_nan_in_grad=True), report_nan_in_param_grad=False)
+        resolve(check_for_nan_in_grad=False, report_nan_in_param_grad=True)
     assert str(caught.value) == (
-        "check_for_nan_in_grad=True is deprecated and contradicts report_nan_in_param_grad=False; leave the former out."
+        "check_for_nan_in_grad=False is deprecated and contradicts report_nan_in_param_grad=True; leave the former out."
     )
     with pytest.warns(FutureWarning):
-        resolved = resolve_legacy_arguments(
-            LegacyArguments(keep_fp8_transpose_cache_when_using_custom_fsdp=True), keep_fp8_transpose_cache=True
-        )
-    assert resolved.keep_fp8_transpose_cache is True
+        found = resolve(keep_fp8_transpose_cache=True, **{KEEP: True})
+    assert found["keep_fp8_transpose_cache"] is True

@@ -3,10 +3,11 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.debug.delays import Delays, checked_delays, resolve_delays
+from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
 from megatron_fsdp.debug.lifetimes import AT_REST, LEGAL, Event, Memory, State, next_state, resolve_check_lifetimes
 from megatron_fsdp.errors import ConfigurationError, LifetimeError
 
@@ -72,9 +73,9 @@ def test_neither_on_nor_off_is_refused() -> None:
 
 def test_delays_of_the_environment() -> None:
     assert resolve_delays({}) is None
-    assert resolve_delays({"MFSDP_DELAYS": "3:0.01"}) == Delays(3, 0.01)
+    assert resolve_delays({"MFSDP_DELAYS": "3:0.01"}) == (3, 0.01)
     for value in ("3", "0.1", "a:0.1", "1:b", "1:0", "1:-1", "1:nan", "1:inf"):
         with pytest.raises(ConfigurationError, match=r"MFSDP_DELAYS|up_to_s"):
             resolve_delays({"MFSDP_DELAYS": value})
     with pytest.raises(ConfigurationError, match=r"up_to_s=0.0 is no delay; give seconds, more than 0 and at most 60"):
-        checked_delays(0, 0.0)
+        DelayObserver(0, 0.0, torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.ddp.distributed_optimizer import DistributedOptimizer
-from megatron_fsdp.debug.delays import DelayObserver, Delays, inject_delays
+from megatron_fsdp.debug.delays import DelayObserver, inject_delays
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
@@ -262,7 +262,7 @@ def _draws(seed: int) -> tuple[list[float], list[float]]:
     def note(_device: torch.device, host_s: float, device_s: float) -> None:
         drawn.append(host_s + device_s)
 
-    observer = DelayObserver(Delays(seed, 1.0), torch.device("cpu"))
+    observer = DelayObserver(seed, 1.0, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_fsdp.debug.delays.hold_up", note)
         for phase in Phase:

@@ -182,8 +182,8 @@ def start_slowly() -> float:
     """Rank 1 takes longer to make its group than ranks may wait for each other afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            made = row_exchange.go_with
-            patch.setattr(row_exchange, "go_with", lambda *args: (made(*args), time.sleep(3)))
+            made = row_exchange.destroy_with
+            patch.setattr(row_exchange, "destroy_with", lambda *args: (made(*args), time.sleep(3)))
         model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=2.0)
     return model(_x()).sum().item()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.dtensor.reduction import ReducedScalar
-from megatron_fsdp.dtensor.tensor import introduce_to_torch
+from megatron_fsdp.dtensor.tensor import register_with_torch
 from tests.conftest import RunRanks
 from tests.support.uneven import CASES, UnevenCase, make_mesh
 
@@ -25,7 +25,7 @@ ORDERS = [0.0, 1.0, 2.0, 3.5, math.inf]
 
 
 def clip(order: float, foreach: bool | None, dtype: torch.dtype) -> dict[str, Any]:
-    introduce_to_torch()
+    register_with_torch()
     sharded: list[nn.Parameter] = [nn.Parameter(torch.zeros(3, dtype=dtype))]  # one that no mesh knows of
     whole: list[nn.Parameter] = [nn.Parameter(torch.zeros(3, dtype=dtype))]
     meshes = {sizes: make_mesh(sizes) for sizes in ((4,), (2, 2))}
@@ -73,7 +73,7 @@ def test_norms_of_low_precision_gradients_are_summed_in_float32(run_ranks: RunRa
 
 
 def many_norms() -> tuple[int, str, float, float]:
-    introduce_to_torch()
+    register_with_torch()
     mesh = make_mesh((4,))
     case = ONE_AXIS[0]
     norms = [torch.linalg.vector_norm(case.tensor(mesh, seed)) for seed in range(50)]

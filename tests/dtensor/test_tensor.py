@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.uneven import CASES, UnevenCase, make_mesh
@@ -144,7 +144,7 @@ def differentiate(case: UnevenCase, failures: Failures) -> None:
 
 
 def copy_and_draw(case: UnevenCase, failures: Failures) -> None:
-    introduce_to_torch()
+    register_with_torch()
     mesh = make_mesh(case.sizes)
     whole = case.whole()
     param = nn.Parameter(case.tensor(mesh))

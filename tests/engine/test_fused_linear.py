@@ -242,7 +242,7 @@ def taken() -> dict[str, bool]:
     found = {}
 
     def ask(linear: FusedLinear, given: tuple[Tensor]) -> None:
-        place, weight, bias, (tensor,) = linear._fused_place, linear.weight, linear.bias, given
+        place, weight, bias, (tensor,) = linear._fused_target, linear.weight, linear.bias, given
         found["plain"] = place.takes(tensor, weight, bias)
         found["another weight"] = place.takes(tensor, nn.Parameter(weight.detach()), bias)
         found["a vector"] = place.takes(tensor[0], weight, bias)
@@ -319,7 +319,7 @@ def looks() -> list[Any]:
     linear = sharded.module[1]  # type: ignore[index]
     plain = copy.deepcopy(nn.Linear(2, 2))
     plain.__class__ = FusedLinear
-    plain._fused_place = linear._fused_place  # type: ignore[assignment, union-attr]
+    plain._fused_target = linear._fused_target  # type: ignore[assignment, union-attr]
     copied = copy.deepcopy(plain)
     return [alike, isinstance(linear, nn.Linear), type(linear) is FusedLinear, type(copied) is nn.Linear, vars(copied)]
 
@@ -327,7 +327,7 @@ def looks() -> list[Any]:
 def test_the_model_looks_as_before_and_copies_are_plain(run_ranks: RunRanks) -> None:
     ((*flags, attributes),) = run_ranks(1, looks)
     assert flags == [True] * 4
-    assert "_fused_place" not in attributes
+    assert "_fused_target" not in attributes
 
 
 def warned_of() -> list[str]:

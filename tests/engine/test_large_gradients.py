@@ -22,7 +22,7 @@ def backward(check: LargeGradientCheck, **gradients: float) -> str:
     """One backward with the given largest magnitudes; what it raised."""
     check.begin()
     for name, value in gradients.items():
-        check.look_at(name, torch.tensor([0.0, -value, value / 2]))
+        check.record(name, torch.tensor([0.0, -value, value / 2]))
     try:
         check.conclude()
     except LargeGradientError as error:
@@ -84,8 +84,8 @@ def test_several_gradients_of_one_backward_count_by_their_largest() -> None:
         backward(check, a=1.0)
     check.begin()
     for value in (1.0, 300.0, 2.0):
-        check.look_at("a", torch.tensor(value, dtype=torch.bfloat16))
-    check.look_at("b", torch.zeros(0, 4))
+        check.record("a", torch.tensor(value, dtype=torch.bfloat16))
+    check.record("b", torch.zeros(0, 4))
     with pytest.raises(LargeGradientError, match=r"a \(bucket 2\) on rank \[0\] has 300, and had at most 1 in 3"):
         check.conclude()
 
@@ -95,7 +95,7 @@ def test_a_backward_that_never_ended_is_forgotten() -> None:
     for _ in range(3):
         backward(check, a=1.0)
     check.begin()
-    check.look_at("a", torch.tensor(1e9))
+    check.record("a", torch.tensor(1e9))
     assert backward(check, a=1.0) == ""
     assert "has 1000, and had at most 1 in 4 backwards" in backward(check, a=1000.0)
 
@@ -105,7 +105,7 @@ def test_the_host_waits_for_the_device_once_when_backward_ends() -> None:
     with OpCounts() as looking:
         check.begin()
         for name in "ab":
-            check.look_at(name, torch.ones(3))
+            check.record(name, torch.ones(3))
     with OpCounts() as concluding:
         check.conclude()
     assert looking.ops["linalg_vector_norm"] == 2
@@ -118,7 +118,7 @@ def test_every_dtype_of_gradients_is_measured(dtype: torch.dtype) -> None:
     check = make(history=1)
     for value in (1.0, 256.0):
         check.begin()
-        check.look_at("a", torch.tensor([[0.5, -value]], dtype=dtype))
+        check.record("a", torch.tensor([[0.5, -value]], dtype=dtype))
         if value == 1.0:
             check.conclude()
     with pytest.raises(LargeGradientError, match="has 256, and had at most 1 in 1"):

@@ -64,7 +64,7 @@ class Trace:
 def observe(model: MegatronFSDP, trace: Trace) -> None:
     """Note what the engine does from now on, each gradient too."""
     engine = model._engine
-    engine.observers.are_there = True
+    engine.observers.active = True
     run, take = engine.executor.run, engine.take_gradient
 
     def note_operations(operations: tuple[Operation, ...], defer: bool = False) -> None:

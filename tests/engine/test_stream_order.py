@@ -207,7 +207,7 @@ def buckets_are_filled_while_they_are_reduced() -> AbstractContextManager[Any]:
 
 
 def gradients_are_shown_before_the_outer_reduction() -> AbstractContextManager[Any]:
-    return patch.object(Executor, "_finish_crossing", _without_tickets(Executor._finish_crossing))
+    return patch.object(Executor, "_finish_outer_reduction", _without_tickets(Executor._finish_outer_reduction))
 
 
 def memory_of_the_outer_reduction_is_let_go_of() -> AbstractContextManager[Any]:

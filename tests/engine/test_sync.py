@@ -23,9 +23,9 @@ def test_switches_decide_when_gradients_are_reduced(
 ) -> None:
     mode = SyncMode(auto_sync, last, defer_all)
     assert mode.syncs is syncs
-    assert (mode.reach(pending_is_sharded=False) is not Reach.NOWHERE) is reduces_whole
-    assert (mode.reach(pending_is_sharded=True) is not Reach.NOWHERE) is reduces_shards
-    assert (mode.reach(pending_is_sharded=True) is Reach.EVERYWHERE) is syncs
+    assert (mode.reach(accumulates_shards=False) is not Reach.NOWHERE) is reduces_whole
+    assert (mode.reach(accumulates_shards=True) is not Reach.NOWHERE) is reduces_shards
+    assert (mode.reach(accumulates_shards=True) is Reach.EVERYWHERE) is syncs
 
 
 def test_changes_last_for_a_block() -> None:

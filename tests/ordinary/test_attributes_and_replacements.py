@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from megatron_fsdp.engine.hooks import SideOutputs
+from megatron_fsdp.engine.hooks import AuxiliaryOutputs
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
@@ -67,7 +67,7 @@ def test_losses_left_in_attributes_are_trained(
 def test_only_what_the_latest_forward_computed_counts() -> None:
     unit, other = nn.Linear(1, 1), nn.Linear(1, 1)
     unit.other, unit.old = other, unit(torch.ones(1))  # type: ignore[assignment]
-    side = SideOutputs(unit, {id(other)})
+    side = AuxiliaryOutputs(unit, {id(other)})
     side.begin()
     unit.loss, unit.plain = unit(torch.ones(1)), torch.ones(1)  # type: ignore[assignment]
     unit.pair = {"a": unit.loss + 1.0}  # type: ignore[assignment]
@@ -80,7 +80,7 @@ def test_only_what_the_latest_forward_computed_counts() -> None:
 def test_attributes_that_held_nothing_before_are_looked_at_again() -> None:
     unit = nn.Linear(1, 1)
     unit.first, unit.loss = 1, None  # type: ignore[assignment]
-    side = SideOutputs(unit, ())
+    side = AuxiliaryOutputs(unit, ())
     for _ in range(2):
         side.begin()
         assert side.end() == []

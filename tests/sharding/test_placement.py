@@ -41,10 +41,10 @@ def test_anything_else_is_refused_and_both_spellings_are_listed(given: object) -
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (NO_SHARD, Placements(compute_weight=(R,), pending_grad=(P,), main_grad=(R,), main_weight=(R,))),
-        (OPTIM, Placements(compute_weight=(R,), pending_grad=(P,), main_grad=(S,), main_weight=(S,))),
-        (OPTIM_GRADS, Placements(compute_weight=(R,), pending_grad=(S,), main_grad=(S,), main_weight=(S,))),
-        (OPTIM_GRADS_PARAMS, Placements(compute_weight=(S,), pending_grad=(S,), main_grad=(S,), main_weight=(S,))),
+        (NO_SHARD, Placements(compute_weight=(R,), accumulated_grad=(P,), main_grad=(R,), main_weight=(R,))),
+        (OPTIM, Placements(compute_weight=(R,), accumulated_grad=(P,), main_grad=(S,), main_weight=(S,))),
+        (OPTIM_GRADS, Placements(compute_weight=(R,), accumulated_grad=(S,), main_grad=(S,), main_weight=(S,))),
+        (OPTIM_GRADS_PARAMS, Placements(compute_weight=(S,), accumulated_grad=(S,), main_grad=(S,), main_weight=(S,))),
     ],
 )
 def test_each_step_up_shards_one_buffer_more(strategy: ShardingStrategy, expected: Placements) -> None:
@@ -53,19 +53,19 @@ def test_each_step_up_shards_one_buffer_more(strategy: ShardingStrategy, expecte
 
 def test_hsdp_replicates_over_the_outer_axis_and_defers_its_reduction() -> None:
     assert placements_for(OPTIM_GRADS_PARAMS, NO_SHARD) == Placements(
-        compute_weight=(R, S), pending_grad=(P, S), main_grad=(R, S), main_weight=(R, S)
+        compute_weight=(R, S), accumulated_grad=(P, S), main_grad=(R, S), main_weight=(R, S)
     )
 
 
 def test_hfsdp_shards_main_weights_over_both_axes() -> None:
     assert placements_for(OPTIM_GRADS_PARAMS, OPTIM) == Placements(
-        compute_weight=(R, S), pending_grad=(P, S), main_grad=(S, S), main_weight=(S, S)
+        compute_weight=(R, S), accumulated_grad=(P, S), main_grad=(S, S), main_weight=(S, S)
     )
 
 
 def test_an_outer_replica_of_plain_data_parallelism_is_replicated_everywhere() -> None:
     assert placements_for(NO_SHARD, NO_SHARD) == Placements(
-        compute_weight=(R, R), pending_grad=(P, P), main_grad=(R, R), main_weight=(R, R)
+        compute_weight=(R, R), accumulated_grad=(P, P), main_grad=(R, R), main_weight=(R, R)
     )
 
 
@@ -84,7 +84,7 @@ def test_an_outer_optimizer_shard_cuts_main_weights_and_gradients_further(inner:
     alone, both = placements_for(inner), placements_for(inner, OPTIM)
     assert both.main_weight == (S, *alone.main_weight)
     assert both.main_grad == (S, *alone.main_grad)
-    assert both.pending_grad == (P, *alone.pending_grad)
+    assert both.accumulated_grad == (P, *alone.accumulated_grad)
     assert both.compute_weight == (R, *alone.compute_weight)
 
 

@@ -73,7 +73,8 @@ def test_chunks_of_all_ranks_tile_the_tensor_seen_from_any_rank(everyone: list[S
 @given(descriptions())
 def test_every_rank_is_right_about_every_other(everyone: list[ShardDescription]) -> None:
     for here, other in itertools.product(everyone, everyone):
-        assert here.boxes_at(other.coordinate) == other.boxes()
+        at = other.coordinate
+        assert here.boxes(here.use.shard_at(at), here.use.part_at(at)) == other.boxes()
     for here in everyone:
         assert sum(box.numel for box in here.boxes()) == math.prod(here.local_shape)
         assert here.cut.largest_numel >= math.prod(here.local_shape)

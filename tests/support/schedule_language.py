@@ -61,7 +61,7 @@ class Play:
             return ()
         if kind == "G":
             return self.scheduler.gradients_ready(unit)
-        return self.scheduler.weights_wanted(unit) if kind == "P" else self.scheduler.weights_awaited(unit)
+        return self.scheduler.prefetch_requested(unit) if kind == "P" else self.scheduler.weights_requested(unit)
 
     def _pass(self, kind: str, unit: int, edge: str) -> tuple[Operation, ...]:
         if kind == "B":

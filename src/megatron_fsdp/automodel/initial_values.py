@@ -19,12 +19,12 @@ from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_pieces, unwrap
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.engine.meta_init import (
-    blank_tensor,
     draw_blueprint,
     draw_values,
     random_state,
     same_random_numbers,
     set_random_state,
+    uninitialized_tensor,
 )
 from megatron_fsdp.errors import ConfigurationError
 
@@ -48,7 +48,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None and _is_meta(buffer):
                 if id(buffer) not in made:
-                    made[id(buffer)] = blank_tensor(buffer, device).tensor
+                    made[id(buffer)] = uninitialized_tensor(buffer, device).tensor
                 owner._buffers[name] = made[id(buffer)]
 
 

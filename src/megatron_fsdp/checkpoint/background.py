@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.comm.agreement import decided_by_first, raise_together, together, world_size_of
-from megatron_fsdp.comm.groups import twin_of
+from megatron_fsdp.comm.groups import duplicate_group
 from megatron_fsdp.dtensor.chunks import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -323,7 +323,7 @@ def _gloo_twin(group: dist.ProcessGroup | None, timeout: timedelta | None) -> di
     if group is None:
         return dist.new_group(timeout=timeout, backend="gloo")
     name = decided_by_first(lambda: f"megatron_fsdp_background_save_{uuid.uuid4().hex}", "making a group", group)
-    return twin_of(group, name, "gloo", timeout)
+    return duplicate_group(group, name, "gloo", timeout)
 
 
 def _warn_of_untold(saves: Sequence[Future[None]]) -> None:

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_fsdp.cli.output import write_error
-from megatron_fsdp.config.command_parser import EXIT_ERROR, Parser
+from megatron_fsdp.config.command_parser import EXIT_ERROR, EXIT_INTERRUPTED, Parser, raising
 from megatron_fsdp.errors import MegatronFSDPError
-from megatron_fsdp.interruption import EXIT_INTERRUPTED, raising
 
 
 def run_guarded(parser: Parser, argv: Sequence[str]) -> int:

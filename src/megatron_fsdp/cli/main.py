@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_fsdp.cli.guard import run_guarded
-from megatron_fsdp.config.command_parser import Parser
-from megatron_fsdp.interruption import end_quietly
+from megatron_fsdp.config.command_parser import Parser, end_quietly
 from megatron_fsdp.package_info import __version__
 
 _COMMANDS = {

@@ -33,10 +33,6 @@ _SHOWN = 8
 def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
     """Return the values of all ranks, in rank order; one small collective over gloo, where torch's own takes two.
 
-    Args:
-        value: This rank's value; can be pickled.
-        group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
-
     Raises:
         CheckpointError: A group was given, and torch.distributed has been taken down.
     """
@@ -108,9 +104,9 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
     if error is not None and all(found == errors[0] for found in errors):
         raise error
     if any(found is not None for found in errors):
-        told = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(errors) if found is not None)
+        message = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(errors) if found is not None)
         raise ConfigurationError(
-            f"some ranks of the group cannot go on ({told}); give every rank the same model and arguments"
+            f"some ranks of the group cannot go on ({message}); give every rank the same model and arguments"
         )
     if any(found != digest for _, found in everyone):
         _compare(gather_objects(list(facts), group))
@@ -118,11 +114,6 @@ def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Seque
 
 def agree_over(groups: Sequence[dist.ProcessGroup | None], error: Exception | None, facts: Sequence[str] = ()) -> None:
     """Compare over several groups one after another, so that an error of one rank stops the ranks of all of them.
-
-    Args:
-        groups: Data-parallel ranks first; facts are compared there only.
-        error: What this rank found wrong.
-        facts: As for `agree`.
 
     Raises:
         ConfigurationError: On every rank, with the same message, where ranks differ.
@@ -167,28 +158,23 @@ def raise_together(
     """
     if error is not None and not isinstance(error, Exception):  # torch's report on ranks is none
         error = in_short(error, doing)
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    found = gather_objects((told, None if facts is None else _digest(facts)), group)
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    found = gather_objects((message, None if facts is None else _digest(facts)), group)
     if facts is not None and len({digest for _, digest in found}) > 1:
         _raise_different(gather_objects(dict(facts), group), error)
     failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
     if not failed:
         return
-    if isinstance(error, MegatronFSDPError) and all(text == told for text, _ in found):
+    if isinstance(error, MegatronFSDPError) and all(text == message for text, _ in found):
         raise error
-    raise CheckpointError(f"{doing} failed ({told if len(found) == 1 else '; '.join(failed)})") from error
+    raise CheckpointError(f"{doing} failed ({message if len(found) == 1 else '; '.join(failed)})") from error
 
 
 def in_short(error: BaseException, doing: str) -> CheckpointError:
-    """Return torch's report on what ranks met without its tracebacks, which differ from machine to machine.
-
-    Args:
-        error: A `CheckpointException` of torch.distributed.checkpoint, with the failures of each rank.
-        doing: What was being done, for the message.
-    """
+    """Return torch's report on what ranks met without its tracebacks, which differ from machine to machine."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
-    told = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(failures.items())]
-    made = CheckpointError(f"{doing} failed ({'; '.join(told) or type(error).__name__})")
+    failed = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(failures.items())]
+    made = CheckpointError(f"{doing} failed ({'; '.join(failed) or type(error).__name__})")
     made.__cause__ = error
     return made
 
@@ -208,9 +194,6 @@ def together(
         facts: What has to be the same on every rank, by name; all ranks give some, or none does. They are compared
             before errors are looked at, and only a digest of them is sent unless they differ.
 
-    Returns:
-        What `act` returned here.
-
     Raises:
         CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
         ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.
@@ -228,16 +211,12 @@ def together(
 
 
 def by_value(values: Sequence[str]) -> str:
-    """List the values of the ranks, each value once: "True on rank 0, False on ranks 1, 2".
-
-    Args:
-        values: Value of each rank, in rank order.
-    """
+    """List the values of the ranks, each value once: "True on rank 0, False on ranks 1, 2"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    told = [f"{value} on {_named(having)}" for value, having in list(ranks.items())[:_SHOWN]]
-    return ", ".join([*told, "..."] if len(ranks) > _SHOWN else told)
+    parts = [f"{value} on {_named(having)}" for value, having in list(ranks.items())[:_SHOWN]]
+    return ", ".join([*parts, "..."] if len(ranks) > _SHOWN else parts)
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -256,17 +235,14 @@ def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | 
     differing = [name for name in values if len(set(values[name])) > 1]
     # Of "config" and "config.size" keep the first: other classes may not have the second at all.
     first = [name for name in differing if name.rpartition(".")[0] not in differing]
-    told = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
-    raise ConfigurationError(f"ranks differ in what they save or load: {told}; give the same on every rank") from cause
+    message = "; ".join(f"{name} is {by_value(values[name])}" for name in first)
+    raise ConfigurationError(
+        f"ranks differ in what they save or load: {message}; give the same on every rank"
+    ) from cause
 
 
 def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.ProcessGroup | None = None) -> Result:
     """Call a function on rank 0 and return its result on all ranks; one broadcast.
-
-    Args:
-        decide: Called on rank 0 only; what it returns is pickled.
-        doing: What is being done, for the message.
-        group: The ranks; None: all, or this process alone.
 
     Raises:
         CheckpointError: Rank 0 has met an error; the same on every rank.
@@ -285,9 +261,9 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
         except Exception as error:  # noqa: BLE001  sent to the others, then raised
             problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
     if world_size_of(group) > 1:
-        told = [answer, problem]
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        answer, problem = told
+        sent = [answer, problem]
+        dist.broadcast_object_list(sent, group=group, group_src=0)
+        answer, problem = sent
     if problem is not None:
         kind, message = problem
         raise kind(message) from cause

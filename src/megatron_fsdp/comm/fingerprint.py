@@ -27,9 +27,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     word is added to a multiple of its position, multiplied, folded and multiplied again, modulo 2 ** 64, and the
     results are summed; the steps are those of splitmix64 (Steele, Lea and Flood, 2014). It works in chunks and takes at
     most 2 MiB. Fingerprints of CPU tensors and of others cannot be compared.
-
-    Args:
-        tensor: Any dtype and shape.
     """
     return fingerprints([tensor])[0]
 

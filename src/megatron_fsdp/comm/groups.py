@@ -25,28 +25,19 @@ class OwnGroups:
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
-        """Make a group for each axis of more than one rank.
-
-        Args:
-            axes: All ranks give axes of the same kinds in the same order.
-        """
+        """Make a group for each axis of more than one rank."""
         groups: list[dist.ProcessGroup] = []
-        go_with(self, groups)  # before the first group: a later one may fail
+        destroy_with(self, groups)  # before the first group: a later one may fail
         self.axes = tuple(_over_own_group(axis, groups) for axis in axes)
 
 
-def go_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
-    """Destroy groups when their owner is deleted, on this rank alone.
-
-    Args:
-        owner: The object that uses them.
-        groups: The groups; more may be added later.
-    """
+def destroy_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
+    """Destroy groups when their owner is deleted, on this rank alone."""
     # Not at exit, when torch has its own order of taking groups down.
     weakref.finalize(owner, _destroy, groups).atexit = False
 
 
-def twin_of(
+def duplicate_group(
     group: dist.ProcessGroup, name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
     """Make a new group of the same ranks in the same order; only these ranks call.
@@ -79,14 +70,14 @@ def twin_of(
 def _over_own_group(axis: Axis, groups: list[dist.ProcessGroup]) -> Axis:
     if axis.group is None:
         return axis
-    told = [f"megatron_fsdp_own_{uuid.uuid4().hex}"]
+    names = [f"megatron_fsdp_own_{uuid.uuid4().hex}"]
     if not is_simulated(axis.group):
-        dist.broadcast_object_list(told, group=axis.group, group_src=0)
+        dist.broadcast_object_list(names, group=axis.group, group_src=0)
     timeout = timeout_of(axis.group)
     if _is_split_from_others(axis.group):
         made = dist.split_group(axis.group, [list(range(axis.num_ranks))], timeout=timeout)
     else:
-        made = twin_of(axis.group, str(told[0]), timeout=timeout)
+        made = duplicate_group(axis.group, str(names[0]), timeout=timeout)
     assert made is not None, "this rank is one of them"
     groups.append(made)
     return replace(axis, group=made, rank=dist.get_rank(made))

@@ -14,22 +14,19 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Class = TypeVar("_Class")
 
-_SHARED: Mapping[str, Any] = {
-    "keep_fp8_transpose_cache": False,
-    "nccl_ub": False,
-    "disable_symmetric_registration": False,
+NOT_IMPLEMENTED: Mapping[str, str] = {
+    "fp8_param_gather": "float8 compute weights are not implemented",
+    "fp4_param_gather": "4-bit compute weights are not implemented",
+    "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 compute weights are not implemented",
+    "keep_fp8_transpose_cache": "float8 compute weights are not implemented",
+    "nccl_ub": "registering buffers with NCCL needs its memory allocator, which this version does not use",
+    "disable_symmetric_registration": "it concerns buffers registered with NCCL (nccl_ub)",
+    "fsdp_manual_registration": "it concerns buffers registered with NCCL (nccl_ub)",
+    "cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
+    "megatron_fsdp_cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
+    "delay_wgrad_compute": "weight gradients are computed together with those of inputs",
 }
-
-CLASS_DEFAULTS: Mapping[str, Any] = {
-    **_SHARED,
-}
-"""Arguments of `MegatronFSDP` that are accepted at their default only."""
-
-FUNCTION_DEFAULTS: Mapping[str, Any] = {
-    **_SHARED,
-    "cuda_graph_mode": False,
-}
-"""Arguments of `fully_shard` and `fully_shard_model` that are accepted at their default only."""
+"""Switches of every front end, as arguments or as fields of a configuration, that have to stay off; and why."""
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": False,
@@ -39,14 +36,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "num_distributed_optimizer_instances": 1,
     "num_buckets": None,
     "pad_buckets_for_high_nccl_busbw": False,
-    "fp8_param_gather": False,
-    "fp4_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "keep_fp8_transpose_cache": False,
-    "nccl_ub": False,
-    "disable_symmetric_registration": False,
-    "fsdp_manual_registration": False,
-    "megatron_fsdp_cuda_graph_mode": False,
 }
 """Fields of `DistributedDataParallelConfig` that `MegatronFSDP` accepts at their default only."""
 
@@ -63,16 +52,13 @@ DECIDED_ELSEWHERE: Mapping[str, str] = {
 """Fields that a foreign configuration (Megatron-Core's) may have at any value: they decide nothing here; and why."""
 
 
-def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse values that would have no effect.
-
-    Args:
-        given: Value of each argument; those that `defaults` does not name are supported and not looked at.
-        defaults: The only accepted value of each argument that is not implemented.
+def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+    """Refuse the switches of `NOT_IMPLEMENTED` that are on, and what differs from further defaults.
 
     Raises:
         NotSupportedYetError: Names every argument at fault.
     """
+    defaults = {**dict.fromkeys(NOT_IMPLEMENTED, False), **(defaults or {})}
     at_fault = [
         f"{name}={given[name]!r} (default {default!r})"
         for name, default in defaults.items()
@@ -89,13 +75,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of a sentence that suggests a name for one that does not exist.
-
-    Args:
-        given: The name.
-        known: The names that exist.
-        otherwise: The end of the sentence where no name is similar; empty: the list of all names, called fields.
-    """
+    """Return the end of a sentence that suggests a name for one that does not exist."""
     names = list(known)
     nearest = difflib.get_close_matches(str(given), names, n=1)
     return f"did you mean {nearest[0]!r}?" if nearest else otherwise or f"the fields are {', '.join(names)}."

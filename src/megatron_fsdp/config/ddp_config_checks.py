@@ -62,7 +62,6 @@ EXCLUSIONS = (
     ),
     Exclusion("num_buckets", "bucket_size", "cut gradients into buckets"),
     Exclusion("fp8_param_gather", "fp4_param_gather", "choose the format in which parameters are kept and travel"),
-    Exclusion("delay_wgrad_compute", "gradient_accumulation_fusion", "choose when linears compute weight gradients"),
 )
 
 NEEDS = (
@@ -90,10 +89,6 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 def checked_values(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """Check the values of all fields and bring them into the form in which they are stored.
-
-    Args:
-        given: Value of each field.
-        types: Declared type of each field.
 
     Returns:
         The values: strategies as names, dtypes as ``torch.dtype``, patterns as a tuple. Nothing is implied yet.
@@ -133,9 +128,6 @@ def with_implications(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """Find switches that are on and cannot have an effect beside the others, which the published class accepts.
-
-    Args:
-        values: Value of each field.
 
     Returns:
         One sentence by name of the switch, in the order of the rules.

@@ -104,9 +104,6 @@ def config_from_flags(namespace: argparse.Namespace) -> DistributedDataParallelC
     Args:
         namespace: What a parser with these flags returned. Attributes that it lacks take the default of the class.
 
-    Returns:
-        The configuration.
-
     Raises:
         ConfigurationError: The values are not possible together.
     """

@@ -119,7 +119,6 @@ class EngineOptions:
         check_large: Check every gradient for unexpectedly large values.
         own_groups: Communicate over process groups that the model's own collectives do not use.
         fuses_weight_gradients: Let linears write weight gradients straight into buckets.
-        delays_weight_gradients: Compute weight gradients of linears at the end of backward, and then reduce all units.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
@@ -141,7 +140,6 @@ class EngineOptions:
     check_large: bool = False
     own_groups: bool = False
     fuses_weight_gradients: bool = False
-    delays_weight_gradients: bool = False
 
 
 def resolve_engine_options(
@@ -151,12 +149,6 @@ def resolve_engine_options(
     verify_ranks_s: float = 0.0,
 ) -> EngineOptions:
     """Resolve the arguments and the configuration of `MegatronFSDP` together.
-
-    Args:
-        given: The arguments of `MegatronFSDP` by name.
-        config: Its configuration.
-        policy: The dtypes to use, which take precedence over those of the configuration.
-        verify_ranks_s: Seconds to wait for each rank that is compared with; 0.0: do not compare.
 
     Raises:
         ConfigurationError: A value is not possible, two options contradict each other, or one cannot take effect.
@@ -181,16 +173,11 @@ def resolve_engine_options(
         find_unused_parameters=given["find_unused_parameters"],
         check_large=config.check_for_large_grads,
         fuses_weight_gradients=config.gradient_accumulation_fusion,
-        delays_weight_gradients=config.delay_wgrad_compute,
     )
 
 
 def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataParallelConfig) -> MemoryOptions:
     """Check the options of `MegatronFSDP` and of its configuration together.
-
-    Args:
-        given: The arguments of `MegatronFSDP` by name; those that do not concern memory are not looked at.
-        config: Its configuration.
 
     Raises:
         ConfigurationError: A value is not possible, two options contradict each other, or one cannot take effect.

@@ -17,9 +17,6 @@ def import_by_path(path: str, argument: str, suggestions: tuple[str, ...] = ()) 
         argument: The name of the argument that the path came from, for the error message.
         suggestions: Complete paths that are likely meant, for the error message.
 
-    Returns:
-        The object.
-
     Raises:
         ConfigurationError: A part of the path does not exist.
         Exception: Whatever a module of the path raises when it is imported.

@@ -39,10 +39,6 @@ class MixedPrecisionPolicy:
 def check_main_dtype(dtype: object, argument: str) -> None:
     """Refuse a dtype that cannot hold main weights, main gradients or gradients in transit.
 
-    Args:
-        dtype: The value to check; None passes.
-        argument: The name of the argument it came from, for the error message.
-
     Raises:
         TypeError: ``dtype`` is neither None nor a ``torch.dtype``.
         ConfigurationError: ``dtype`` is not one of float16, bfloat16, float32, float64.
@@ -110,13 +106,6 @@ def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) ->
     policy's dtypes without loss, so everything about them keeps their own dtype. Gradients of float8 parameters that
     are told to follow take bfloat16, since sums in float8 would mean nothing.
 
-    Args:
-        policy: The policy to apply.
-        param_dtype: Dtype of the parameters in the model, which is the dtype of the compute weights.
-
-    Returns:
-        The dtypes to use.
-
     Raises:
         ConfigurationError: The parameters are float8 and ``main_params_dtype`` is None; an optimizer cannot update
             float8 values.
@@ -158,13 +147,6 @@ DTYPE_NAMES = {
 
 def dtype_from_name(name: str, argument: str = "dtype") -> torch.dtype:
     """Translate a name from a configuration file or a command line.
-
-    Args:
-        name: Such as ``"bf16"``, ``"float32"`` or ``"torch.float32"``.
-        argument: The name of the argument it came from, for the error message.
-
-    Returns:
-        The dtype.
 
     Raises:
         ConfigurationError: The name is not known.

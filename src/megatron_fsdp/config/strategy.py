@@ -30,13 +30,6 @@ class ShardingStrategy(enum.IntEnum):
 def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
     """Turn what a user typed into a strategy.
 
-    Args:
-        value: A number 0 to 3, a name such as ``"optim_grads"``, or a strategy.
-        argument: The name of the argument that the value came from, for the error message.
-
-    Returns:
-        The strategy.
-
     Raises:
         ConfigurationError: ``value`` is neither a known number nor a known name; booleans are not numbers here.
     """

@@ -47,9 +47,6 @@ def read_mapping(source: str | os.PathLike[str]) -> tuple[dict[Any, Any], str]:
 
     A string is always text: whether a short string is a path would be a guess that depends on the current folder.
 
-    Args:
-        source: YAML text, or a path object.
-
     Returns:
         The mapping, which is empty where there is nothing but comments; and what errors about it begin with, which is
         empty for text.

@@ -55,15 +55,7 @@ def plan_buckets(
     bucket_numel: int | None,
     alone: Collection[str] = (),
 ) -> UnitPlan:
-    """Plan the units of the engine: the root with the frozen parameters, then one for each bucket.
-
-    Args:
-        parameters: In model order, tied ones once.
-        root_class: Name of the model's class.
-        aliases: As in `UnitPlan`.
-        bucket_numel: As in `cut_buckets`.
-        alone: As in `cut_buckets`.
-    """
+    """Plan the units of the engine: the root with the frozen parameters, then one for each bucket."""
     frozen = tuple(info.name for info in parameters if not info.requires_grad)
     buckets = cut_buckets(parameters, bucket_numel, alone)
     size = "one bucket per kind" if bucket_numel is None else f"closed at {bucket_numel:,} parameters"

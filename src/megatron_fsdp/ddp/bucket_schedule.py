@@ -57,13 +57,7 @@ class _Arrivals:
 
 
 class BucketScheduler(Scheduler):
-    """The scheduler for buckets in place of modules.
-
-    Args:
-        config: As for `Scheduler`; compute weights are whole on every rank (`shares_slots` False).
-        counts: Parameters of each unit.
-        gather_mode: When weights are gathered.
-    """
+    """The scheduler for buckets in place of modules."""
 
     def __init__(self, config: ScheduleConfig, counts: Sequence[int], gather_mode: GatherMode) -> None:
         super().__init__(config)
@@ -79,19 +73,19 @@ class BucketScheduler(Scheduler):
         if self.gather_mode is GatherMode.AT_ONCE:
             return self.everything()
         wanted = range(ROOT, len(self._units)) if self.gather_mode is GatherMode.TOGETHER else (ROOT, ROOT + 1)
-        return tuple(op for unit in wanted if unit < len(self._units) for op in self.weights_wanted(unit))
+        return tuple(op for unit in wanted if unit < len(self._units) for op in self.prefetch_requested(unit))
 
     def everything(self) -> tuple[Operation, ...]:
         """Gather all weights, then wait for all."""
         units = range(len(self._units))
-        started = [op for unit in units for op in self.weights_wanted(unit)]
-        return (*started, *(op for unit in units for op in self.weights_awaited(unit)))
+        started = [op for unit in units for op in self.prefetch_requested(unit)]
+        return (*started, *(op for unit in units for op in self.weights_requested(unit)))
 
     def weights_read(self, units: Collection[int]) -> tuple[Operation, ...]:
         """Wait for buckets that a module is about to read; start all up to the one behind them."""
         last = min(max(units, default=ROOT) + 1, len(self._units) - 1)
-        started = [op for unit in range(last + 1) for op in self.weights_wanted(unit)]
-        return (*started, *(op for unit in sorted(units) for op in self.weights_awaited(unit)))
+        started = [op for unit in range(last + 1) for op in self.prefetch_requested(unit)]
+        return (*started, *(op for unit in sorted(units) for op in self.weights_requested(unit)))
 
     def forward_closes(self) -> tuple[Operation, ...]:
         """Gather what the model's forward did not read, since other ranks may have read it.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,20 +12,68 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
-from megatron_fsdp.ddp.bucket_grouping import BucketGrouping
-from megatron_fsdp.ddp.meshes import cut_into_instances
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.ddp.bucket_plan import plan_buckets
+from megatron_fsdp.ddp.bucket_schedule import GatherMode
+from megatron_fsdp.ddp.engine import BucketEngine
+from megatron_fsdp.ddp.hooks import register_bucket_hooks
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
+from megatron_fsdp.engine.domains import Sharding
+from megatron_fsdp.engine.engine import Engine, EngineParts
+from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, index_from_mesh, mesh_and_dim
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, mesh_and_dim, tensor_parallel_dim
+from megatron_fsdp.sharding.units import UnitPlan
 
 logger = logging.getLogger("megatron_fsdp")
+
+
+@dataclass(frozen=True)
+class BucketGrouping:
+    """Buckets of parameters; see `Grouping`.
+
+    Attributes:
+        bucket_numel: Elements that close a bucket; None: one bucket for each kind of parameter.
+        gather_mode: When changed weights are gathered.
+    """
+
+    bucket_numel: int | None
+    gather_mode: GatherMode
+
+    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
+        """Return the buckets."""
+        canonical: dict[int, str] = {}
+        aliases = []
+        for name, param in module.named_parameters(remove_duplicate=False):
+            first = canonical.setdefault(id(param), name)
+            if first != name:
+                aliases.append((name, first))
+        infos = [parameter_info(name, param, sharding) for name, param in module.named_parameters()]
+        alone = {name for name, param in module.named_parameters() if getattr(param, "shared_embedding", False)}
+        plan = plan_buckets(infos, type(module).__name__, aliases, self.bucket_numel, alone)
+        return replace(plan, source=f"{plan.source}, weights gathered {self.gather_mode.value}")
+
+    def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
+        """Return None: parameters outside of buckets are frozen, and not cut."""
+        return None
+
+    def make_engine(self, parts: EngineParts) -> BucketEngine:
+        """Make the engine, without hooks."""
+        return BucketEngine(parts, self.gather_mode)
+
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
+        """Register the hooks that drive the engine."""
+        assert isinstance(engine, BucketEngine)
+        register_bucket_hooks(engine, modules[ROOT])
 
 
 class DistributedDataParallel(MegatronFSDP):
@@ -92,10 +140,13 @@ class DistributedDataParallel(MegatronFSDP):
     ) -> None:
         _check_types(config, module)
         mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
-        index = index_from_mesh(mesh, dim, module, tp_dim=tp_dim, expt_device_mesh=expt_device_mesh)
+        with real_values():
+            index = FSDPDistributedIndex(
+                mesh, dim, tp_dim=tp_dim or tensor_parallel_dim(module, mesh), expt_device_mesh=expt_device_mesh
+            )
         resolved = _resolve_together(config, module, index, disable_bucketing)
         if resolved.num_instances > 1:
-            index = cut_into_instances(index, resolved.num_instances, resolved.outer_strategy)
+            index = _cut_into_instances(index, resolved.num_instances, resolved.outer_strategy)
         if resolved.uses_units:
             super().__init__(
                 module,
@@ -192,7 +243,55 @@ def _engine_options(resolved: ResolvedDDP, verify_ranks_s: float) -> EngineOptio
         numel_multiple=resolved.numel_multiple,
         fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
         fuses_weight_gradients=config.gradient_accumulation_fusion,
-        delays_weight_gradients=config.delay_wgrad_compute,
         # Where nothing overlaps, buckets travel at points that all ranks share.
         own_groups=config.overlap_grad_reduce or config.overlap_param_gather,
     )
+
+
+_INSTANCES = "_instances"
+_SHARD = "_shard"
+
+
+@real_values()
+def _cut_into_instances(
+    index: FSDPDistributedIndex, instances: int, outer_strategy: ShardingStrategy
+) -> FSDPDistributedIndex:
+    """Cut the data-parallel dimension of an index in two; makes process groups, so every rank of the mesh calls it.
+
+    Neighbouring ranks form an instance: of 8 ranks in 2 instances, the first four shard one optimizer.
+
+    Raises:
+        ConfigurationError: The dimension is a flattened one, or the instances do not divide its ranks.
+    """
+    dim = index.dp_shard_dim
+    assert dim is not None
+    experts = index.expt_device_mesh
+    return FSDPDistributedIndex(
+        _cut(index.device_mesh, dim, instances),
+        dim + _SHARD,
+        dim + _INSTANCES,
+        index.tp_dim,
+        index.fsdp_group,
+        index.expt_fsdp_group,
+        hsdp_outer_dp_shard=outer_strategy is ShardingStrategy.optim,
+        expt_device_mesh=None if experts is None else _cut(experts, dim, instances),
+    )
+
+
+def _cut(mesh: DeviceMesh, dim: str, instances: int) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    if dim not in names:
+        raise ConfigurationError(
+            f"num_distributed_optimizer_instances={instances} cuts the mesh dimension {dim!r}, which is not one of "
+            f"{names} (a flattened dimension cannot be cut); name another one or use one instance"
+        )
+    size = mesh.size(names.index(dim))
+    if size % instances:
+        raise ConfigurationError(
+            f"num_distributed_optimizer_instances={instances} does not divide the {size} ranks of mesh dimension "
+            f"{dim!r}; give a divisor"
+        )
+    cut: DeviceMesh = mesh._unflatten(
+        names.index(dim), (instances, size // instances), (dim + _INSTANCES, dim + _SHARD)
+    )
+    return cut

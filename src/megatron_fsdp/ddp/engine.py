@@ -20,28 +20,24 @@ class BucketEngine(Engine):
     While the model runs, the modules hold a bucket's full parameters from the moment they are up to date until the
     forward ends, and again during the whole backward. Before that they hold sharded parameters, in the dtype of the
     full ones, so that code that reads a weight too early fails instead of computing with stale values.
-
-    Args:
-        parts: As for `Engine`; units are the root, then the buckets in forward order.
-        gather_mode: When changed weights are gathered.
     """
 
     scheduler: BucketScheduler
-    hears_of_each_gradient = True  # a bucket is reduced when all of them have come
+    takes_every_gradient = True  # a bucket is reduced when all of them have come
 
     def __init__(self, parts: EngineParts, gather_mode: GatherMode) -> None:
         super().__init__(parts)
         counts = [sum(len(group.sharded) for group in unit.groups) for unit in self.units]
         self.scheduler = BucketScheduler(parts.memory.schedule, counts, gather_mode)
         self._buckets = self.units[ROOT + 1 :]
-        self._stand_ins: dict[int, list[tuple[nn.Parameter, ...]]] = {}
+        self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] = {}
         if self.waits_for_readers:
-            self._stand_ins = {
-                unit.index: [group.stand_ins() for group in unit.groups]
+            self._local_weights = {
+                unit.index: [group.local_compute_weights() for group in unit.groups]
                 for unit in self._buckets
                 if any(group.plan.precision.has_main_copy for group in unit.groups)
             }
-        self._stood_in: set[int] = set()  # units whose stand-ins are in the modules
+        self._shows_local: set[int] = set()  # units whose local weights are in the modules
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -62,7 +58,7 @@ class BucketEngine(Engine):
         if reads_anything or not self.waits_for_readers:
             self._show(self._buckets)
         else:
-            self._stand_in()
+            self._show_local_weights()
 
     def gather_all(self) -> None:
         """Gather and show all weights, while it is not known which module reads what."""
@@ -83,9 +79,9 @@ class BucketEngine(Engine):
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())
-            self._stood_in.clear()
+            self._shows_local.clear()
             for unit in self._buckets:
-                if unit.index not in self.opened:
+                if unit.index not in self.full_units:
                     unit.show_sharded()
         return call
 
@@ -106,34 +102,31 @@ class BucketEngine(Engine):
 
     def _show(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            if unit.index in self._stood_in:
-                self._stood_in.discard(unit.index)
+            if unit.index in self._shows_local:
+                self._shows_local.discard(unit.index)
                 unit.show_sharded()
-            if unit.index not in self.opened:
+            if unit.index not in self.full_units:
                 unit.show_unsharded()
 
-    def _stand_in(self) -> None:
+    def _show_local_weights(self) -> None:
         """Show parameters of the compute dtype, for code that reads a weight's dtype before its module runs."""
         for unit in self._buckets:
-            if unit.index in self._stand_ins and unit.index not in self.opened and not unit.shows_unsharded:
-                unit.show_copies(self._stand_ins[unit.index])
-                self._stood_in.add(unit.index)
+            if unit.index in self._local_weights and unit.index not in self.full_units and not unit.shows_unsharded:
+                unit.show_copies(self._local_weights[unit.index])
+                self._shows_local.add(unit.index)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: ForwardCall) -> None:
         """Gather and show all weights, which recomputation may read, before the model's backward."""
         super().pre_backward(call)
-        if not self._installed.issuperset(unit.index for unit in self._buckets):
+        if not self._unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
             self._run_backward(self.scheduler.everything())
             self._show(self._buckets)
-            self._installed.update(unit.index for unit in self._buckets)
+            self._unsharded_for_backward.update(unit.index for unit in self._buckets)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         """Take a gradient as `Engine` does; then reduce the buckets that are complete."""
-        if self.delayed is not None:
-            super().take_gradient(index, position, parameter, param)
-            return
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         came = param.grad is not None or parameter in gradients.written
@@ -150,13 +143,13 @@ class BucketEngine(Engine):
         if learnt and self.scheduler.config.reduces_early:
             self.executor.set_bucket_count(self.executor.bucket_count)  # only this backward filled all at once
 
-    def _follow(self, unit: Unit, position: int, trains: Sequence[bool]) -> None:
-        super()._follow(unit, position, trains)
-        if unit.index in self._stand_ins:
-            for stand_in, flag in zip(self._stand_ins[unit.index][position], trains, strict=True):
-                stand_in.requires_grad_(flag)
+    def _set_trainable(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
+        super()._set_trainable(unit, position, trainable)
+        if unit.index in self._local_weights:
+            for weight, flag in zip(self._local_weights[unit.index][position], trainable, strict=True):
+                weight.requires_grad_(flag)
 
     def reset(self) -> None:
         """Reset as `Engine` does."""
-        self._stood_in.clear()
+        self._shows_local.clear()
         super().reset()

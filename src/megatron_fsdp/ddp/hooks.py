@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.ddp.bucket_plan import plan_readers
 from megatron_fsdp.ddp.engine import BucketEngine
@@ -24,26 +23,18 @@ _ADVICE = (
 )
 
 
-def register_bucket_hooks(engine: BucketEngine, model: nn.Module) -> list[RemovableHandle]:
-    """Register all hooks of one model.
-
-    Args:
-        engine: The engine that they report to; held weakly.
-        model: The model, with the engine's parameters in it.
-    """
+def register_bucket_hooks(engine: BucketEngine, model: nn.Module) -> None:
+    """Register all hooks of one model."""
     # Each hook is prepended, and readers have to run after the engine's pre-forward hook.
-    readers = Readers(engine, model).register() if engine.waits_for_readers else []
-    return [*readers, *register_hooks(engine, {ROOT: model})]
+    if engine.waits_for_readers:
+        Readers(engine, model).register()
+    register_hooks(engine, {ROOT: model})
 
 
 class Readers:
     """The buckets that each module reads: recorded in the first forward with gradients, which gathers everything first.
 
     Forwards without gradients gather everything, too: evaluation may read weights of modules that it does not call.
-
-    Args:
-        engine: The engine that they report to; held weakly.
-        model: The model.
     """
 
     def __init__(self, engine: BucketEngine, model: nn.Module) -> None:
@@ -60,19 +51,16 @@ class Readers:
         self._whole = False  # the running forward began at the model, not at a module inside
         self._reads: dict[int, frozenset[int]] | None = None  # by the id of the module
 
-    def register(self) -> list[RemovableHandle]:
+    def register(self) -> None:
         """Register the hooks, ahead of those of the user, which may read weights."""
         model = self._modules[""]
         inner = {id(module): module for module in self._modules.values() if module is not model}
-        handles = [
-            module.register_forward_pre_hook(uncompiled(self._before), prepend=True)
-            for module in inner.values()
-            if any(True for _ in module.parameters())
-        ]
-        handles.append(model.register_forward_pre_hook(uncompiled(self._begin), prepend=True))
-        handles.append(model.register_forward_hook(uncompiled(self._end), always_call=True))
+        for module in inner.values():
+            if any(True for _ in module.parameters()):
+                module.register_forward_pre_hook(uncompiled(self._before), prepend=True)
+        model.register_forward_pre_hook(uncompiled(self._begin), prepend=True)
+        model.register_forward_hook(uncompiled(self._end), always_call=True)
         self._modules = {}  # must not keep the model alive
-        return handles
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
         """Gather the weights that the model itself reads; runs after the engine's pre-forward hook."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 
+from megatron_fsdp.config.arguments import NOT_IMPLEMENTED
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
@@ -17,18 +18,6 @@ from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 LEAST_BUCKET_NUMEL = 40_000_000
 BUCKET_NUMEL_PER_RANK = 1_000_000
 HIGH_BANDWIDTH_MULTIPLE = 2**16
-
-_NOT_YET: Mapping[str, str] = {
-    "nccl_ub": "registering buffers with NCCL needs its memory allocator, which this version does not use",
-    "disable_symmetric_registration": "it concerns buffers registered with NCCL (nccl_ub)",
-    "fsdp_manual_registration": "it concerns buffers registered with NCCL (nccl_ub)",
-    "fp8_param_gather": "float8 compute weights are not implemented",
-    "fp4_param_gather": "4-bit compute weights are not implemented",
-    "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 compute weights are not implemented",
-    "keep_fp8_transpose_cache": "float8 compute weights are not implemented",
-    "megatron_fsdp_cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
-}
-"""Fields that are accepted at their default only, with the reason."""
 
 _UNITS_ONLY = (
     "data_parallel_sharding_strategy",
@@ -121,8 +110,8 @@ def resolve_ddp(
 
 
 def _refuse_not_yet(config: DistributedDataParallelConfig) -> None:
-    for name, reason in _NOT_YET.items():
-        if getattr(config, name):
+    for name, reason in NOT_IMPLEMENTED.items():
+        if getattr(config, name, False):
             raise NotSupportedYetError(f"{name}=True is not supported yet: {reason}; leave it out")
     if config.megatron_fsdp_version != 1:
         raise NotSupportedYetError(

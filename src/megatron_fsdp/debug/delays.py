@@ -13,7 +13,6 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,24 +28,8 @@ _MOMENTS = (Moment.LAUNCHES, Moment.LAUNCHED, Moment.WAITS)
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INSTALL)
 
 
-@dataclass(frozen=True)
-class Delays:
-    """The distribution of delays.
-
-    Attributes:
-        seed: Seed of rank 0; rank r draws from `seed + r`.
-        up_to_s: The longest, in seconds; they are uniform.
-    """
-
-    seed: int
-    up_to_s: float
-
-
-def resolve_delays(environment: Mapping[str, str] = os.environ) -> Delays | None:
-    """Read `MFSDP_DELAYS=seed:seconds`; return None for no delays.
-
-    Args:
-        environment: Environment variables.
+def resolve_delays(environment: Mapping[str, str] = os.environ) -> tuple[int, float] | None:
+    """Read `MFSDP_DELAYS=seed:seconds`; return the arguments of `DelayObserver`, or None for no delays.
 
     Raises:
         ConfigurationError: It is not a whole number and a positive number of seconds.
@@ -56,24 +39,19 @@ def resolve_delays(environment: Mapping[str, str] = os.environ) -> Delays | None
         return None
     seed, _, seconds = value.partition(":")
     try:
-        return checked_delays(int(seed), float(seconds))
+        return int(seed), _checked(float(seconds))
     except ValueError:
         raise ConfigurationError(
             f"{VARIABLE}={value!r} is not a seed and seconds; give for example {VARIABLE}=1:0.002"
         ) from None
 
 
-def checked_delays(seed: int, up_to_s: float) -> Delays:
-    """Make `Delays`, of which the longest is positive and at most a minute.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+def _checked(up_to_s: float) -> float:
     if not 0.0 < up_to_s <= _LONGEST_S:
         raise ConfigurationError(
             f"up_to_s={up_to_s!r} is no delay; give seconds, more than 0 and at most {_LONGEST_S:g}"
         )
-    return Delays(seed, up_to_s)
+    return up_to_s
 
 
 class _Watched(Protocol):
@@ -91,17 +69,18 @@ class DelayObserver(Observer):
     """An observer that sleeps for random times.
 
     Args:
-        delays: Distribution of the delays.
+        seed: Seed of rank 0; rank r draws from `seed + r`.
+        up_to_s: The longest delay, in seconds; they are uniform.
         device: Where the model computes.
 
     Attributes:
         count: Number of delays so far.
     """
 
-    def __init__(self, delays: Delays, device: torch.device) -> None:
+    def __init__(self, seed: int, up_to_s: float, device: torch.device) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._random = random.Random(delays.seed + rank)
-        self._up_to_s = delays.up_to_s
+        self._random = random.Random(seed + rank)
+        self._up_to_s = _checked(up_to_s)
         self._device = device
         self.count = 0
 
@@ -137,7 +116,7 @@ def inject_delays(model: _Watched, seed: int, up_to_s: float) -> Iterator[DelayO
     Raises:
         ConfigurationError: `up_to_s` is not positive, or more than a minute.
     """
-    observer = DelayObserver(checked_delays(seed, up_to_s), model.device)
+    observer = DelayObserver(seed, up_to_s, model.device)
     model.observe(observer)
     try:
         yield observer

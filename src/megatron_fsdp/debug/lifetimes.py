@@ -96,13 +96,6 @@ AT_REST: dict[Memory, State] = {
 def next_state(memory: Memory, state: State, event: Event, unit: str, where: str = "") -> State:
     """Return the state after an event.
 
-    Args:
-        memory: The kind of memory.
-        state: The state before.
-        event: What is done.
-        unit: The unit that does it, for the message.
-        where: Which memory, and what is known of it, for the message.
-
     Raises:
         LifetimeError: It may not be done in this state.
     """
@@ -142,7 +135,7 @@ class _Weights:
     """The gathered weights of one unit."""
 
     label: str
-    is_gathered: bool
+    needs_all_gather: bool
     state: State = State.SHARDED
     block: Block | None = None
     forwards: int = 0
@@ -160,11 +153,7 @@ class _Lent:
 
 
 class LifetimeChecker(Observer):
-    """An observer that checks and poisons the memory of one model.
-
-    Args:
-        units: All units, root first; nothing of them is gathered or lent.
-    """
+    """An observer that checks and poisons the memory of one model."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._weights = [
@@ -220,7 +209,7 @@ class LifetimeChecker(Observer):
             self.ends(phase, unit)
 
     def _move(self, weights: _Weights, event: Event) -> None:
-        if weights.is_gathered:
+        if weights.needs_all_gather:
             weights.state = next_state(Memory.WEIGHTS, weights.state, event, weights.label)
 
     def _poison_weights(self, weights: _Weights) -> None:

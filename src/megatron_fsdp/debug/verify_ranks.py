@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.groups import go_with, twin_of
+from megatron_fsdp.comm.groups import destroy_with, duplicate_group
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 
@@ -54,10 +54,10 @@ class RowExchange:
         self.me = dist.get_rank(group)
         self.timeout_s = timeout_s
         # torch names a group by the number of groups, which is ambiguous after groups were destroyed.
-        told = [f"megatron_fsdp_rows_{uuid.uuid4().hex}" if self.me == 0 else None]
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        self._group = twin_of(group, str(told[0]), backend="gloo")
-        go_with(self, [self._group])
+        names = [f"megatron_fsdp_rows_{uuid.uuid4().hex}" if self.me == 0 else None]
+        dist.broadcast_object_list(names, group=group, group_src=0)
+        self._group = duplicate_group(group, str(names[0]), backend="gloo")
+        destroy_with(self, [self._group])
         # Ranks start together: a slow start does not count against the first exchange, and no rank destroys its side
         # of the group while another still connects.
         dist.barrier(group=self._group)
@@ -99,7 +99,7 @@ VARIABLE = "MFSDP_VERIFY_RANKS"
 DEFAULT_TIMEOUT_S = 300.0
 
 
-class Deed(IntEnum):
+class Event(IntEnum):
     """An action that ranks announce."""
 
     GATHER = 0
@@ -115,14 +115,14 @@ class Announcement:
     """The action that one rank is about to take.
 
     Attributes:
-        deed: The action.
+        event: The action.
         unit: Its unit; the root where a pass ends.
         num_bytes: Size of the gathered weights or of the bucket on this rank.
         in_backward: Whether a backward is running; shown, not compared.
         steps: Steps of the model's optimizers so far.
     """
 
-    deed: Deed
+    event: Event
     unit: int
     num_bytes: int
     in_backward: bool
@@ -130,20 +130,20 @@ class Announcement:
 
     def agrees_with(self, other: Announcement) -> bool:
         """Return whether both may go on together."""
-        mine = self.deed, self.unit, self.num_bytes, self.steps
-        return mine == (other.deed, other.unit, other.num_bytes, other.steps)
+        mine = self.event, self.unit, self.num_bytes, self.steps
+        return mine == (other.event, other.unit, other.num_bytes, other.steps)
 
-    def told(self, labels: Sequence[str]) -> str:
+    def describe(self, labels: Sequence[str]) -> str:
         """Describe it, as the predicate of a sentence about one rank."""
-        if self.deed is Deed.END_FORWARD:
+        if self.event is Event.END_FORWARD:
             return "ends its forward"
-        if self.deed is Deed.END_BACKWARD:
+        if self.event is Event.END_BACKWARD:
             return "ends its backward"
-        if self.deed is Deed.BREAK_OFF:
+        if self.event is Event.BREAK_OFF:
             return "breaks off its forward with an exception"
-        if self.deed is Deed.CHANGE:
+        if self.event is Event.CHANGE:
             return "follows a change of requires_grad"
-        verb = "gathers" if self.deed is Deed.GATHER else "reduces"
+        verb = "gathers" if self.event is Event.GATHER else "reduces"
         phase = "backward" if self.in_backward else "forward"
         return f"{verb} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
 
@@ -180,13 +180,7 @@ def _value(verify_ranks: bool | float | str | None, environment: Mapping[str, st
 
 
 class RankVerifier:
-    """Compares announcements over the ranks of one model. Collective to make.
-
-    Args:
-        group: The ranks.
-        labels: Name of each unit.
-        timeout_s: How long to wait for a rank.
-    """
+    """Compares announcements over the ranks of one model. Collective to make."""
 
     def __init__(self, group: dist.ProcessGroup, labels: Sequence[str], timeout_s: float) -> None:
         self._rows = RowExchange(group, timeout_s)
@@ -202,11 +196,11 @@ class RankVerifier:
         """Announce the all-gather of a unit's weights."""
         in_backward = torch._C._current_graph_task_id() != -1
         self._gathered_in_forward |= not in_backward
-        self._compare(Announcement(Deed.GATHER, unit, num_bytes, in_backward))
+        self._compare(Announcement(Event.GATHER, unit, num_bytes, in_backward))
 
     def reduce(self, unit: int, num_bytes: int) -> None:
         """Announce the reduction of a unit's gradients."""
-        self._compare(Announcement(Deed.REDUCE, unit, num_bytes, in_backward=True))
+        self._compare(Announcement(Event.REDUCE, unit, num_bytes, in_backward=True))
 
     def end_forward(self, failed: bool) -> None:
         """Announce the end of the outermost forward, where it gathered; others concern no other rank.
@@ -217,13 +211,13 @@ class RankVerifier:
         if not self._gathered_in_forward:
             return
         self._gathered_in_forward = False
-        deed = Deed.BREAK_OFF if failed else Deed.END_FORWARD
+        event = Event.BREAK_OFF if failed else Event.END_FORWARD
         with suppress(*([ScheduleError] if failed else [])):
-            self._compare(Announcement(deed, 0, 0, in_backward=False))
+            self._compare(Announcement(event, 0, 0, in_backward=False))
 
     def end_backward(self) -> None:
         """Announce the end of a backward that reduces."""
-        self._compare(Announcement(Deed.END_BACKWARD, 0, 0, in_backward=True))
+        self._compare(Announcement(Event.END_BACKWARD, 0, 0, in_backward=True))
 
     def note_step(self) -> None:
         """Count a step of an optimizer of the model."""
@@ -231,7 +225,7 @@ class RankVerifier:
 
     def change(self) -> None:
         """Announce a change of `requires_grad` of some parameter."""
-        self._compare(Announcement(Deed.CHANGE, 0, 0, in_backward=False))
+        self._compare(Announcement(Event.CHANGE, 0, 0, in_backward=False))
 
     def forget(self) -> None:
         """Reset the step count. Ranks that were lost stay lost: a message may still be in flight."""
@@ -254,51 +248,53 @@ class RankVerifier:
         raise ScheduleError(self._mismatch(everyone))
 
     def _exchange(self, mine: Announcement) -> list[Announcement]:
-        row = torch.tensor([mine.deed, mine.unit, mine.num_bytes, mine.in_backward, self._steps], dtype=torch.int64)
+        row = torch.tensor([mine.event, mine.unit, mine.num_bytes, mine.in_backward, self._steps], dtype=torch.int64)
         try:
             rows = self._rows(row)
         except AbsentError as error:
             self._lose(error.positions, mine, error.__cause__)
         return [
-            Announcement(Deed(deed), unit, num_bytes, bool(back), steps)
-            for deed, unit, num_bytes, back, steps in map(torch.Tensor.tolist, rows)
+            Announcement(Event(event), unit, num_bytes, bool(back), steps)
+            for event, unit, num_bytes, back, steps in map(torch.Tensor.tolist, rows)
         ]
 
     def _lose(self, absent: Sequence[int], mine: Announcement, cause: BaseException | None) -> NoReturn:
         last = (
-            f"the last thing all ranks did was: each {self._last.told(self._labels)}" if self._last else "nothing yet"
+            f"the last thing all ranks did was: each {self._last.describe(self._labels)}"
+            if self._last
+            else "nothing yet"
         )
         self._lost = (
             f"rank {_listed(self._ranks[p] for p in absent)} did not come within {self._timeout_s:g} s while rank "
-            f"{self._ranks[self._me]} {mine.told(self._labels)} ({last}); every rank has to call the same units in the "
-            "same order, and one that has nothing to compute calls model.take_part (docs/debugging.md)"
+            f"{self._ranks[self._me]} {mine.describe(self._labels)} ({last}); every rank has to call the same units in "
+            "the same order, and one that has nothing to compute calls model.take_part (docs/debugging.md)"
         )
         raise ScheduleError(self._lost) from cause
 
     def _mismatch(self, everyone: Sequence[Announcement]) -> str:
-        if told := tell_steps(self._ranks, [announcement.steps for announcement in everyone]):
-            return told
+        if message := describe_steps(self._ranks, [announcement.steps for announcement in everyone]):
+            return message
         doing: dict[str, list[int]] = {}
         for rank, announcement in zip(self._ranks, everyone, strict=True):
-            doing.setdefault(announcement.told(self._labels), []).append(rank)
+            doing.setdefault(announcement.describe(self._labels), []).append(rank)
         parts = sorted(doing.items(), key=lambda item: (len(item[1]), item[1]))
-        told = " while ".join(f"rank {_listed(ranks)} {what}" for what, ranks in parts)
+        actions = " while ".join(f"rank {_listed(ranks)} {what}" for what, ranks in parts)
         return (
-            f"{told}; every rank has to call the same units in the same order, and one that has nothing to compute "
+            f"{actions}; every rank has to call the same units in the same order, and one that has nothing to compute "
             "with a unit calls model.take_part(unit, hidden) in its place (docs/debugging.md)"
         )
 
 
-def tell_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:
+def describe_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:
     """Describe ranks whose optimizers have stepped a different number of times; empty where they have not."""
     if len(set(steps)) == 1:
         return ""
     counts = {
         number: _listed(rank for rank, own in zip(ranks, steps, strict=True) if own == number) for number in steps
     }
-    told = ", ".join(f"{number} on rank {those}" for number, those in sorted(counts.items()))
+    listed = ", ".join(f"{number} on rank {those}" for number, those in sorted(counts.items()))
     return (
-        f"ranks differ in the number of optimizer steps: {told}, so their weights do not belong together; every rank "
+        f"ranks differ in the number of optimizer steps: {listed}, so their weights do not belong together; every rank "
         "has to step its optimizer as often (docs/debugging.md)"
     )
 

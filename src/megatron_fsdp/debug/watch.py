@@ -10,12 +10,7 @@ from megatron_fsdp.errors import ScheduleError
 
 
 def watch(engine: Engine, verify_ranks_s: float) -> None:
-    """Add the observers that arguments and environment ask for. Collective where ranks are compared.
-
-    Args:
-        engine: Engine of a model that has just been wrapped.
-        verify_ranks_s: Compare ranks before they communicate, and wait this many seconds for each; 0.0: do not.
-    """
+    """Add the observers that arguments and environment ask for. Collective where ranks are compared."""
     if verify_ranks_s and engine.dense.group is not None:
         labels = [unit.label for unit in engine.units]
         engine.executor.verifier = RankVerifier(engine.dense.group, labels, verify_ranks_s)
@@ -23,7 +18,7 @@ def watch(engine: Engine, verify_ranks_s: float) -> None:
         check_lifetimes(engine)
     delays = resolve_delays()
     if delays is not None:
-        engine.observers.add(DelayObserver(delays, engine.device))
+        engine.observers.add(DelayObserver(*delays, engine.device))
 
 
 def check_lifetimes(engine: Engine) -> None:

@@ -153,7 +153,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
         storage=_name(group.weights.compute.local.dtype),
         compute=_name(group.full[0].dtype),
-        gather=_name(group.weights.compute.local.dtype) if group.needs_all_gather or group.plan.gathers_outer else None,
+        gather=_name(group.weights.compute.local.dtype) if plan.needs_all_gather or plan.gathers_outer else None,
         reduce=_name(plan.precision.grad_comm) if sends and gradients is not None else None,
         accumulate=None if gradients is None else _name(gradients.main.dtype),
         main=_name(group.weights.main.local.dtype),
@@ -264,7 +264,7 @@ def describe_model(subject: Subject) -> Description:
         model=type(subject.module).__name__,
         rank=dist.get_rank() if ready else 0,
         world_size=dist.get_world_size() if ready else 1,
-        device=str(subject.assembly.device),
+        device=str(engine.device),
         strategy=options.strategy.name,
         outer_strategy=options.outer_strategy.name if subject.index.dp_outer_dim is not None else None,
         axes=axes_of(engine),
@@ -292,7 +292,6 @@ _TOLD = {
     "verify_ranks_s": "verify_ranks",
     "find_unused_parameters": "find_unused_parameters",
     "fuses_weight_gradients": "gradient_accumulation_fusion",
-    "delays_weight_gradients": "delay_wgrad_compute",
 }
 """Field of `EngineOptions` -> the argument that sets it, where nothing else in a description shows it."""
 

@@ -226,7 +226,7 @@ def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box])
     return tensor
 
 
-def leave_to_others(tensor: torch.Tensor) -> None:
+def exclude_from_save(tensor: torch.Tensor) -> None:
     """Make torch.distributed.checkpoint save nothing of a plain tensor here; it is loaded like any other."""
     tensor.__create_write_items__ = no_write_items  # type: ignore[attr-defined]
 

@@ -275,7 +275,7 @@ class _FullTensor(torch.autograd.Function):
 
 
 @functools.cache
-def introduce_to_torch() -> None:
+def register_with_torch() -> None:
     """Register these tensors for torch's list kernels and for loading with `weights_only`, as DTensors are.
 
     torch keeps both as lists of exact classes. Where torch distributes whole tensors that it has broadcast, it cuts

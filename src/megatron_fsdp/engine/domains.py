@@ -63,14 +63,7 @@ class Domain:
 def make_domain(
     index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False, sums_locally: bool = False
 ) -> Domain:
-    """Build the domain of one kind of parameters from an index.
-
-    Args:
-        index: Mesh and groups.
-        traffic: The counters of each axis, by the name of its dimension.
-        is_expert: Whether for experts.
-        sums_locally: Reduce-scatter by an all-to-all and a local sum on any back end.
-    """
+    """Build the domain of one kind of parameters from an index."""
     assert index.dp_shard_dim is not None
     names = tuple(name for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None)
     axes = tuple(replace(_axis(index, name, traffic[name], is_expert), sums_locally=sums_locally) for name in names)
@@ -206,12 +199,7 @@ class Sharding:
         return tuple(part_of(info.name, param, mesh) for info, param in zip(spec.parameters, originals, strict=True))
 
     def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
-        """Plan layout, dtypes, placements and factors of one group.
-
-        Args:
-            spec: The group.
-            originals: Its parameters as the modules hold them; only their metadata is read.
-        """
+        """Plan layout, dtypes, placements and factors of one group."""
         domain = self.domain(spec.key.is_expert)
         placements = self._placements(spec)
         if spec.key.requires_grad:

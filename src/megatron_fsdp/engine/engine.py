@@ -1,6 +1,6 @@
 """The engine: reports hooks' events to the scheduler, and lets the executor run the operations that it returns.
 
-Its helpers are here too: gradient hooks, agreement on used parameters, checks of the model and of optimizers.
+Its helpers are here too: the direct gradient hook, agreement on used parameters, the user's gradient hooks.
 """
 
 from __future__ import annotations
@@ -8,18 +8,15 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import attrgetter, itemgetter
-from typing import Any
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import agree, agree_over
 from megatron_fsdp.comm.axis import Traffic, real_values
@@ -31,12 +28,12 @@ from megatron_fsdp.engine.expert_state import ExpertNames
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradAttribute, GradientBuffers, get_grad, plain_attributes, set_grad
 from megatron_fsdp.engine.memory import MemoryPlan, bucket_count, unit_numels
+from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck, UnreducedGradients
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
-from megatron_fsdp.errors import ConfigurationError, ScheduleError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.memory_plan import prefetch_depth
 from megatron_fsdp.sharding.placement import Placement, placements_for
 
@@ -97,17 +94,9 @@ def _take_gradient(
 
 
 class Engine:
-    """Runs forward, backward and gradient sync of one sharded model.
+    """Runs forward, backward and gradient sync of one sharded model."""
 
-    Args:
-        parts: The parts that it is built from.
-
-    Attributes:
-        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
-            stay where autograd puts them until then: units are filled and reduced there, one after another.
-    """
-
-    hears_of_each_gradient = False  # whether `take_gradient` is called for every gradient
+    takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
     def __init__(self, parts: EngineParts) -> None:
         memory, sharding = parts.memory, parts.sharding
@@ -121,7 +110,6 @@ class Engine:
         self.finite_check: FiniteCheck | None = None
         self.large_check: LargeGradientCheck | None = None
         self.structure: StructureCheck | None = None
-        self.delayed: WeightGradientQueue | None = None
         self._sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(
@@ -130,32 +118,32 @@ class Engine:
             for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
             if domain is not None
         }
-        self._pending_is_sharded = placements_for(sharding.options.strategy).pending_grad[-1] is Placement.SHARD
+        self._accumulates_shards = placements_for(sharding.options.strategy).accumulated_grad[-1] is Placement.SHARD
         self.positions = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
-        self._unseen = UnseenGradients()
+        self._unreduced = UnreducedGradients()
         self.replaced: ReplacedParameters | None = None
-        self.handed_out = HandedOut()
+        self.state_dict_aliases = StateDictAliases()
         self.expert_names = ExpertNames()
         self.own_groups: OwnGroups | None = None  # destroyed with the engine
-        self.opened: set[int] = set()  # units whose modules show copies of the full parameters
+        self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._asked: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
-        self._has_asked = False  # there was a sync since parameters were last frozen or unfrozen
-        self._has_unshown = False  # there was a backward since the last sync
+        self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
+        self._agreed_since_change = False  # there was a sync since parameters were last frozen or unfrozen
+        self._has_unattached = False  # there was a backward since the last sync
         self._defers = False  # some backward since the last sync defers its reduction
         self._may_differ = False  # since a reset, ranks may hold deferred sums for different groups
-        self._installed: set[int] = set()  # units whose modules hold full parameters for the backward
+        self._unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
         self._backward_id = 0
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
-        self._ending = False  # inside `_post_backward`, whose checks conclude later
+        self._ending = False  # inside `_post_backward`, which concludes the checks itself
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def pre_forward(self, index: int) -> None:
         """Unshard a unit: its forward is about to run."""
-        if self.opened and torch.is_grad_enabled():
+        if self.full_units and torch.is_grad_enabled():
             raise ScheduleError(
                 f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
                 "their full parameters, whose gradients would be lost; use torch.no_grad() inside "
@@ -164,6 +152,8 @@ class Engine:
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self._match_after_reset()
             self._defers |= self.reach is not Reach.EVERYWHERE
+            # Only now, not after the step: the gather over the outer ranks is in place, and would undo what somebody
+            # writes into main weights in between.
             self.refresh_weights()
             self.executor.all_gather_outer()
         elif self.scheduler.in_backward and torch._C._current_graph_task_id() == -1:  # autograd executes nothing
@@ -178,7 +168,7 @@ class Engine:
             )
         self.executor.run(self.scheduler.forward_begins(index))
         self.units[index].show_unsharded()
-        if self.observers.are_there:
+        if self.observers.active:
             self.observers.begins(Phase.FORWARD, index)
 
     def post_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
@@ -186,7 +176,7 @@ class Engine:
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
         if not depth:
             return ForwardCall(index, _NEVER)  # another hook failed before the forward began
-        if self.observers.are_there:
+        if self.observers.active:
             self.observers.leaves(Phase.FORWARD, index, failed)
         weights_version = self.scheduler.forward_ends(index, needs_backward)
         if depth == 1:
@@ -200,18 +190,18 @@ class Engine:
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
-        if self.handed_out.changed() or self._has_newer_weights:
+        if self.state_dict_aliases.changed() or self._has_newer_weights:
             self.install_main_weights()
         self.release_gradients()
         for group in self.groups():
             group.check_parameters()
-        self._follow_requires_grad()
+        self._adopt_requires_grad()
         if self.structure is not None:
             self.structure.check()
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
-    def _follow_requires_grad(self) -> None:
+    def _adopt_requires_grad(self) -> None:
         """Follow changes of `requires_grad` since the last pass.
 
         Nothing is sent unless something has changed; then ranks agree on it first.
@@ -219,24 +209,26 @@ class Engine:
         Raises:
             ConfigurationError: It has not changed alike on all ranks.
         """
-        changes = {id(group): flags for group in self.groups() if (flags := group.wanted()) != group.trainable}
+        changes = {
+            id(group): flags for group in self.groups() if (flags := group.requires_grad_flags()) != group.trainable
+        }
         if not changes:
             return
         with self.observers.during(Phase.AGREE, ROOT):
             self._agree_on_requires_grad(changes)
-        if self._has_asked:
-            self._asked |= self._trained_ids()
-        self._has_asked = False
+        if self._agreed_since_change:
+            self._agreed_params |= self._trained_ids()
+        self._agreed_since_change = False
         for unit in self.units:
             for position, group in enumerate(unit.groups):
                 if id(group) in changes:
-                    self._follow(unit, position, changes[id(group)])
+                    self._set_trainable(unit, position, changes[id(group)])
         self.scheduler.set_trainable(
             [[flag for group in unit.groups for flag in group.trainable] for unit in self.units]
         )
-        if not self._asked.issuperset(self._trained_ids()):
+        if not self._agreed_params.issuperset(self._trained_ids()):
             for usage in self._usage.values():
-                usage.ask_again()
+                usage.forget()
 
     def _trained_ids(self) -> set[int]:
         return {
@@ -257,29 +249,27 @@ class Engine:
         if self.executor.verifier is not None:  # a rank that has changed nothing must stop, too
             self.executor.verifier.change()
         try:
-            agree_over(self.reaching_all, None, facts[False])
-            if self.experts is not None:
-                agree(self.experts.group, None, facts[True])
+            self.agree_on(facts[False], facts[True])
         except ConfigurationError as error:
-            told = str(error).partition(";")[0]
+            problem = str(error).partition(";")[0]
             raise ConfigurationError(
-                f"requires_grad was not changed alike: {told}; set it alike on all ranks"
+                f"requires_grad was not changed alike: {problem}; set it alike on all ranks"
             ) from None
 
-    def _follow(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
+    def _set_trainable(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
         group = unit.groups[position]
         if group.gradients is None:  # it was frozen when the model was sharded
             group.begin_training(self._sharding.plan_training(group.plan))
             self.inspect_gradients(group)
             unit.plan_buckets()
             self.executor.make_bucket_pools()
-        group.follow(trainable, self._has_unshown)
+        group.set_trainable(trainable, self._has_unattached)
         self.watch_gradients(unit.index, position)
 
-    def watch_gradients(self, index: int, position: int) -> list[RemovableHandle]:
+    def watch_gradients(self, index: int, position: int) -> None:
         """Register hooks on a group's full parameters that take gradients and have none yet."""
         group = self.units[index].groups[position]
-        grads, handles = group.gradients, []
+        grads = group.gradients
         for parameter, param in enumerate(group.full if grads is not None else ()):
             if not param.requires_grad or param._post_accumulate_grad_hooks:
                 continue
@@ -287,16 +277,15 @@ class Engine:
             hook: Callable[[torch.Tensor], None] = functools.partial(
                 _take_gradient, weakref.ref(self), index, position, parameter
             )
-            if group.plan.parts[parameter] is None and not self.hears_of_each_gradient:
+            if group.plan.parts[parameter] is None and not self.takes_every_gradient:
                 hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
-            handles.append(param.register_post_accumulate_grad_hook(hook))
-        return handles
+            param.register_post_accumulate_grad_hook(hook)
 
     def inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
         check, names = self.finite_check, group.names
         if check is not None and group.gradients is not None:
-            group.gradients.inspect = lambda index, grad: check.look_at(names[index], grad)
+            group.gradients.inspect = lambda index, grad: check.record(names[index], grad)
 
     @property
     def _has_newer_weights(self) -> bool:
@@ -309,7 +298,7 @@ class Engine:
             return  # its own hooks install the weights
         if self.replaced is not None:
             self.replaced.check(optimizer)
-        self._unseen.look_at(optimizer, self.positions)
+        self._unreduced.check(optimizer, self.positions)
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         if any(id(param) in self.positions for param in firsts):
             self.stepped = True
@@ -341,18 +330,15 @@ class Engine:
             )
         self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version))
         self.units[call.unit].show_unsharded()  # recomputation inside the unit calls none of its hooks
-        self._installed.add(call.unit)
-        if self.observers.are_there:
+        self._unsharded_for_backward.add(call.unit)
+        if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
-        """Copy a full gradient from autograd into its bucket, or leave it there until the end of a delayed backward."""
-        if self.delayed is not None and not self._ending:
-            self._hear_of_gradient(index)
-            return
-        grad, param.grad = param.grad, None
+        """Copy a full gradient from autograd into its bucket."""
+        grad, param.grad = param.grad, None  # else each full gradient would live until backward ends
         if grad is None:
-            return
+            return  # a fused linear wrote it into the bucket
         group = self.units[index].groups[position]
         if grad.requires_grad:
             raise ScheduleError(
@@ -363,11 +349,11 @@ class Engine:
         grad = group.local_gradient(parameter, grad)
         gradients = self.filling(index, position)
         for check in self._checks:
-            check.look_at(group.names[parameter], grad)
-        if self.observers.are_there:
+            check.record(group.names[parameter], grad)
+        if self.observers.active:
             self.observers.begins(Phase.COPY, index)
         gradients.add(parameter, grad)
-        if self.observers.are_there:
+        if self.observers.active:
             self.observers.ends(Phase.COPY, index)
 
     def filling(self, index: int, position: int) -> GradientBuffers:
@@ -375,11 +361,11 @@ class Engine:
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         if not gradients.is_filling:
-            self._hear_of_gradient(index)
+            self._note_first_gradient(index)
             self._begin_filling(index, position)
         return gradients
 
-    def _hear_of_gradient(self, index: int) -> None:
+    def _note_first_gradient(self, index: int) -> None:
         """Report the first gradient of a unit in this backward to the scheduler."""
         if not self._callback_queued:
             self._begin_backward()
@@ -393,8 +379,8 @@ class Engine:
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         self.executor.begin_filling(self.units[index], position, self.reach)
-        if self.observers.are_there or self._checks:
-            gradients.hear_of_each()
+        if self.observers.active or self._checks:
+            gradients.forbid_direct_copies()
 
     @property
     def traffic(self) -> Traffic:
@@ -414,20 +400,21 @@ class Engine:
     @property
     def reach(self) -> Reach:
         """How far gradients of this backward are reduced."""
-        return self.mode.reach(self._pending_is_sharded)
+        return self.mode.reach(self._accumulates_shards)
 
     def _begin_backward(self) -> None:
         if self._callback_queued:
             return
         if self._has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
             self.executor.run(self.scheduler.weights_changed())
-        self._follow_requires_grad()  # parameters frozen since the forward get no gradient
-        self._callback_queued = self._has_unshown = True
+        self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
+        self._callback_queued = self._has_unattached = True
         self._defers |= self.reach is not Reach.EVERYWHERE
         self._backward_id += 1
         self._backward_thread = threading.get_ident()
         for check in self._checks:
             check.begin()  # not at the end: an earlier backward may have failed before it
+        # Runs when the graph task has nothing left to do; autograd takes it only while backward runs.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _check_thread(self, index: int) -> None:
@@ -442,36 +429,18 @@ class Engine:
 
     def _post_backward(self) -> None:
         self.observers.backward_pauses()
-        for index in self._installed:
+        for index in self._unsharded_for_backward:
             self.units[index].show_sharded()
-        self._installed.clear()
-        late = self.delayed.params if self.delayed is not None else set()
-        for unit in self.units if late else ():
-            if not late.isdisjoint(id(param) for group in unit.groups for param in group.full):
-                self._hear_of_gradient(unit.index)
+        self._unsharded_for_backward.clear()
         self._callback_queued = False
         self._ending = True
         try:
-            for operation in self.scheduler.backward_ends():
-                if self.delayed is not None and operation.action is Action.REDUCE:
-                    self._fill_late(operation.unit, self.delayed)
-                self._run_backward((operation,))
+            self._run_backward(self.scheduler.backward_ends())
         finally:
             self._ending = False
         for check in self._checks:
             with self.observers.during(Phase.AGREE, ROOT):
                 check.conclude()
-
-    def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
-        """Copy all gradients that a backward left for a unit into its buckets, delayed weight gradients last."""
-        for position, group in enumerate(self.units[index].groups):
-            if group.gradients is None:
-                continue
-            if not group.gradients.is_filling:
-                self._begin_filling(index, position)
-            for parameter, param in enumerate(group.full):
-                self.take_gradient(index, position, parameter, param)
-            delayed.run(group.full)
 
     @property
     def _checks(self) -> list[FiniteCheck | LargeGradientCheck]:
@@ -482,7 +451,7 @@ class Engine:
         """Put the sharded parameters into all modules."""
         for unit in self.units:
             unit.show_sharded()
-        self._installed.clear()
+        self._unsharded_for_backward.clear()
 
     def _run_backward(self, operations: Sequence[object]) -> None:
         self.executor.run(operations, self.reach)  # type: ignore[arg-type]
@@ -505,7 +474,7 @@ class Engine:
             check.begin()
         self._match_after_reset()
         for unit in reversed(self.units):
-            if any(group.gradients is not None and group.gradients.has_deferred for group in unit.groups):
+            if any(group.gradients is not None and group.gradients.has_local_sum for group in unit.groups):
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
@@ -518,7 +487,7 @@ class Engine:
     def attach_gradients(self) -> None:
         """Set `.grad` of the sharded parameters to the main gradients."""
         self._defers = False
-        self._has_asked, self._has_unshown = True, False
+        self._agreed_since_change, self._has_unattached = True, False
         renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
         for is_expert, usage in self._usage.items():
             trainable = [
@@ -579,9 +548,7 @@ class Engine:
         sums, stay there with those of earlier backwards, as on one process; clear gradients to drop them.
         """
         self._callback_queued = False
-        if self.delayed is not None:
-            self.delayed.clear()
-        self._installed.clear()
+        self._unsharded_for_backward.clear()
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
         for unit in self.units:
@@ -618,6 +585,12 @@ class Engine:
         """Dense data-parallel ranks, all axes together."""
         return self._sharding.dense.num_ranks
 
+    def agree_on(self, dense_facts: Sequence[str], expert_facts: Sequence[str]) -> None:
+        """Compare facts with the other ranks; those about experts with the ranks that share them. Collective."""
+        agree_over(self.reaching_all, None, dense_facts)
+        if self.experts is not None:
+            agree(self.experts.group, None, expert_facts)
+
     @property
     def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
         """Groups that together reach every rank of the model."""
@@ -625,10 +598,10 @@ class Engine:
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
-        if any(group.gradients is not None and group.gradients.has_unseen for group in self.groups()):
+        if any(group.gradients is not None and group.gradients.has_unattached for group in self.groups()):
             for group, index in (self.positions[id(param)] for param in params):
                 if group.gradients is not None:
-                    group.gradients.forget_pending(index)
+                    group.gradients.drop_unattached(index)
         self.release_gradients()
 
     def release_gradients(self) -> None:
@@ -642,7 +615,7 @@ class Engine:
     def prefetch_weights(self, wait: bool) -> None:
         """Start to all-gather the units that there is room for, root first, ahead of the next forward."""
         for unit in self.units:
-            self.executor.run(self.scheduler.weights_wanted(unit.index))
+            self.executor.run(self.scheduler.prefetch_requested(unit.index))
             if wait:
                 unit.wait_for_unshard()
         if wait:
@@ -660,7 +633,7 @@ class Engine:
         Where one does, a gather in flight would undo what is written into main weights meanwhile.
         """
         return not any(
-            group.needs_all_gather and group.weights.main_is_compute and not group.weights_in_slots
+            group.plan.needs_all_gather and group.weights.main_is_compute and not group.plan.weights_in_slots
             for group in self.groups()
         )
 
@@ -691,7 +664,7 @@ class Engine:
 
     def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
         """All-gather the units that own some parameters, sharded or full ones."""
-        event = self.scheduler.weights_awaited if wait else self.scheduler.weights_wanted
+        event = self.scheduler.weights_requested if wait else self.scheduler.prefetch_requested
         for unit in self.units_of(params):
             self.executor.run(event(unit.index))
 
@@ -707,7 +680,7 @@ class Engine:
     def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
         """Reshard units that are not in use; they are gathered again when they are needed."""
         for unit in self.units_of(params):
-            self.executor.run(self.scheduler.weights_unwanted(unit.index))
+            self.executor.run(self.scheduler.release_requested(unit.index))
 
     def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
         """Reduce the units' gradients that have arrived; those that have not count as zero."""
@@ -760,7 +733,7 @@ def direct_hook(
     return receive
 
 
-class HandedOut:
+class StateDictAliases:
     """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
 
     They share the memory of main weights, but not its version counters.
@@ -786,125 +759,16 @@ class HandedOut:
 
 
 def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device: torch.device) -> None:
-    """Make every rank hold deferred sums for the same groups, so that all reduce the same later. Collective.
-
-    Args:
-        groups: Trainable groups that share a domain, in an order that all ranks share.
-        domain: Their ranks.
-        device: Where the flags travel.
-    """
+    """Make every rank hold deferred sums for the same groups, so that all reduce the same later. Collective."""
     gradients = [group.gradients for group in groups if group.gradients is not None]
     if domain.group is None or not gradients:
         return
     flags = torch.tensor(
-        [[each.has_deferred, each.has_pending] for each in gradients], dtype=torch.int32, device=device
+        [[each.has_local_sum, each.has_inner_sum] for each in gradients], dtype=torch.int32, device=device
     )
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
     for each, (deferred, pending) in zip(gradients, flags.tolist(), strict=True):
         each.ensure_sums(bool(deferred), bool(pending))
-
-
-class UnseenGradients:
-    """Warns, once, when an optimizer steps before any gradient of its parameters is reduced."""
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def look_at(self, optimizer: torch.optim.Optimizer, positions: Mapping[int, tuple[ParameterGroup, int]]) -> None:
-        """Warn when an unconnected optimizer steps before gradients are reduced.
-
-        Args:
-            optimizer: The optimizer.
-            positions: Group and index of each sharded parameter by id.
-        """
-        if self._warned:
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = [positions[id(param)][0].gradients for param in params if id(param) in positions]
-        waits = any(found is not None and (found.has_deferred or found.has_pending) for found in gradients)
-        if waits and all(param.grad is None for param in params):
-            self._warned = True
-            warn_caller(
-                f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
-                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
-                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
-            )
-
-
-class ReplacedParameters:
-    """The original parameters that sharding took out of a model; they get no gradient any more.
-
-    Args:
-        module: The model, before it is sharded.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._by_id = {id(param): (weakref.ref(param), name) for name, param in module.named_parameters()}
-        self._right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that holds such parameters; one that holds none is not searched again.
-
-        One with a gradient is in use elsewhere, by another module that shares it and was not sharded, say.
-
-        Raises:
-            ConfigurationError: It would train nothing.
-        """
-        if optimizer in self._right:
-            return
-        held = [(where, param) for where, param in held_parameters(optimizer) if self._name(param) is not None]
-        if not held:
-            self._right.add(optimizer)
-        for where, param in held:
-            if param.grad is None and param.requires_grad:
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds {self._name(param)} in {where} as it was before the model was "
-                    "sharded, where no gradient comes, so its steps train nothing; hand model and optimizer to "
-                    "fully_shard together, or build the optimizer on model.parameters() after fully_shard_model"
-                )
-
-    def _name(self, param: torch.Tensor) -> str | None:
-        reference, name = self._by_id.get(id(param), (None, ""))
-        return name if reference is not None and reference() is param else None
-
-
-def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
-    """Refuse an optimizer that keeps parameters outside of its groups, where sharding cannot replace them.
-
-    Args:
-        optimizer: To check.
-        known: Name of each parameter that is going to be replaced, by id.
-
-    Raises:
-        ConfigurationError: It does.
-    """
-    for where, param in held_parameters(optimizer):
-        if where != _IN_GROUPS and id(param) in known:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} keeps {known[id(param)]} in {where}, where sharding cannot replace it, so "
-                "its steps would train nothing; shard the model by fully_shard_model, build the optimizer on its "
-                "parameters, and hand it to fully_shard_optimizer"
-            )
-
-
-def held_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the tensors in an optimizer's groups and in its other lists, with where each one is."""
-    lists = [group["params"] for group in optimizer.param_groups]
-    yield from ((_IN_GROUPS, param) for params in lists for param in params)
-    for name, value in vars(optimizer).items():
-        if name not in _GROUPS_AND_STATE and not any(value is params for params in lists):
-            yield from ((f"its attribute {name}", each) for each in _tensors_in(value))
-
-
-_IN_GROUPS = "its param_groups"
-_GROUPS_AND_STATE = ("param_groups", "state", "defaults")
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if not isinstance(value, list | tuple | set | dict):
-        return []
-    leaves = [*tree_leaves(value), *(value if isinstance(value, dict | set) else ())]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 # A parameter that no rank used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
@@ -938,7 +802,7 @@ class UsageAgreement:
         self._device = device
         self._all_used = False
 
-    def ask_again(self) -> None:
+    def forget(self) -> None:
         """Ask at the next sync, since other parameters take gradients now."""
         self._all_used = False
 
@@ -1057,73 +921,3 @@ def _replace(param: nn.Parameter, attribute: GradAttribute, answer: object, name
             f"({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same shape, dtype and sharding"
         )
     set_grad(param, attribute, answer)
-
-
-_CHILDREN = itemgetter("_modules")
-_PARAMETERS = itemgetter("_parameters")
-
-
-class StructureCheck:
-    """Finds trainable parameters that joined the model after sharding: each rank would train its own.
-
-    Modules around known ones (wrappers) and modules without trainable parameters may come and go.
-
-    Args:
-        module: The sharded model, with its hooks.
-        units: Its units.
-    """
-
-    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        unit_modules = {unit.label: module.get_submodule(unit.name) for unit in units if unit.is_module}
-        self._compiled = [
-            (label, unit_module, unit_module._compiled_call_impl)
-            for label, unit_module in unit_modules.items()
-            if unit_module._compiled_call_impl is not None
-        ]
-        self._modules = tuple(module.named_modules())
-        self._namespaces = tuple(part.__dict__ for _, part in self._modules)
-        self._known_modules = {id(part) for _, part in self._modules}
-        self._known_params = {
-            id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
-        }
-        self._known_modules.add(id(None))  # places without a child or parameter
-        self._known_params.add(id(None))
-
-    def check(self) -> None:
-        """Check every module once.
-
-        Raises:
-            ConfigurationError: Names the first module or parameter that is new, or the first unit compiled again.
-        """
-        for label, unit_module, call in self._compiled:
-            if unit_module._compiled_call_impl is not call:
-                raise ConfigurationError(
-                    f"unit {label} was compiled before and after the model was sharded; compile it once, before"
-                )
-        if self._all_known(_CHILDREN, self._known_modules) and self._all_known(_PARAMETERS, self._known_params):
-            return
-        known_modules, known_params = self._known_modules, self._known_params
-        for name, module in self._modules:
-            for attribute, child in module._modules.items():
-                if child is not None and id(child) not in known_modules:
-                    self._check_new(f"{name}.{attribute}".lstrip("."), child)
-            for attribute, param in module._parameters.items():
-                if param is not None and id(param) not in known_params and param.requires_grad:
-                    raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
-
-    def _all_known(self, kind: Callable[[dict[str, Any]], dict[str, Any]], known: set[int]) -> bool:
-        """Return whether all children, or parameters, of all modules are known; in one pass without Python code."""
-        held = chain.from_iterable(map(dict.values, map(kind, self._namespaces)))
-        return known.issuperset(map(id, held))
-
-    def _check_new(self, name: str, module: nn.Module) -> None:
-        for param in module.parameters():
-            if param.requires_grad and id(param) not in self._known_params:
-                raise _refusal(name, f"a {type(module).__name__} with trainable parameters")
-
-
-def _refusal(name: str, what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{name} is {what} that was put there after the model was sharded, so every rank would train its own copy; "
-        "change the model before fully_shard, or freeze what is added"
-    )

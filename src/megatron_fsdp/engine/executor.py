@@ -19,7 +19,7 @@ from megatron_fsdp.engine.observer import PHASE_OF, Memory, Observers, Phase, Ve
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
-from megatron_fsdp.sharding.accounting import UNITS_CROSSING
+from megatron_fsdp.sharding.accounting import OUTER_REDUCTIONS
 from megatron_fsdp.sharding.memory_plan import WeightPlan
 
 _HANG_ADVICE = (
@@ -131,7 +131,7 @@ class Executor:
         self.verifier: Verifier | None = None  # compares ranks before they communicate
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self._in_flight: deque[_Reduction] = deque()
-        self._crossing: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
+        self._outer_reductions: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
 
     def make_bucket_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
@@ -173,10 +173,10 @@ class Executor:
             try:
                 if self.verifier is not None:
                     self._verify(self.verifier, action, unit, reach)
-                if observers.are_there:
+                if observers.active:
                     observers.begins(PHASE_OF[action], index)
                 self._carry_out(action, unit, slot, reach)
-                if observers.are_there:
+                if observers.active:
                     observers.ends(PHASE_OF[action], index)
                 self.is_broken = before
             except BaseException as error:
@@ -269,9 +269,9 @@ class Executor:
             gradients = group.gradients
             if gradients is None or not group.reduces:
                 continue
-            if not gradients.is_filling and not gradients.has_deferred:
+            if not gradients.is_filling and not gradients.has_local_sum:
                 self._begin_filling(unit, position, reach)
-            received = unit.bucket_of(position, scratch) if scratch is not None and group.exchanges_inside else None
+            received = unit.bucket_of(position, scratch) if scratch is not None and group.exchanges_inner else None
             tickets.append(
                 gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
             )
@@ -282,21 +282,21 @@ class Executor:
         """Start to reduce over the outer ranks what the inner ones have summed."""
         if not unit.reduces_outer:
             return
-        if not any(group.gradients is not None and group.gradients.has_pending for group in unit.groups):
+        if not any(group.gradients is not None and group.gradients.has_inner_sum for group in unit.groups):
             return
-        while len(self._crossing) >= UNITS_CROSSING:
-            self._finish_crossing()
+        while len(self._outer_reductions) >= OUTER_REDUCTIONS:
+            self._finish_outer_reduction()
         with self.observers.during(Phase.REDUCE_OUTER, unit.index):
-            self._crossing.append(
+            self._outer_reductions.append(
                 [
                     group.gradients.reduce_outer(self._outer_lane, group.sharded)
                     for group in unit.groups
-                    if group.gradients is not None and group.gradients.has_pending
+                    if group.gradients is not None and group.gradients.has_inner_sum
                 ]
             )
 
-    def _finish_crossing(self) -> None:
-        for ticket, _memory in self._crossing.popleft():
+    def _finish_outer_reduction(self) -> None:
+        for ticket, _memory in self._outer_reductions.popleft():
             ticket.wait()
 
     def _keep(self, unit: Unit) -> None:
@@ -304,7 +304,7 @@ class Executor:
         for position, group in enumerate(unit.groups):
             if group.gradients is None or not group.reduces:
                 continue
-            if not group.gradients.is_filling and not group.gradients.has_deferred:
+            if not group.gradients.is_filling and not group.gradients.has_local_sum:
                 self._begin_filling(unit, position, Reach.NOWHERE)
             group.gradients.keep()
 
@@ -318,7 +318,7 @@ class Executor:
         return self._borrowed[unit.index]
 
     def _scratch_for(self, unit: Unit) -> Block | None:
-        if not unit.exchanges_inside:
+        if not unit.exchanges_inner:
             return None
         if unit.index == ROOT:  # the last of a backward: free the other units' buckets first
             while self._retire_oldest():
@@ -349,8 +349,8 @@ class Executor:
         """Wait for every reduction, and free all buckets and scratch: others may need the memory."""
         while self._retire_oldest():
             pass
-        while self._crossing:
-            self._finish_crossing()
+        while self._outer_reductions:
+            self._finish_outer_reduction()
         for pool in self._pools:
             pool.empty()
 

@@ -81,11 +81,6 @@ def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: D
     """Compare the experts of all expert-parallel ranks. Collective: one small message per such dimension.
 
     Parameters that would share a name with others in a checkpoint raise when they are saved.
-
-    Args:
-        groups: All parameter groups.
-        experts: The ranks of experts.
-        mesh: The expert mesh as it was given.
     """
     if not experts.foreign_groups:
         return ExpertNames()
@@ -112,13 +107,13 @@ def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: D
 
 
 def _problem(name: str, reason: str | None) -> str:
-    told = (
+    clash = (
         f"{name} is another expert on other expert-parallel ranks under the same name, so a checkpoint would keep one"
     )
     if reason is None:
-        return f"{told} of them; save model.state_dict() and optimizer.state_dict(), which tell experts apart"
+        return f"{clash} of them; save model.state_dict() and optimizer.state_dict(), which tell experts apart"
     return (
-        f"{told} of them, and {reason}; name experts by their index over all ranks, or by that on this rank directly "
+        f"{clash} of them, and {reason}; name experts by their index over all ranks, or by that on this rank directly "
         "below a module called experts, or stack them along the first dimension there"
     )
 
@@ -196,12 +191,7 @@ class Numbering:
 
 
 def number_parameters(groups: Sequence[Sequence[str]], plan: ExpertPlan) -> Numbering:
-    """List the parameters of all ranks' optimizers; pure, the same list on every rank.
-
-    Args:
-        groups: This rank's names of its parameters, by parameter group.
-        plan: The experts of all ranks.
-    """
+    """List the parameters of all ranks' optimizers; pure, the same list on every rank."""
     found = Numbering()
     if plan.unnumbered:
         found.problem = (
@@ -243,14 +233,7 @@ def _index(name: str) -> int:
 def state_as_saved(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, known: Mapping[int, str], names: ExpertNames
 ) -> StateDict:
-    """Return the state dict that an optimizer of all experts would have, with this rank's part of the state.
-
-    Args:
-        optimizer: The optimizer.
-        state_dict: As torch made it.
-        known: Name of each sharded parameter by id.
-        names: Names of experts.
-    """
+    """Return the state dict that an optimizer of all experts would have, with this rank's part of the state."""
     local = _names_of(optimizer, known)
     assert names.plan is not None
     numbering = number_parameters(local, names.plan)

@@ -34,29 +34,16 @@ from megatron_fsdp.sharding.placement import Placement
 
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Gather all main weights by canonical name; copies, in their main dtype, group after group. Collective.
-
-    Returns:
-        On every rank the same tensors. Peak memory: what is returned and one group.
-    """
-    result: dict[str, torch.Tensor] = {}
-    for group in engine.groups():
-        full = gather_buffer(group, group.weights.main)
-        for index, name in enumerate(group.names):
-            result[name] = _whole(group, full, index)
-    return result
+    """Gather all main weights by canonical name; copies, in their main dtype, the same on every rank. Collective."""
+    return {name: full.clone() for name, full in iter_parameters(engine, DEFAULT_BUCKET_BYTES)}
 
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
     """Gather the gradient of every trainable parameter by canonical name; None where it is None. Collective."""
-    result: dict[str, torch.Tensor | None] = {}
-    for group in engine.groups():
-        if group.gradients is None:
-            continue
-        full = gather_buffer(group, _gradient_buffer(group))
-        for index, (name, grad) in enumerate(zip(group.names, group.grads(), strict=True)):
-            result[name] = None if grad is None else _whole(group, full, index)
-    return result
+    trainable = (name for group in engine.groups() if group.gradients is not None for name in group.names)
+    found: dict[str, torch.Tensor | None] = dict.fromkeys(trainable)
+    found.update((name, full.clone()) for name, full in iter_gradients(engine, DEFAULT_BUCKET_BYTES))
+    return found
 
 
 def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
@@ -70,23 +57,6 @@ def gather_buffer(group: ParameterGroup, buffer: FlatBuffer) -> torch.Tensor:
                 work.wait()
             local = full
     return local
-
-
-def _whole(group: ParameterGroup, full: torch.Tensor, index: int) -> torch.Tensor:
-    """Copy tensor `index` of a gathered buffer, put together from the parts of tensor-parallel ranks."""
-    value = full_view(group.plan.layout, full, index).clone()
-    part = group.plan.parts[index]
-    return value if part is None else part.whole(value)
-
-
-def _gradient_buffer(group: ParameterGroup) -> FlatBuffer:
-    plan = group.plan
-    assert group.gradients is not None
-    buffer = FlatBuffer(plan.layout, group.weights.main.region, group.gradients.shown_dtype, plan.device)
-    for index, grad in enumerate(group.grads()):
-        if isinstance(grad, DTensor):
-            buffer.piece(index).copy_(grad.to_local())
-    return buffer
 
 
 _Copies = dict[int, list[list[nn.Parameter]]]
@@ -114,7 +84,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
     try:
         for unit in units:
             unit.show_copies(copies[unit.index])
-            engine.opened.add(unit.index)
+            engine.full_units.add(unit.index)
         yield
     except Exception as error:
         if writeback:
@@ -127,7 +97,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
             _take_in(engine, units, copies)
     finally:
         for unit in units:
-            engine.opened.discard(unit.index)
+            engine.full_units.discard(unit.index)
             unit.show_sharded()
 
 
@@ -137,7 +107,7 @@ def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype
             "full_parameters_context was entered inside a forward or backward (or after one that failed); enter it "
             "between steps, and call reset() on the model after an exception"
         )
-    open_already = [unit.label for unit in units if unit.index in engine.opened]
+    open_already = [unit.label for unit in units if unit.index in engine.full_units]
     if open_already:
         raise ScheduleError(
             f"unit {open_already[0]} shows its full parameters already; leave that full_parameters_context first"
@@ -299,12 +269,11 @@ def _entries(
 
 def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
+    facts: dict[bool, list[str]] = {False: [], True: []}
+    for entry in entries:
+        facts[entry.group.plan.spec.key.is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
     with engine.observers.during(Phase.AGREE, ROOT):
-        agree_over(
-            engine.reaching_all,
-            None,
-            [f"{' '.join(entry.label)} in {entry.piece.dtype}" for entry in entries],
-        )
+        engine.agree_on(facts[False], facts[True])
 
 
 def _watched(engine: Engine, stream: Iterator[_Named]) -> Iterator[_Named]:

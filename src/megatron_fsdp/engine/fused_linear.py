@@ -26,7 +26,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 """Types that compute as plain tensors; DTensors and other subclasses have their own arithmetic."""
 
 
-class _Place:
+class _GradientTarget:
     """The place of one weight's gradient. All references are weak: a module must not keep its engine alive."""
 
     __slots__ = ("_engine", "_group", "_parameter", "_unit", "_weight")
@@ -67,7 +67,7 @@ class _Place:
         if engine is None or weight is None or engine.large_check is not None or _is_watched(weight):
             return False
         gradients = engine.filling(self._unit, self._group)
-        place, adds = gradients.place_of(self._parameter, grad.dtype)
+        place, adds = gradients.target_of(self._parameter, grad.dtype)
         if place is None:
             return False
         if adds:
@@ -76,7 +76,7 @@ class _Place:
             torch.mm(grad.t(), operand, out=place)
         gradients.note_written(self._parameter)
         if engine.finite_check is not None:
-            engine.finite_check.look_at(engine.units[self._unit].groups[self._group].names[self._parameter], place)
+            engine.finite_check.record(engine.units[self._unit].groups[self._group].names[self._parameter], place)
         return True
 
 
@@ -85,7 +85,7 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: _Place
+        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: _GradientTarget
     ) -> torch.Tensor:
         ctx.place = place
         ctx.save_for_backward(tensor, weight if ctx.needs_input_grad[0] else None)
@@ -134,13 +134,13 @@ def _autocast_casts(tensor: torch.Tensor) -> bool:
 class FusedLinear(nn.Linear):
     """The class of an `nn.Linear` whose weight gradients are written into a bucket; its copies are plain again."""
 
-    _fused_place: _Place
+    _fused_target: _GradientTarget
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (the name in nn.Linear)
         """Compute the linear, with fused weight gradients where possible."""
         if torch.compiler.is_compiling():
             return F.linear(input, self.weight, self.bias)
-        params, place = self._parameters, self._fused_place
+        params, place = self._parameters, self._fused_target
         weight, bias = params["weight"], params["bias"]
         assert weight is not None
         if not place.takes(input, weight, bias):
@@ -153,25 +153,18 @@ class FusedLinear(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy as a plain `nn.Linear`."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_fused_place"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_fused_target"}
         return nn.Linear.__new__, (nn.Linear,), state
 
 
-def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
+def fuse_weight_gradients(engine: Engine, module: nn.Module) -> None:
     """Make every plain `nn.Linear` of a sharded model write its weight gradient into the bucket.
 
     Left alone are subclasses of `nn.Linear`, linears with a forward of their own or a parametrized weight, and weights
     that are frozen, cut by tensor parallelism, shared with another module, or whose gradients travel in another dtype
     than they are computed in.
-
-    Args:
-        engine: Its engine; held weakly.
-        module: The sharded model.
-
-    Returns:
-        How many linears were changed. Where there is none, the caller is warned.
     """
-    places = _places_by_weight(engine)
+    places = _targets_by_weight(engine)
     users = _users_by_weight(module)
     count = 0
     for linear in module.modules():
@@ -180,7 +173,7 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
         weight = linear._parameters.get("weight")
         if weight is not None and id(weight) in places and users[id(weight)] == 1:
             linear.__class__ = FusedLinear
-            linear._fused_place = places[id(weight)]  # type: ignore[assignment]
+            linear._fused_target = places[id(weight)]  # type: ignore[assignment]
             count += 1
     if not count:
         warn_caller(
@@ -188,13 +181,12 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> int:
             "own computes its gradient in the dtype that it travels in; set grad_comm_dtype to the dtype of the model, "
             "or leave the option out"
         )
-    return count
 
 
-def _places_by_weight(engine: Engine) -> dict[int, _Place]:
+def _targets_by_weight(engine: Engine) -> dict[int, _GradientTarget]:
     """Map ids of sharded parameters to the place of their gradient, where it is not cast and the parameter is plain."""
     return {
-        id(param): _Place(engine, unit.index, position, index)
+        id(param): _GradientTarget(engine, unit.index, position, index)
         for unit in engine.units
         for position, group in enumerate(unit.groups)
         if group.gradients is not None and group.plan.precision.grad_comm is group.plan.precision.compute

@@ -64,11 +64,7 @@ class NamedRanks:
         return values
 
     def ranks_by_name(self, flags: Sequence[Sequence[bool]]) -> dict[str, list[int]]:
-        """Return the global ranks, ascending, that flagged each parameter; unflagged ones are left out.
-
-        Args:
-            flags: By rank and position, as `gather` gives them.
-        """
+        """Return the global ranks, ascending, that flagged each parameter; unflagged ones are left out."""
         found: dict[str, set[int]] = {}
         for (rank, names), of_rank in zip(self.everyone, flags, strict=True):
             for name, flag in zip(names, of_rank, strict=False):  # flags of fewer names are padded
@@ -77,11 +73,11 @@ class NamedRanks:
         return {name: sorted(ranks) for name, ranks in found.items()}
 
 
-def first_few(told: Iterable[str]) -> str:
+def first_few(findings: Iterable[str]) -> str:
     """Format the first findings, and how many more there are."""
-    findings = list(told)
-    more = f" and {len(findings) - _SHOWN} more" if len(findings) > _SHOWN else ""
-    return "; ".join(findings[:_SHOWN]) + more
+    listed = list(findings)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return "; ".join(listed[:_SHOWN]) + more
 
 
 # A gradient is unexpectedly large when its largest magnitude on some rank is above `factor` times the largest that any
@@ -147,7 +143,7 @@ class LargeGradientCheck:
         """Begin a backward; drop what an earlier one, which may have failed, has left."""
         self._seen.zero_()
 
-    def look_at(self, name: str, grad: torch.Tensor) -> None:
+    def record(self, name: str, grad: torch.Tensor) -> None:
         """Record the largest magnitude of a gradient, without a device sync."""
         if grad.numel():
             position = self._position[name]
@@ -183,27 +179,20 @@ class LargeGradientCheck:
                 found[name] = max(found[name], value)
         large = self._ranks.ranks_by_name(flags)
         worst_first = sorted(large, key=lambda name: found[name] / largest[self._place[name]], reverse=True)
-        told = first_few(
+        shown = first_few(
             f"{name} on rank {large[name]} has {found[name]:.4g}, and had at most {largest[self._place[name]]:.4g} in "
             f"{count[self._place[name]]} backwards"
             for name in worst_first
         )
         return (
             f"the gradients of {len(large)} parameters are unexpectedly large before reduction, more than "
-            f"{self._factor:g} times the largest before: {told} (global ranks, largest magnitudes); look at loss and "
+            f"{self._factor:g} times the largest before: {shown} (global ranks, largest magnitudes); look at loss and "
             "data, then call zero_grad and go on or stop"
         )
 
 
 class FiniteCheck:
-    """Collects one flag per parameter during backward; the ranks compare them when it ends.
-
-    Args:
-        names: Every trainable parameter of this rank; expert-parallel ranks may have others, and another number.
-        groups: The ranks, data-parallel ones first, then tensor-parallel ones; None for a single one.
-        device: Device of the flags.
-        labels: The unit or bucket of each parameter, for messages.
-    """
+    """Collects one flag per parameter during backward; the ranks compare them when it ends."""
 
     def __init__(
         self,
@@ -220,7 +209,7 @@ class FiniteCheck:
         """Begin a backward, or a sync outside of one; drop what an earlier one that failed has left."""
         self._flags.zero_()
 
-    def look_at(self, name: str, grad: torch.Tensor) -> None:
+    def record(self, name: str, grad: torch.Tensor) -> None:
         """Record whether a gradient holds a value that is not finite, without a device sync."""
         self._flags[self._position[name]] |= ~torch.isfinite(grad).all()
 
@@ -236,8 +225,8 @@ class FiniteCheck:
 
     def _message(self, by_rank: Sequence[Sequence[bool]]) -> str:
         bad = self._ranks.ranks_by_name(by_rank)
-        told = first_few(f"{name} on rank {ranks}" for name, ranks in bad.items())
+        shown = first_few(f"{name} on rank {ranks}" for name, ranks in bad.items())
         return (
-            f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {told} "
+            f"the gradients of {len(bad)} parameters hold NaN or infinity before reduction: {shown} "
             "(global ranks); look at loss and learning rate, then call zero_grad and go on or stop"
         )

@@ -268,8 +268,8 @@ class GradientBuffers:
         self._target: torch.Tensor | None = None
         self.bucket_views = BucketViews(layout)
         self._views_of_target: list[torch.Tensor] = []
-        self._partial: torch.Tensor | None = None
-        self._pending: torch.Tensor | None = None
+        self._local_sum: torch.Tensor | None = None
+        self._inner_sum: torch.Tensor | None = None
         self.filled = [False] * count  # the bucket holds a gradient of the parameter
         self.direct: list[torch.Tensor | None] = [None] * count  # where the next gradient may be copied as it is
         self.written: set[int] = set()  # gradients written in place, until they are counted
@@ -301,23 +301,23 @@ class GradientBuffers:
         return tuple(self._live)
 
     @property
-    def has_deferred(self) -> bool:
+    def has_local_sum(self) -> bool:
         """Whether there are local sums of earlier backwards that are not reduced."""
-        return self._partial is not None
+        return self._local_sum is not None
 
     @property
-    def has_pending(self) -> bool:
+    def has_inner_sum(self) -> bool:
         """Whether there are sums that are not reduced over the outer ranks yet."""
-        return self._pending is not None
+        return self._inner_sum is not None
 
     @property
     def is_busy(self) -> bool:
         """Whether gradients are anywhere on the way to the main gradient."""
-        return self.is_filling or self.has_deferred or self.has_pending
+        return self.is_filling or self.has_local_sum or self.has_inner_sum
 
     def needs_bucket(self, defer: bool) -> bool:
         """Return whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
-        return not defer and self._partial is None
+        return not defer and self._local_sum is None
 
     def begin(self, bucket: torch.Tensor | None) -> None:
         """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or None: deferred sums."""
@@ -327,9 +327,9 @@ class GradientBuffers:
             self._target = bucket
             self._views_of_target = self.bucket_views.of(bucket)
         else:
-            if self._partial is None:
-                self._partial = self._zeros(self.layout.numel)
-            self._target = self._partial
+            if self._local_sum is None:
+                self._local_sum = self._zeros(self.layout.numel)
+            self._target = self._local_sum
         self.filled[:] = [False] * len(self.filled)
         if bucket is not None and self.reducer.reduction.pre_factor == 1.0:
             self.direct[:] = self._views_of_target
@@ -338,7 +338,7 @@ class GradientBuffers:
         """Copy the gradient of parameter `index` (its own shape, any dtype) into the target, with the cast."""
         target, factor = self._target, self.reducer.reduction.pre_factor
         assert target is not None
-        if target is self._partial:
+        if target is self._local_sum:
             full_view(self.layout, target, index).add_(grad)
         elif self.filled[index]:
             self._views_of_target[index].add_(grad, alpha=factor)
@@ -348,12 +348,12 @@ class GradientBuffers:
             put_scaled(grad, factor, self._views_of_target[index])
         self._note(index)
 
-    def place_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+    def target_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
         """Return where to write the gradient of a parameter (None: it is cast or scaled), and whether to add to it."""
-        target, adds = self._target, self.filled[index] or self._target is self._partial
+        target, adds = self._target, self.filled[index] or self._target is self._local_sum
         if target is None or target.dtype is not dtype:
             return None, adds
-        if target is self._partial:
+        if target is self._local_sum:
             return full_view(self.layout, target, index), adds
         return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
 
@@ -366,7 +366,7 @@ class GradientBuffers:
         self.filled[index] = self.arrived[index] = True
         self.direct[index] = None
 
-    def hear_of_each(self) -> None:
+    def forbid_direct_copies(self) -> None:
         """Make every gradient of this backward come through `add`, since something observes it."""
         self.direct[:] = [None] * len(self.direct)
 
@@ -387,25 +387,25 @@ class GradientBuffers:
             scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
         """
-        if self._partial is not None:
-            put_scaled(self._partial, self.reducer.reduction.pre_factor, bucket)
-            self._partial = None
+        if self._local_sum is not None:
+            put_scaled(self._local_sum, self.reducer.reduction.pre_factor, bucket)
+            self._local_sum = None
         else:
             for index, filled in enumerate(self.filled):
                 if not filled:
                     self._views_of_target[index].zero_()
         self._target = None
-        self.hear_of_each()
+        self.forbid_direct_copies()
         if self.inspect is not None:
             for index, view in enumerate(self.bucket_views.of(bucket)):
                 self.inspect(index, view)
-        stage = self.reducer.inside(bucket, scratch)
-        if not self.reducer.crosses:
+        stage = self.reducer.reduce_inner(bucket, scratch)
+        if not self.reducer.reduces_outer:
             self._take_back(params)
             return lane.submit(stage.launch, lambda: self._accumulate(stage))
-        if self._pending is None:
-            self._pending = self._zeros(self.reducer.inner_region.numel)
-        pending = self._pending
+        if self._inner_sum is None:
+            self._inner_sum = self._zeros(self.reducer.inner_region.numel)
+        pending = self._inner_sum
         return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
 
     def reduce_outer(self, lane: Lane, params: Sequence[nn.Parameter]) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
@@ -414,10 +414,10 @@ class GradientBuffers:
         Returns:
             The ticket, and memory that has to be kept until it was waited for.
         """
-        pending, self._pending = self._pending, None
+        pending, self._inner_sum = self._inner_sum, None
         assert pending is not None
         self._take_back(params)
-        stage = self.reducer.across(pending.to(self.precision.grad_comm))
+        stage = self.reducer.reduce_outer(pending.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
         return ticket, (pending, *stage.memory)
 
@@ -456,7 +456,7 @@ class GradientBuffers:
                 self._live[index] = self.main.take_back(index, grad)
                 set_grad(params[index], self.grad_attribute, None)
 
-    def make_way(self, index: int, param: torch.Tensor) -> None:
+    def detach_main_gradient(self, index: int, param: torch.Tensor) -> None:
         """Detach `.grad` of a sharded parameter that a lane writes, since autograd is about to add to it."""
         if not self._attached[index] and param.grad is not None and param.grad is self.main.views[index]:
             param.grad = None  # it is in `_kept`, so `attach` shows it again, with what comes now
@@ -538,24 +538,24 @@ class GradientBuffers:
                 grad.mul_(factor)  # a copy in another dtype, or set by the user
             if self.grad_attribute != GRAD and param.grad is not None:
                 param.grad.mul_(factor)  # set by autograd, and not added yet
-        for waiting in (self._partial, self._pending):
+        for waiting in (self._local_sum, self._inner_sum):
             if waiting is not None:
                 waiting.mul_(factor)
 
     @property
-    def has_unseen(self) -> bool:
+    def has_unattached(self) -> bool:
         """Whether any gradient was accumulated that is not attached as `.grad`."""
-        return self.has_deferred or self.has_pending or not all(self._attached)
+        return self.has_local_sum or self.has_inner_sum or not all(self._attached)
 
-    def forget_pending(self, index: int) -> None:
+    def drop_unattached(self, index: int) -> None:
         """Drop what was accumulated for one parameter and is not attached as its `.grad` yet."""
         if not self._attached[index]:
             self._live[index] = self._kept[index] = False
             self.arrived[index] = False
-        if self._partial is not None:
-            full_view(self.layout, self._partial, index).zero_()
-        if self._pending is not None:
-            piece_view(self.layout, self.reducer.inner_region, self._pending, index).zero_()
+        if self._local_sum is not None:
+            full_view(self.layout, self._local_sum, index).zero_()
+        if self._inner_sum is not None:
+            piece_view(self.layout, self.reducer.inner_region, self._inner_sum, index).zero_()
 
     def release(self, params: Sequence[nn.Parameter]) -> None:
         """Free the memory of the main gradient where no gradient is set and none counts.
@@ -575,20 +575,20 @@ class GradientBuffers:
         self._attached = [False] * count
         self._kept = [False] * count
         self.arrived[:] = [False] * count
-        self._partial = self._pending = None
+        self._local_sum = self._inner_sum = None
 
     def abandon(self) -> None:
         """Drop gradients in a bucket (after an exception); sums that were deferred before stay."""
         self._target = None
-        self.hear_of_each()
+        self.forbid_direct_copies()
         self.written.clear()
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
         """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""
-        if deferred and self._partial is None:
-            self._partial = self._zeros(self.layout.numel)
-        if pending and self._pending is None:
-            self._pending = self._zeros(self.reducer.inner_region.numel)
+        if deferred and self._local_sum is None:
+            self._local_sum = self._zeros(self.layout.numel)
+        if pending and self._inner_sum is None:
+            self._inner_sum = self._zeros(self.reducer.inner_region.numel)
 
     def _zeros(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.device)

@@ -18,7 +18,7 @@ from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, shard_count
-from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.sharding.units import ParameterGroupSpec
 
 
@@ -76,15 +76,7 @@ class GroupPlan:
     @cached_property
     def inner_region(self) -> Region:
         """The elements of the compute weights that one inner rank has after the gather over the outer ranks."""
-        return self._over_inner_ranks(self.placements.main_weight)
-
-    @cached_property
-    def inner_gradient_region(self) -> Region:
-        """The elements of the gradients that the reduction over the inner ranks leaves on this one."""
-        return self._over_inner_ranks(self.placements.main_grad)
-
-    def _over_inner_ranks(self, placements: tuple[Placement, ...]) -> Region:
-        inner_only = [Placement.REPLICATE] * (len(self.axes) - 1) + [placements[-1]]
+        inner_only = [Placement.REPLICATE] * (len(self.axes) - 1) + [self.placements.main_weight[-1]]
         return held_region(self.layout.numel, inner_only, self.axes)
 
     @cached_property
@@ -118,11 +110,7 @@ class GroupPlan:
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
 
     def footprint(self, unit: int) -> GroupFootprint:
-        """Return the input of the formulas of `megatron_fsdp.sharding.accounting`.
-
-        Args:
-            unit: Index of its unit.
-        """
+        """Return the input of the formulas of `megatron_fsdp.sharding.accounting`."""
         has_outer = len(self.axes) > 1
         return GroupFootprint(
             unit=unit,
@@ -160,14 +148,10 @@ class GroupPlan:
                 shape=self.layout.shapes[index] if part is None else tuple(part.shape),
                 use=use,
                 coordinate=coordinate,
-                cut=_cut(self.layout, index),
+                cut=self.layout.cut(index),
                 tensor_cut=tensor_cut,
-                other_cuts=tuple(_cut(layout, index) for layout in layouts),
+                other_cuts=tuple(layout.cut(index) for layout in layouts),
             ),
             self.foreign_groups,
             self.reduction.adds_up,
         )
-
-
-def _cut(layout: Layout, index: int) -> BufferCut:
-    return BufferCut(layout.offsets[index], layout.shard_numel, layout.num_shards, layout.tensor_numel(index))

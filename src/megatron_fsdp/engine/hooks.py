@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
 from megatron_fsdp.engine.schedule import ROOT
@@ -27,37 +26,28 @@ _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """Types that cannot contain a tensor."""
 
 
-def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> list[RemovableHandle]:
-    """Register all hooks of one model.
-
-    Args:
-        engine: The engine that they report to; held weakly.
-        modules: The module of each unit.
-
-    Returns:
-        The handles, to remove the hooks again.
-    """
+def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> None:
+    """Register all hooks of one model."""
     reference = weakref.ref(engine)
-    handles: list[RemovableHandle] = []
     unit_modules = {id(module) for module in modules.values()}
     for index, module in modules.items():
         watch = None
         if index != ROOT and engine.units[index].lives_in_slots:
-            watch = SideOutputs(module, unit_modules)
+            watch = AuxiliaryOutputs(module, unit_modules)
         before = partial(_pre_forward, reference, index, watch)
         after = partial(_post_forward, reference, index, watch)
         if is_compiled_in_place(module):
             surround(module, before, after)
             continue
-        handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
-        handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
+        # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
+        module.register_forward_pre_hook(uncompiled(before), prepend=True)
+        module.register_forward_hook(uncompiled(after), always_call=True)
     for inner in _outside_of_units(modules[ROOT], unit_modules):
-        door = _EntryBelowRoot(reference)
-        handles.append(inner.register_forward_pre_hook(uncompiled(door.enter), prepend=True))
+        entry = _RootForward(reference)
+        inner.register_forward_pre_hook(uncompiled(entry.enter), prepend=True)
     for unit in engine.units:
         for position in range(len(unit.groups)):
-            handles += engine.watch_gradients(unit.index, position)
-    return handles
+            engine.watch_gradients(unit.index, position)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -73,23 +63,28 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _pre_forward(
-    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any
+    reference: weakref.ref[Engine], index: int, watch: AuxiliaryOutputs | None, _module: nn.Module, _args: Any
 ) -> None:
     if watch is not None:
         watch.begin()
     engine = live_engine(reference)
-    if index not in engine.opened:
+    if index not in engine.full_units:
         engine.pre_forward(index)
 
 
 def _post_forward(
-    reference: weakref.ref[Engine], index: int, watch: SideOutputs | None, _module: nn.Module, _args: Any, output: Any
+    reference: weakref.ref[Engine],
+    index: int,
+    watch: AuxiliaryOutputs | None,
+    _module: nn.Module,
+    _args: Any,
+    output: Any,
 ) -> Any:
     engine = reference()
-    left_behind = watch.end() if watch is not None else []
+    auxiliary = watch.end() if watch is not None else []
     if engine is None:
         return output  # the pre-hook has raised for it, and this hook is called even so
-    if index in engine.opened:
+    if index in engine.full_units:
         return output
     unit = engine.units[index]
     output = _copy_weights(unit, output)
@@ -97,7 +92,7 @@ def _post_forward(
     computes_gradients = torch.is_grad_enabled()
     if computes_gradients:
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        outputs = [tensor for tensor in (*found, *left_behind) if tensor.requires_grad]
+        outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
     call = engine.post_forward(index, bool(outputs), failed)
     if computes_gradients and not outputs:
@@ -109,7 +104,7 @@ def _post_forward(
     return output
 
 
-class _EntryBelowRoot:
+class _RootForward:
     """Hooks by which a module inside of the model starts the root's forward where it is called on its own.
 
     Callers may enter below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
@@ -122,7 +117,7 @@ class _EntryBelowRoot:
     def __init__(self, reference: weakref.ref[Engine]) -> None:
         self._reference = reference
         self._leaves = False  # the hook after the forward is registered
-        self._opened: list[bool] = []  # one entry per running call: whether it opened the root's forward
+        self._opened: list[bool] = []  # one entry per running call: whether it full_units the root's forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Begin the root's forward, unless it runs."""
@@ -200,15 +195,11 @@ _Values = Callable[[dict[str, Any]], tuple[Any, ...]]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
-class SideOutputs:
+class AuxiliaryOutputs:
     """The tensors with a graph that a unit's forward leaves in attributes of its modules, such as a loss of its own.
 
     Attributes and buffers of the unit's modules are searched, and one level into lists, tuples and dicts. Elsewhere (a
     global list, an object of another class) nothing is found, and autograd refuses the overwritten weights.
-
-    Args:
-        module: The unit's module.
-        others: Ids of the modules of other units, which are searched by themselves.
     """
 
     def __init__(self, module: nn.Module, others: Collection[int]) -> None:
@@ -310,13 +301,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def surround(module: nn.Module, before: Callable[..., None], after: Callable[..., Any]) -> None:
-    """Call hooks around a module that was compiled in place.
-
-    Args:
-        module: The module; its compiled call is replaced.
-        before: A forward pre-hook.
-        after: A forward hook; called after an exception too, with None.
-    """
+    """Call hooks around a module that was compiled in place."""
     compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
     before, after = uncompiled(before), uncompiled(after)
 
@@ -334,9 +319,6 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
     """Replace the `OptimizedModule` of `torch.compile(module)` by the module in it, compiled in place.
-
-    Args:
-        module: A model; wrappers inside it are replaced, too.
 
     Returns:
         The model, or the module in its wrapper.

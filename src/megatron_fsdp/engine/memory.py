@@ -155,11 +155,7 @@ class BucketPool:
         self.peak_bytes = 0
 
     def borrow(self, num_bytes: int | None = None) -> Block:
-        """Borrow a block; make room first where all are out.
-
-        Args:
-            num_bytes: How much of it is needed; None: all.
-        """
+        """Borrow a block; make room first where all are out."""
         while not self._free and len(self._made) >= self._count and self._make_room():
             pass
         if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
@@ -233,13 +229,7 @@ class MemoryPlan:
 
 
 def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
-    """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing.
-
-    Args:
-        options: The caller's.
-        reduces_early: Whether units are reduced during backward.
-        units: The groups of each unit, root first.
-    """
+    """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing."""
     forward, backward, slots, buckets = options.forward_depth, options.backward_depth, options.slots, _BUCKETS
     if options.communication_unit_numel is not None:
         numels = unit_numels(units)
@@ -294,10 +284,6 @@ def _weights_of(unit: GroupPlans) -> UnitWeights:
 class WeightMemory:
     """The memory of gathered weights of one model.
 
-    Args:
-        plan: Storage of each unit.
-        device: Device of the memory.
-
     Attributes:
         peak_bytes: The most that was held at a time.
     """
@@ -316,12 +302,7 @@ class WeightMemory:
         self._note_peak()
 
     def take(self, unit: int, slot: int | None) -> Block:
-        """Return the block that a unit is gathered into.
-
-        Args:
-            unit: Index of the unit.
-            slot: The slot that the scheduler gave it; matters to units that live in slots.
-        """
+        """Return the block that a unit is gathered into."""
         if self._plan.storages[unit] is WeightStorage.SLOT:
             assert slot is not None
             if self._slots.has(slot):

@@ -25,7 +25,7 @@ from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 
 @dataclass(frozen=True)
-class Blank:
+class Uninitialized:
     """A tensor without an initial value yet, filled with a marker that no initialisation leaves behind.
 
     Attributes:
@@ -47,23 +47,23 @@ class Blank:
         return is_unset(self.tensor, self.version)
 
 
-def blank_tensor(like: torch.Tensor, device: torch.device) -> Blank:
-    """Make a blank of the (global) shape and dtype of `like`."""
+def uninitialized_tensor(like: torch.Tensor, device: torch.device) -> Uninitialized:
+    """Make an uninitialized tensor of the (global) shape and dtype of `like`."""
     tensor = torch.full(like.shape, _marker(like.dtype), dtype=like.dtype, device=device)
-    return Blank(tensor, tensor._version)
+    return Uninitialized(tensor, tensor._version)
 
 
-def blank_parameter(like: nn.Parameter, device: torch.device) -> Blank:
-    """Make a blank parameter of the (global) shape, dtype, requires_grad and attributes of `like`."""
-    param = nn.Parameter(blank_tensor(like, device).tensor, requires_grad=like.requires_grad)
+def uninitialized_parameter(like: nn.Parameter, device: torch.device) -> Uninitialized:
+    """Make an uninitialized parameter of the (global) shape, dtype, requires_grad and attributes of `like`."""
+    param = nn.Parameter(uninitialized_tensor(like, device).tensor, requires_grad=like.requires_grad)
     param.__dict__.update(like.__dict__)
-    return Blank(param, param._version)
+    return Uninitialized(param, param._version)
 
 
-def hollow_parameter(like: nn.Parameter) -> Blank:
+def meta_parameter(like: nn.Parameter) -> Uninitialized:
     """Make a parameter like `like` without memory: writes to it are noticed, and do nothing."""
     param = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), requires_grad=like.requires_grad)
-    return Blank(param, param._version)
+    return Uninitialized(param, param._version)
 
 
 def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
@@ -83,7 +83,7 @@ def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
 
 
 def is_unset(tensor: torch.Tensor, version: int) -> bool:
-    """Return whether a tensor that was blank at `version` has elements without a value."""
+    """Return whether a tensor that was uninitialized at `version` has elements without a value."""
     if tensor.is_meta:
         return True
     if not tensor.numel():
@@ -249,8 +249,8 @@ def _method(module: nn.Module, name: str, *arguments: object) -> Callable[..., o
 
 
 def _twin(param: nn.Parameter) -> nn.Parameter:
-    hollow = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    return nn.Parameter(hollow, requires_grad=param.requires_grad)
+    shield = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return nn.Parameter(shield, requires_grad=param.requires_grad)
 
 
 RandomState = tuple[torch.Tensor, ...]
@@ -277,10 +277,6 @@ def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
     Where ranks were seeded alike nothing is changed and generators go on from where the block leaves them; else the
     ranks use the first one's state for the block, are warned, and get their own back afterwards. After an exception
     every rank gets its own back.
-
-    Args:
-        groups: Process groups that this rank belongs to, one after another, such as those of the mesh axes.
-        device: Where tensors are drawn, and where states travel.
     """
     own = random_state(device)
     differ = [_follow_first(group, device) for group in groups]
@@ -326,9 +322,9 @@ class _Scope:
     """
 
     standing: dict[Site, tuple[nn.Module, nn.Parameter]] = field(default_factory=dict)
-    live: dict[str, Blank] = field(default_factory=dict)
+    live: dict[str, Uninitialized] = field(default_factory=dict)
     scratch: set[Site] = field(default_factory=set)
-    buffers: list[tuple[nn.Module, str, Blank]] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str, Uninitialized]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -341,12 +337,6 @@ class _Replay:
 
 def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], device: torch.device) -> None:
     """Initialise everything that was on the meta device; nothing is communicated.
-
-    Args:
-        root: The model, with sharded parameters in their places already.
-        blueprint: The model as it was before.
-        units: Root first.
-        device: Device of the shards, where full tensors are drawn, too.
 
     Raises:
         ConfigurationError: A method left something without a value, or wrote where it must not.
@@ -419,7 +409,7 @@ class _Walk:
         self._store = store
         self._visited: dict[tuple[str, int], None] = {}
         self._replays: dict[int, _Replay] = {}
-        self._buffers: dict[int, tuple[torch.Tensor, Blank]] = {}
+        self._buffers: dict[int, tuple[torch.Tensor, Uninitialized]] = {}
         self._ties_are_shared = False
         self._stored: set[str] = set()
 
@@ -429,14 +419,7 @@ class _Walk:
     # ---- as constructors do -------------------------------------------------------------------------------------
 
     def _construct(self, module: nn.Module, scope: _Scope, held: bool, model: ModelMethod | None) -> None:
-        """Draw what the constructors of `module` and of all below it draw.
-
-        Args:
-            module: Where to begin.
-            scope: Where full tensors are kept.
-            held: Whether a module around this one still needs to see its tensors.
-            model: The method of the nearest model around this module.
-        """
+        """Draw what the constructors of `module` and of all below it draw."""
         if not self._enters("construct", module):
             return
         resets, own = reset_methods(module), model_method(module)
@@ -508,17 +491,17 @@ class _Walk:
             return
         for part in self._within(module):
             self._fill(part, scope)
-        hollows = self._hollow_out(module)
+        shields = self._shield_inner_units(module)
         try:
             for method in methods:
                 method()
         finally:
-            for part, attribute, sharded, _ in hollows:
+            for part, attribute, sharded, _ in shields:
                 set_parameter(part, attribute, sharded)
         written = [
             self._blueprint.names[id(part), attribute]
-            for part, attribute, _, hollow in hollows
-            if hollow.tensor._version != hollow.version
+            for part, attribute, _, shield in shields
+            if shield.tensor._version != shield.version
         ]
         if written:
             raise ConfigurationError(
@@ -540,9 +523,9 @@ class _Walk:
                 self._fill_parameter(module, attribute, param, scope)
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                _, blank = self._buffers.setdefault(id(buffer), (buffer, blank_tensor(buffer, self._device)))
-                module._buffers[attribute] = blank.tensor
-                scope.buffers.append((module, attribute, blank))
+                _, made = self._buffers.setdefault(id(buffer), (buffer, uninitialized_tensor(buffer, self._device)))
+                module._buffers[attribute] = made.tensor
+                scope.buffers.append((module, attribute, made))
 
     def _fill_parameter(self, module: nn.Module, attribute: str, param: nn.Parameter, scope: _Scope) -> None:
         """Put a full tensor in place of a sharded parameter: to be stored, or as scratch if its value is not needed.
@@ -558,32 +541,32 @@ class _Walk:
             return  # its values are not needed, and on the meta device nothing is drawn
         shape = self._blueprint.shapes[name]
         is_wanted = name in self._blueprint.on_meta and (site in self._blueprint.first_sites or self._ties_are_shared)
-        blank = scope.live.get(name) if is_wanted else None
-        if blank is None:
-            blank = blank_parameter(shape, self._device)
+        made = scope.live.get(name) if is_wanted else None
+        if made is None:
+            made = uninitialized_parameter(shape, self._device)
         if is_wanted:
-            scope.live[name] = blank
+            scope.live[name] = made
             scope.scratch.discard(site)
         else:
             scope.scratch.add(site)
         scope.standing.setdefault(site, (module, param))
-        assert isinstance(blank.tensor, nn.Parameter)
-        set_parameter(module, attribute, blank.tensor)
+        assert isinstance(made.tensor, nn.Parameter)
+        set_parameter(module, attribute, made.tensor)
 
-    def _hollow_out(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, Blank]]:
+    def _shield_inner_units(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, Uninitialized]]:
         """Put tensors without memory in place of the parameters of units below a module, to notice writes there."""
         inside = {id(part) for part in self._within(module)}
-        hollows = []
+        shields = []
         for part in module.modules():
             if id(part) in inside:
                 continue
             for attribute, param in part._parameters.items():
                 if param is not None:
-                    hollow = hollow_parameter(self._blueprint.shapes[self._blueprint.names[id(part), attribute]])
-                    assert isinstance(hollow.tensor, nn.Parameter)
-                    hollows.append((part, attribute, param, hollow))
-                    set_parameter(part, attribute, hollow.tensor)
-        return hollows
+                    shield = meta_parameter(self._blueprint.shapes[self._blueprint.names[id(part), attribute]])
+                    assert isinstance(shield.tensor, nn.Parameter)
+                    shields.append((part, attribute, param, shield))
+                    set_parameter(part, attribute, shield.tensor)
+        return shields
 
     # ---- keeping ------------------------------------------------------------------------------------------------
 
@@ -599,11 +582,11 @@ class _Walk:
         for name in self._stored & scope.live.keys():
             if scope.live[name].is_untouched:  # made for a second unit that holds it; its value is from the first
                 del scope.live[name]
-        unset = [name for name, blank in scope.live.items() if blank.is_unset]
+        unset = [name for name, made in scope.live.items() if made.is_unset]
         unset += [
             f"buffer {attribute} of {self._blueprint.label(module)}"
-            for module, attribute, blank in scope.buffers
-            if not self._may_leave_buffers and module._buffers.get(attribute) is blank.tensor and blank.is_unset
+            for module, attribute, made in scope.buffers
+            if not self._may_leave_buffers and module._buffers.get(attribute) is made.tensor and made.is_unset
         ]
         if unset:
             raise ConfigurationError(
@@ -611,10 +594,10 @@ class _Walk:
                 f"{', '.join(unset)}; let reset_parameters() (or reset_buffers(), or {MODEL_METHOD}(module) of the "
                 "model) set every element, or put real tensors there before sharding"
             )
-        for name, blank in scope.live.items():
+        for name, made in scope.live.items():
             original = self._blueprint.shapes[name]
-            assert isinstance(blank.tensor, nn.Parameter)
-            self._store[name](own_part(blank.tensor, original))
+            assert isinstance(made.tensor, nn.Parameter)
+            self._store[name](own_part(made.tensor, original))
             self._stored.add(name)
         scope.live.clear()
         scope.buffers.clear()

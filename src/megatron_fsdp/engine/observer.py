@@ -1,4 +1,4 @@
-"""Observers of a model: they are told of every phase of every unit, and of every collective.
+"""Observers of a model: they see every phase of every unit, and every collective.
 
 Timelines, logs of hanging ranks and checks of buffers are all observers. Without one, a phase costs the test of a
 truth value. Observers see what happens on this rank, in order, and change nothing.
@@ -94,23 +94,23 @@ class Observers:
 
     Attributes:
         steps: How often weights have been installed while there were observers.
-        are_there: The truth of this object as an attribute, for code that runs for every gradient.
+        active: The truth of this object as an attribute, for code that runs for every gradient.
     """
 
     def __init__(self) -> None:
         self._all: tuple[Observer, ...] = ()
-        self.are_there = False
+        self.active = False
         self._next = 0
         self._computing: list[int] = []  # the unit whose backward computes, if any
         self.steps = 0
 
     def __bool__(self) -> bool:
-        return self.are_there
+        return self.active
 
     def add(self, observer: Observer) -> None:
         """Add an observer."""
         self._all = (*self._all, observer)
-        self.are_there = True
+        self.active = True
 
     def include(self, kind: type[Observer]) -> bool:
         """Return whether one of this kind watches."""
@@ -119,7 +119,7 @@ class Observers:
     def remove(self, observer: Observer) -> None:
         """Remove an observer."""
         self._all = tuple(other for other in self._all if other is not observer)
-        self.are_there = bool(self._all)
+        self.active = bool(self._all)
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Report the begin of a phase; the backward of a unit ends where that of another begins."""

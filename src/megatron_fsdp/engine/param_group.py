@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import Axis, address_of, addresses_of
+from megatron_fsdp.comm.axis import address_of, addresses_of
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.reduction import unite_gradients
-from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, piece_view
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
@@ -32,8 +32,7 @@ from megatron_fsdp.engine.gradients import (
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import Layout
-from megatron_fsdp.sharding.placement import Placement, Placements, held_region
+from megatron_fsdp.sharding.placement import held_region
 
 # The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
 #
@@ -52,36 +51,23 @@ class WeightBuffers:
         main: In the main dtype. Full under strategy 0, else this rank's part.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        axes: Sequence[Axis],
-        placements: Placements,
-        precision: ResolvedPrecision,
-        device: torch.device,
-    ) -> None:
-        self._axes = tuple(axes)
-        held = held_region(layout.numel, placements.compute_weight, axes)
-        self.compute = FlatBuffer(layout, held, precision.compute, device)
-        region = held_region(layout.numel, placements.main_weight, axes)
+    def __init__(self, plan: GroupPlan) -> None:
+        layout, precision = plan.layout, plan.precision
+        self._axes = plan.axes
+        held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
+        self.compute = FlatBuffer(layout, held, precision.compute, plan.device)
         self.main_is_compute = not precision.has_main_copy
         if not self.main_is_compute:
-            self.main = FlatBuffer(layout, region, precision.main_params, device)
-        elif region == self.compute.region:
+            self.main = FlatBuffer(layout, plan.main_region, precision.main_params, plan.device)
+        elif plan.main_region == self.compute.region:
             self.main = self.compute
         else:
-            self.main = FlatBuffer.slice_of(self.compute, region)
-        inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placements.main_weight[-1]]
-        self._inner_region = held_region(layout.numel, inner_only, axes)
-        self._sent = self.compute.part(self._inner_region)
+            self.main = FlatBuffer.slice_of(self.compute, plan.main_region)
+        self._sent = self.compute.part(plan.inner_region)
         self._seen_version = -1
 
     def make_main(self, precision: ResolvedPrecision) -> bool:
-        """Allocate main weights with the current values, where their dtype needs memory of their own.
-
-        Returns:
-            Whether that was done.
-        """
+        """Allocate main weights with the current values, where their dtype needs memory of their own."""
         if not precision.has_main_copy:
             return False
         shared = self.main
@@ -159,14 +145,14 @@ class ParameterGroup:
 
     def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter], frames: tuple[ShardFrame, ...]) -> None:
         self.plan = plan
-        self.weights = WeightBuffers(plan.layout, plan.axes, plan.placements, plan.precision, plan.device)
+        self.weights = WeightBuffers(plan)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained = list(self.trainable)
         self._grad_attribute: GradAttribute = GRAD
         self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
-        introduce_to_torch()
+        register_with_torch()
         self.frames = frames
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self._hooked: set[int] = set()  # parameters that have one
@@ -174,7 +160,7 @@ class ParameterGroup:
         self.sharded = tuple(map(self._make_sharded, range(len(pieces)), pieces, frames, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
-        if not self.weights_in_slots:
+        if not plan.weights_in_slots:
             self.place(self.weights.compute.local)
         self._pointers = self._find_pointers()
         self._seen_versions = -1
@@ -233,7 +219,7 @@ class ParameterGroup:
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
-    def wanted(self) -> list[bool]:
+    def requires_grad_flags(self) -> list[bool]:
         """Return the `requires_grad` that the user has set on each sharded parameter."""
         with plain_attributes():
             return list(map(_requires_grad, self.sharded))
@@ -247,29 +233,25 @@ class ParameterGroup:
     def reduces(self) -> bool:
         """Whether it takes part in the next reduction of its unit: gradients come, or wait to be reduced."""
         return self.gradients is not None and (
-            any(self.trainable) or self.gradients.is_filling or self.gradients.has_deferred
+            any(self.trainable) or self.gradients.is_filling or self.gradients.has_local_sum
         )
 
-    def follow(self, trainable: Sequence[bool], has_unshown: bool) -> None:
+    def set_trainable(self, trainable: Sequence[bool], has_unattached: bool) -> None:
         """Set whether the full parameters take gradients.
 
         Args:
             trainable: For each parameter; where there is no memory for gradients (`begin_training`), all False.
-            has_unshown: Whether gradients have come since some were last attached.
+            has_unattached: Whether gradients have come since some were last attached.
         """
         self.trainable = list(trainable)
-        self.trained = [now or (before and has_unshown) for now, before in zip(trainable, self.trained, strict=True)]
-        for index, (param, trains_now) in enumerate(zip(self.full, trainable, strict=True)):
-            param.requires_grad_(trains_now)
-            if trains_now:
+        self.trained = [now or (before and has_unattached) for now, before in zip(trainable, self.trained, strict=True)]
+        for index, (param, is_trainable) in enumerate(zip(self.full, trainable, strict=True)):
+            param.requires_grad_(is_trainable)
+            if is_trainable:
                 self._watch(self.sharded[index], index)
 
     def begin_training(self, plan: GroupPlan) -> None:
-        """Allocate what a frozen group needs to be trained; its weights stay where they are.
-
-        Args:
-            plan: The group's own but for dtypes and reduction.
-        """
+        """Allocate what a frozen group needs to be trained; its weights stay where they are."""
         self.plan = plan
         if self.weights.make_main(plan.precision):
             pieces = self.weights.main.pieces()
@@ -294,19 +276,9 @@ class ParameterGroup:
         moved._local_tensor, moved._spec = piece.data, frame.spec(piece.dtype)
 
     @property
-    def needs_all_gather(self) -> bool:
-        """Whether full weights are all-gathered from the inner ranks."""
-        return self.plan.needs_all_gather
-
-    @property
-    def weights_in_slots(self) -> bool:
-        """Whether full weights exist only while gathered."""
-        return self.plan.weights_in_slots
-
-    @property
-    def exchanges_inside(self) -> bool:
+    def exchanges_inner(self) -> bool:
         """Whether reducing over the inner ranks is an all-to-all and a local sum, which needs scratch."""
-        return self.gradients is not None and self.gradients.reducer.exchanges_inside
+        return self.gradients is not None and self.gradients.reducer.exchanges_inner
 
     @property
     def grad_attribute(self) -> GradAttribute:
@@ -329,16 +301,6 @@ class ParameterGroup:
         for param in self.sharded:
             param.grad = None
             set_grad(param, self.grad_attribute, None)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the full compute weights where they exist only while gathered, else 0."""
-        return self.plan.gathered_bytes
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
-        return self.plan.bucket_bytes
 
     def change_precision(self, precision: ResolvedPrecision) -> None:
         """Use another communication dtype from now on; the other dtypes must be the same."""
@@ -363,7 +325,7 @@ class ParameterGroup:
         start, stop = self.plan.layout.range_in(index, self.weights.main.region)
         return self.describe_piece(index, flat[start:stop].clone().view(self.weights.main.piece(index).shape))
 
-    def stand_ins(self) -> tuple[nn.Parameter, ...]:
+    def local_compute_weights(self) -> tuple[nn.Parameter, ...]:
         """Make parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
         region = self.weights.main.region
         part = self.weights.compute.part(region)
@@ -377,7 +339,7 @@ class ParameterGroup:
 
     def place(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
             for index in range(len(self.full)):
                 self._point(index, self.weights.full_view(full, index))
 
@@ -398,9 +360,9 @@ class ParameterGroup:
         """Point the full parameters to a placeholder of their shapes: reading them must not touch freed memory."""
         with torch.inference_mode(False):
             for index in range(len(self.full)):
-                self._point(index, self._nowhere(index))
+                self._point(index, self._placeholder_for(index))
 
-    def _nowhere(self, index: int) -> torch.Tensor:
+    def _placeholder_for(self, index: int) -> torch.Tensor:
         """Return the placeholder of a parameter without memory: one element, expanded to the right shape."""
         if self._placeholder is None:
             self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
@@ -425,9 +387,9 @@ class ParameterGroup:
         return param
 
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
-        hollow = self._nowhere(index)
+        empty = self._placeholder_for(index)
         part = self.plan.parts[index]
-        param = nn.Parameter(hollow if part is None else part.wrap(hollow), requires_grad=original.requires_grad)
+        param = nn.Parameter(empty if part is None else part.wrap(empty), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
@@ -441,7 +403,7 @@ def _of_autograd(
     alive, param = group(), sharded()
     assert param is not None  # this is its own hook
     if alive is not None and alive.gradients is not None:  # else the model was deleted
-        alive.gradients.make_way(index, param)
+        alive.gradients.detach_main_gradient(index, param)
     frame = param.shard_frame
     sharded_grad = as_sharded(grad, frame)  # the backward of a reduction gives gradients of the global shape
     if not frame.copy_groups:

@@ -25,12 +25,7 @@ class UnitCall:
 
 
 def unit_calls(module: nn.Module, index_of: Mapping[int, int]) -> tuple[UnitCall, ...]:
-    """Return the units of a module as its forward calls them, if modules run in the order of their registration.
-
-    Args:
-        module: A unit, or something that holds units, or part of one (which has no communication of its own).
-        index_of: The index of the unit that a module is, by the module's id.
-    """
+    """Return the units of a module as its forward calls them, if modules run in the order of their registration."""
     inner = tuple(call for child in module.children() for call in unit_calls(child, index_of))
     own = index_of.get(id(module))
     return inner if own is None else (UnitCall(own, inner),)
@@ -70,11 +65,6 @@ def calls_of(
 def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tensor:
     """Run the communication of some units' forwards now, and that of their backwards when `hidden`'s gradient comes.
 
-    Args:
-        engine: Engine of the model.
-        calls: The units.
-        hidden: Any floating-point tensor that the loss will depend on.
-
     Returns:
         The same values; a new tensor where a backward is going to run.
 
@@ -87,20 +77,20 @@ def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tens
             "tensor that the loss depends on, or none and add the result to the loss"
         )
     for call in calls:
-        hidden = _stand_in(engine, call, hidden)
+        hidden = _communicate_for(engine, call, hidden)
     return hidden
 
 
-def _stand_in(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
+def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     try:
         engine.pre_forward(call.unit)
         for inner in call.inner:
-            hidden = _stand_in(engine, inner, hidden)
+            hidden = _communicate_for(engine, inner, hidden)
     except BaseException:
         engine.post_forward(call.unit, needs_backward=False, failed=True)
         raise
-    trains = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
-    needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trains)
+    trainable = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
+    needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trainable)
     forward = engine.post_forward(call.unit, needs_backward)
     if not needs_backward:
         return hidden

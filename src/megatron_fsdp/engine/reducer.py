@@ -64,12 +64,12 @@ class GradientReducer:
         self.reduction = reduction
 
     @property
-    def crosses(self) -> bool:
+    def reduces_outer(self) -> bool:
         """Whether there is a second stage."""
         return self._outer is not None and self._outer.num_ranks > 1
 
     @property
-    def scatters_inside(self) -> bool:
+    def scatters_inner(self) -> bool:
         """Whether the first stage leaves each inner rank a shard."""
         return self.inner_region.numel < self._numel
 
@@ -79,9 +79,9 @@ class GradientReducer:
         return self.main_region.numel < self.inner_region.numel
 
     @property
-    def exchanges_inside(self) -> bool:
+    def exchanges_inner(self) -> bool:
         """Whether the first stage is an all-to-all and a local sum, and needs scratch."""
-        return self.scatters_inside and self._inner.exchanges_pairwise
+        return self.scatters_inner and self._inner.exchanges_pairwise
 
     @property
     def _exchanges_outer(self) -> bool:
@@ -92,7 +92,7 @@ class GradientReducer:
         """Factor of the final result."""
         factor = self.reduction.post_factor
         if self._averages:  # a local sum averages nothing
-            factor /= self._inner.num_ranks if self.exchanges_inside else 1
+            factor /= self._inner.num_ranks if self.exchanges_inner else 1
             factor /= self._outer.num_ranks if self._outer is not None and self._exchanges_outer else 1
         return factor
 
@@ -100,24 +100,24 @@ class GradientReducer:
     def _averages(self) -> bool:
         return self.reduction.op == "avg"
 
-    def inside(self, bucket: torch.Tensor, scratch: torch.Tensor | None) -> Stage:
+    def reduce_inner(self, bucket: torch.Tensor, scratch: torch.Tensor | None) -> Stage:
         """Reduce over the inner ranks.
 
         Args:
             bucket: (numel,) in the communication dtype.
-            scratch: The same again where `exchanges_inside`, else None.
+            scratch: The same again where `exchanges_inner`, else None.
 
         Returns:
             A stage whose result is (inner_region.numel,).
         """
         axis, average = self._inner, self._averages
-        if not self.scatters_inside:
+        if not self.scatters_inner:
             return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
         if scratch is not None:
             return _exchanged(axis, bucket, scratch)
         return _native(axis, bucket, self.inner_region.numel, average)
 
-    def across(self, wire: torch.Tensor) -> Stage:
+    def reduce_outer(self, wire: torch.Tensor) -> Stage:
         """Reduce over the outer ranks.
 
         Args:

@@ -145,16 +145,16 @@ class SyncMode:
         """Whether the end of the next backward is a gradient sync."""
         return not self.defer_all and (self.auto_sync or bool(self.is_last_microbatch))
 
-    def reach(self, pending_is_sharded: bool) -> Reach:
+    def reach(self, accumulates_shards: bool) -> Reach:
         """Return how far gradients are reduced in the next backward.
 
         Args:
-            pending_is_sharded: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
+            accumulates_shards: Gradients are held as shards between syncs (strategies 2 and 3), so they have to be
                 reduced over the inner ranks each time unless everything is deferred.
         """
         if self.syncs:
             return Reach.EVERYWHERE
-        return Reach.INSIDE if pending_is_sharded and not self.defer_all else Reach.NOWHERE
+        return Reach.INSIDE if accumulates_shards and not self.defer_all else Reach.NOWHERE
 
     @contextmanager
     def changed(
@@ -354,11 +354,11 @@ class Scheduler:
         self._unsettled.clear()
         return (*operations, Operation(_FINALISE, ROOT))
 
-    def weights_wanted(self, unit: int) -> tuple[Operation, ...]:
+    def prefetch_requested(self, unit: int) -> tuple[Operation, ...]:
         """Start to gather a unit ahead of its forward where there is room."""
         return tuple(self._gather(unit, keep=range(len(self._units)), must=False)) if self.config.gathers else ()
 
-    def weights_awaited(self, unit: int) -> tuple[Operation, ...]:
+    def weights_requested(self, unit: int) -> tuple[Operation, ...]:
         """Gather a unit that is needed now, outside of its forward, and wait for it."""
         if not self.config.gathers:
             return ()
@@ -368,7 +368,7 @@ class Scheduler:
             self._units[unit].residence = _READY
         return tuple(operations)
 
-    def weights_unwanted(self, unit: int) -> tuple[Operation, ...]:
+    def release_requested(self, unit: int) -> tuple[Operation, ...]:
         """Release a unit that a caller does not need any more, unless it is in use or the root."""
         in_use = unit in (ROOT, self._backward_unit) or unit in self._forward_stack
         return () if in_use or not self.config.shares_slots else tuple(self._release(unit))
@@ -417,11 +417,7 @@ class Scheduler:
         self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
-        """Change which parameters take gradients.
-
-        Args:
-            units: For each unit whether each of its parameters does, group after group.
-        """
+        """Change which parameters take gradients."""
         self.config = replace(self.config, trainable=tuple(map(any, units)))
 
     # ---- questions ----------------------------------------------------------------------------------------------

@@ -37,15 +37,7 @@ class _CopiesNothing(TorchFunctionMode):
 
 
 def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
-    """Run a load without copying, to find its problems; no communication.
-
-    Args:
-        module: The module that it loads into.
-        load: Loads by torch's own means; it may be called again afterwards.
-
-    Returns:
-        All of torch's complaints; None where nothing is wrong.
-    """
+    """Run a load without copying, and return all of torch's complaints, None for none; no communication."""
     overridden = [each for each in module.modules() if type(each).set_extra_state is not nn.Module.set_extra_state]
     before = [(each, each.get_extra_state()) for each in overridden]
     try:
@@ -64,10 +56,6 @@ def check_load(module: nn.Module, load: Callable[[], object]) -> str | None:
 
 def other_shards(value: object, frame: ShardFrame) -> str | None:
     """Describe the problem of a shard that is cut otherwise than it should be; no communication.
-
-    Args:
-        value: Any value of a state dict.
-        frame: How it should be cut.
 
     Returns:
         One sentence, with this rank in it; None for what fits, is whole, or is no shard of ours.
@@ -98,10 +86,6 @@ def are_from_file(values: Iterable[object]) -> bool:
 def raise_everywhere(problem: str | None, groups: Sequence[dist.ProcessGroup | None]) -> None:
     """Raise on all ranks what any of them has found; one small collective for each group.
 
-    Args:
-        problem: What is wrong here.
-        groups: Together they reach every rank; None for a single rank.
-
     Raises:
         CheckpointError: A rank has a problem; that of the first which has one.
     """
@@ -128,26 +112,25 @@ def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[Removab
     return handles
 
 
-def register_load_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+def register_load_hooks(engine: Engine, module: nn.Module) -> None:
     """Save sharded parameters in state dicts, whatever the modules hold now, and refuse loads that replace parameters.
 
     Of whole tensors each rank loads its own elements; they have to be the same on every rank.
     """
     reference = weakref.ref(engine)
     owners = [owner for owner in module.modules() if owner._parameters]
-    before_load, after_save = partial(_before_load, reference), partial(_note_handed_out, reference)
-    return [
-        module.register_state_dict_pre_hook(partial(_before_state_dict, reference)),
-        *(owner.register_load_state_dict_pre_hook(before_load) for owner in owners),
-        *(owner.register_state_dict_post_hook(after_save) for owner in owners),
-    ]
+    before_load, after_save = partial(_before_load, reference), partial(_note_aliases, reference)
+    module.register_state_dict_pre_hook(partial(_before_state_dict, reference))
+    for owner in owners:
+        owner.register_load_state_dict_pre_hook(before_load)
+        owner.register_state_dict_post_hook(after_save)
 
 
-def _note_handed_out(
+def _note_aliases(
     reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     found = [state_dict.get(prefix + name) for name in owner._parameters]
-    live_engine(reference).handed_out.note(value._local_tensor for value in found if isinstance(value, DTensor))
+    live_engine(reference).state_dict_aliases.note(value._local_tensor for value in found if isinstance(value, DTensor))
 
 
 def _describe(
@@ -166,7 +149,7 @@ def _describe(
 
 def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
     engine = live_engine(reference)
-    if not engine.scheduler.in_forward and not engine.opened:
+    if not engine.scheduler.in_forward and not engine.full_units:
         engine.show_sharded()
 
 

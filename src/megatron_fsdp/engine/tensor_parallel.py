@@ -61,14 +61,6 @@ class TensorParallelPart:
             local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
         )
 
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather the parameter over all tensor-parallel ranks. Collective."""
-        if not self.is_cut:
-            return local
-        return DTensor.from_local(
-            local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
-        ).full_tensor()
-
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient of this rank's part, and finish a sum over ranks that autograd has left open."""
         if not isinstance(grad, DTensor):
@@ -86,11 +78,6 @@ def local_part(param: torch.Tensor) -> torch.Tensor:
 
 def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
     """Describe how tensor parallelism cut a parameter.
-
-    Args:
-        name: For messages.
-        param: As the modules hold it before sharding.
-        mesh: The tensor-parallel mesh, one-dimensional; None where there is none.
 
     Returns:
         None for a plain tensor without tensor-parallel ranks.

@@ -51,15 +51,15 @@ class Unit:
         self.groups = tuple(groups)
         self._sites = tuple(tuple(of_group) for of_group in sites)
         self._swaps = tuple(_swaps(self.groups, self._sites))
-        self._gather_offsets, self.gathered_bytes = pack_bytes([group.gathered_bytes for group in self.groups])
+        self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
         self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._placed_in: Block | None = None
         self.shows_unsharded = False
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
-        self._is_behind = False  # the last update was not gathered over the outer ranks yet
-        self._slotted = tuple(param for group in self.groups if group.weights_in_slots for param in group.full)
+        self._outer_gather_is_due = False  # the last update was not gathered over the outer ranks yet
+        self._slotted = tuple(param for group in self.groups if group.plan.weights_in_slots for param in group.full)
         self._versions = tuple((version,) * len(self._slotted) for version in (0, 1))
 
     @property
@@ -78,21 +78,21 @@ class Unit:
         return bool(self._slotted)
 
     @property
-    def exchanges_inside(self) -> bool:
+    def exchanges_inner(self) -> bool:
         """Whether reducing any group over the inner ranks needs scratch."""
-        return any(group.exchanges_inside for group in self.groups)
+        return any(group.exchanges_inner for group in self.groups)
 
     @property
     def reduces_outer(self) -> bool:
         """Whether gradients of any group are reduced over outer ranks."""
-        return any(group.gradients is not None and group.gradients.reducer.crosses for group in self.groups)
+        return any(group.gradients is not None and group.gradients.reducer.reduces_outer for group in self.groups)
 
     @property
     def label(self) -> str:
         """The name for messages."""
         return self.name or "(root)"
 
-    def say_who_owns(self, remedy: str) -> None:
+    def set_error_owner(self, remedy: str) -> None:
         """Name the unit and a remedy in errors about sharded parameters that are used where whole ones are needed."""
         owner = OwningUnit(self.label, remedy)
         for group in self.groups:
@@ -101,22 +101,22 @@ class Unit:
 
     def plan_buckets(self) -> None:
         """Place the buckets of all groups in one block; again after a change of the communication dtype."""
-        self._bucket_offsets, self.bucket_bytes = pack_bytes([group.bucket_bytes for group in self.groups])
+        self._bucket_offsets, self.bucket_bytes = pack_bytes([group.plan.bucket_bytes for group in self.groups])
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     @property
     def needs_outer_all_gather(self) -> bool:
         """Whether outer ranks have parts of the last update that were not gathered here."""
-        return self._is_behind and any(group.plan.gathers_outer for group in self.groups)
+        return self._outer_gather_is_due and any(group.plan.gathers_outer for group in self.groups)
 
     def all_gather_outer(self, lane: Lane) -> None:
         """Start to all-gather the last update over the outer ranks, where they shard it, into the inner ranks' parts.
 
         It writes into the memory of the weights, so it must be over (`wait_for_outer`) before these are changed.
         """
-        if self._is_behind:
-            self._is_behind = False
+        if self._outer_gather_is_due:
+            self._outer_gather_is_due = False
             self._outer_tickets += [
                 lane.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_outer
             ]
@@ -131,6 +131,7 @@ class Unit:
             self._place(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
             if group.plan.needs_all_gather:
+                # It sends what the gather over the outer ranks writes, on a lane of its own: so it goes behind that.
                 gather = partial(group.weights.all_gather_into, full)
                 self._tickets.append(lane.submit(gather, after=self._outer_tickets))
 
@@ -138,7 +139,7 @@ class Unit:
         """Make the gathered weights usable."""
         self._await(self._outer_tickets)
         if self._await(self._tickets):
-            self._mark(0)
+            self._mark(0)  # the bytes are those that autograd saved views of, so these count as unmodified again
 
     @staticmethod
     def _await(tickets: list[Ticket]) -> bool:
@@ -154,20 +155,15 @@ class Unit:
         return self._placed_in is not None and self._placed_in.holds(tensor)
 
     def reshard(self, loses_memory: bool) -> None:
-        """Release the gathered weights: they are about to be overwritten, or stale.
-
-        Autograd then refuses to use what it saved of them: a backward that reaches the unit without an announcement
-        raises "modified by an inplace operation" where it would compute with the weights of another unit.
-
-        Args:
-            loses_memory: Their memory is freed, too, so that the full parameters have none until the next unshard.
-        """
+        """Release the gathered weights, which are stale or about to be overwritten; with `loses_memory` free them."""
+        # Autograd's saved views share the version counters of the full parameters, and notice a change: a backward that
+        # nobody announced raises "modified by an inplace operation" where it would read the weights of another unit.
         self._mark(1)
         if not loses_memory:
             return
         self._placed_in = None
         for group in self.groups:
-            if group.gathered_bytes:
+            if group.plan.gathered_bytes:
                 group.hide()
 
     def _mark(self, version: int) -> None:
@@ -176,9 +172,11 @@ class Unit:
             torch._C._autograd._unsafe_set_version_counter(self._slotted, self._versions[version])
 
     def _place(self, block: Block) -> None:
+        # A unit comes back to the block that it had while a forward waits for its backward: the views that autograd
+        # saved point there, and would read another unit's weights if it were gathered elsewhere.
         self._placed_in = block
         for position, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
-            if not group.gathered_bytes:
+            if not group.plan.gathered_bytes:
                 continue
             full = block.view(offset, group.plan.layout.numel, group.plan.precision.compute)
             self._gathered[position] = full
@@ -191,6 +189,7 @@ class Unit:
             ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
         """
         self.shows_unsharded = True
+        # Written into the modules' own dictionaries: `nn.Module.__setattr__` takes most of the time of a swap.
         for module, namespace, attribute, param, sharded, is_plain in self._swaps:
             held = namespace["_parameters"]
             found = held.get(attribute)
@@ -213,7 +212,7 @@ class Unit:
         if not any(map(_version, self._slotted)):
             return
         for group in self.groups:
-            if not group.weights_in_slots:
+            if not group.plan.weights_in_slots:
                 continue
             for name, param in zip(group.names, group.full, strict=True):
                 if param._version:
@@ -251,7 +250,7 @@ class Unit:
     def install_main_weights(self) -> None:
         """Copy main weights into this rank's part of the compute weights."""
         self.wait_for_outer()
-        self._is_behind = True
+        self._outer_gather_is_due = True
         for group in self.groups:
             group.install()
 

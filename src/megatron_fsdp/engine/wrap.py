@@ -18,12 +18,12 @@ from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic, has_values
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
-from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, HangSettings, resolve_hang_log
+from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.domains import Sharding, make_domain
-from megatron_fsdp.engine.engine import Engine, EngineParts, StructureCheck
+from megatron_fsdp.engine.engine import Engine, EngineParts
 from megatron_fsdp.engine.expert_state import find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
@@ -38,6 +38,7 @@ from megatron_fsdp.engine.meta_init import (
     materialise,
     same_random_numbers,
 )
+from megatron_fsdp.engine.model_checks import StructureCheck
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
@@ -77,7 +78,7 @@ class Grouping(Protocol):
         """Make the engine, without hooks."""
         ...
 
-    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
         """Register the hooks; `modules` are those of the units that are modules, by index."""
         ...
 
@@ -108,9 +109,9 @@ class UnitGrouping:
         """Make the engine, without hooks."""
         return Engine(parts)
 
-    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> Sequence[RemovableHandle]:
+    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
         """Register the hooks on modules."""
-        return register_hooks(engine, modules)
+        register_hooks(engine, modules)
 
 
 @dataclass(frozen=True)
@@ -121,19 +122,13 @@ class Assembly:
         engine: Its engine.
         plan: Its units.
         plan_lines: The units, for people.
-        handles: The hooks on modules and parameters.
         state_dict_handles: The hooks that describe shards in state dicts.
-        device: Device of the shards.
-        hang_settings: The log that the environment asks for; None: it asks for none.
     """
 
     engine: Engine
     plan: UnitPlan
     plan_lines: tuple[str, ...]
-    handles: tuple[RemovableHandle, ...]
     state_dict_handles: tuple[RemovableHandle, ...]
-    device: torch.device
-    hang_settings: HangSettings | None = None
 
 
 def assemble(
@@ -147,20 +142,11 @@ def assemble(
 ) -> Assembly:
     """Shard a model in place.
 
-    Args:
-        module: The model.
-        grouping: The rule for the units.
-        options: The options of the engine.
-        index: Mesh and process groups.
-        device: Device of the shards.
-        mode: When gradients are reduced; shared with the caller.
-        backward_finished: Called at the end of each backward.
-
     Raises:
         ConfigurationError: The model cannot be sharded as it is.
     """
     sharding = _sharding(options, index, device)
-    plan, hang_settings = _plan_together(module, grouping, options, sharding)
+    plan = _plan_together(module, grouping, options, sharding)
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
@@ -176,7 +162,6 @@ def assemble(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
         )
     reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
-    reduces_early = reduces_early and not options.delays_weight_gradients
     memory = plan_memory(options.memory, reduces_early, [unit.group_plans for unit in units])
     engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, backward_finished))
     engine.own_groups = own_groups
@@ -184,19 +169,12 @@ def assemble(
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     _add_gradient_checks(engine, options, device)
     modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
-    handles = (*grouping.connect(engine, modules), *register_load_hooks(engine, module))
+    grouping.connect(engine, modules)
+    register_load_hooks(engine, module)
     engine.structure = StructureCheck(module, units)
     if options.fuses_weight_gradients:
         fuse_weight_gradients(engine, module)
-    return Assembly(
-        engine,
-        plan,
-        lines,
-        handles,
-        tuple(register_state_dict_hooks(engine, module)),
-        device,
-        hang_settings,
-    )
+    return Assembly(engine, plan, lines, tuple(register_state_dict_hooks(engine, module)))
 
 
 def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.device) -> None:
@@ -234,13 +212,11 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
     )
 
 
-def _plan_together(
-    module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
-) -> tuple[UnitPlan, HangSettings | None]:
+def _plan_together(module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding) -> UnitPlan:
     """Check the model and find its units; every rank gets the same answer or the same error."""
-    plan, hang_settings, problem, facts = None, None, None, []
+    plan, problem, facts = None, None, []
     try:
-        hang_settings = resolve_hang_log()
+        keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(options.strategy)
         check_module(module, options.init_meta)
@@ -250,12 +226,12 @@ def _plan_together(
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, options, sharding)
-        facts.append(f"{FOLDER_VARIABLE} {'set' if hang_settings else 'not set'}")
+        facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
     agree_over(sharding.reaching_all, problem, facts)
     assert plan is not None
-    return plan, hang_settings
+    return plan
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
@@ -302,19 +278,19 @@ def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: 
     if not all(spec.is_module for spec in plan.units):
         units.append(plan.source)  # made-up names do not identify their parameters
     params = [
-        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_place(p)}"
+        f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_device_note(p)}"
         for name, p in module.named_parameters()
         if not sharding.is_expert(name, p)
     ]
     buffers = [
-        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_place(buffer)}"
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_device_note(buffer)}"
         for name, buffer in module.named_buffers()
         if not sharding.is_expert(name, buffer)
     ]
     return [*chosen, *params, *buffers, *units]
 
 
-def _place(tensor: torch.Tensor) -> str:
+def _device_note(tensor: torch.Tensor) -> str:
     return " on the meta device" if tensor.is_meta else ""
 
 
@@ -332,23 +308,14 @@ Frames = tuple[ShardFrame, ...]
 
 
 class GroupPlanner:
-    """Plans parameter groups; equal ones, as repeated blocks have, only once.
-
-    Args:
-        sharding: Ranks and options.
-    """
+    """Plans parameter groups; equal ones, as repeated blocks have, only once."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
         self._known: dict[object, tuple[GroupPlan, Frames]] = {}
 
     def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
-        """Return the plan of one group, and for each parameter the elements that every rank holds.
-
-        Args:
-            spec: The group.
-            originals: Its parameters as the modules hold them; only their metadata is read.
-        """
+        """Return the plan of one group, and for each parameter the elements that every rank holds."""
         parts = self._sharding.parts_of(spec, originals)
         alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters), parts)
         known = self._known.get(alike)
@@ -369,16 +336,6 @@ def build_units(
     leaves_empty: bool = False,
 ) -> tuple[Unit, ...]:
     """Shard a model in place, unit by unit, so that at most one unit exists twice.
-
-    Args:
-        module: The model; afterwards its parameters are the sharded ones.
-        plan: Its units.
-        sharding: Ranks and options.
-        bucket_numel: Where to cut the root's parameters into groups, in elements; None: never.
-        leaves_empty: Allocate parameters on the meta device without values, and leave buffers there.
-
-    Returns:
-        The units, root first.
 
     Raises:
         ConfigurationError: What was on the meta device cannot be initialised; on every rank alike.
@@ -402,7 +359,7 @@ def build_units(
         unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
         unit.show_sharded()
         if index:  # the root is whole wherever a forward can read its weights
-            unit.say_who_owns(plan.remedy(spec))
+            unit.set_error_owner(plan.remedy(spec))
         units.append(unit)
     if blueprint is not None:
         _initialise(module, blueprint, units, sharding)
@@ -474,10 +431,6 @@ def check_not_wrapped(module: object) -> None:
 def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
     """Refuse models that cannot be sharded; no communication.
 
-    Args:
-        module: The model.
-        init_meta: As in `EngineOptions`.
-
     Raises:
         ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
     """
@@ -536,10 +489,6 @@ def match_ranks(module: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
     initialised. A hash of each tensor is compared first, so that nothing but the hashes is sent where ranks agree.
     Tensor-parallel ranks hold different parts, and experts differ between expert-parallel ranks; these are left alone.
-
-    Args:
-        module: The model with its full parameters and buffers; those without values are left out.
-        sharding: Says which ranks share which parameters.
 
     Returns:
         Names of parameters and buffers that differed, in model order.
@@ -619,11 +568,7 @@ def refuse_without_reduce_scatter(strategy: ShardingStrategy) -> None:
 
 
 def warn_without_16_bits(trainable: Sequence[ResolvedPrecision]) -> None:
-    """Warn where no gradient travels in 16 bits: the sum is taken in float32 or wider either way.
-
-    Args:
-        trainable: The dtypes of every trainable parameter group.
-    """
+    """Warn where no gradient travels in 16 bits: the sum is taken in float32 or wider either way."""
     travelling = sorted({str(precision.grad_comm) for precision in trainable if precision.grad_comm.itemsize > 2})
     if travelling and all(precision.grad_comm.itemsize > 2 for precision in trainable):
         warn_caller(

@@ -24,11 +24,6 @@ Groups = tuple[dist.ProcessGroup, ...]
 def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Groups:
     """Return the process groups that a reduction over a main weight, or its gradient after the sync, must span.
 
-    Args:
-        group: The parameter group.
-        index: Of the parameter in it.
-        domain: The ranks of the group's parameters.
-
     Returns:
         Along each the ranks hold different pieces; all other ranks hold copies. The same on every rank. For experts
         the groups along which experts differ are among them.
@@ -49,12 +44,6 @@ def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Groups
 
 def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
-
-    Args:
-        engine: The engine that holds the gradients.
-        max_norm: The largest norm allowed; infinity only measures.
-        norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
-        error_if_nonfinite: Raise where the norm is NaN or infinite, in place of scaling by it.
 
     Returns:
         The norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank.
@@ -138,12 +127,7 @@ def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torc
 
 
 def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the largest of each number over the ranks; NaN where a rank has NaN, which back ends may drop.
-
-    Args:
-        values: One dimension, not negative.
-        group: The ranks.
-    """
+    """Return the largest of each number over the ranks; NaN where a rank has NaN, which back ends may drop."""
     both = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return torch.where(both[1] > 0, math.nan, both[0])
@@ -154,13 +138,7 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_powers(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum |x|^p over all tensors; the largest |x| for infinity; 0 for none.
-
-    Args:
-        tensors: Plain ones, of any device.
-        norm_type: The p.
-        device: Device of the result.
-    """
+    """Sum |x|^p over all tensors; the largest |x| for infinity; 0 for none."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     if not filled:

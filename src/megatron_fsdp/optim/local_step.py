@@ -1,13 +1,13 @@
 """Step torch's elementwise optimizers on local tensors, without the dispatch of each operation through DTensor.
 
-During `step` the code of the optimizer's class works on a stand-in: an object of the same kind that shares every
+During `step` the code of the optimizer's class works on a view: an object of the same kind that shares every
 attribute with the optimizer but shows this rank's shards as plain tensors, with their gradients and state. The
 optimizer itself, which hooks, closures, schedulers and checkpoints hold, has its DTensors throughout, so there is
-nothing to restore, whatever happens inside. (Hooks get the stand-in as `args[0]`; one that returns the optimizer there
+nothing to restore, whatever happens inside. (Hooks get the view as `args[0]`; one that returns the optimizer there
 instead has that step run on DTensors.)
 
-    optimizer.param_groups[i]["params"][j]   a DTensor      stand-in: a plain tensor over the same memory
-    optimizer.state[param]["exp_avg"]        a DTensor      stand-in: a plain tensor over the same memory
+    optimizer.param_groups[i]["params"][j]   a DTensor      view: a plain tensor over the same memory
+    optimizer.state[param]["exp_avg"]        a DTensor      view: a plain tensor over the same memory
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ def steps_locally(optimizer: Optimizer) -> bool:
 
 
 class LocalStep:
-    """The stand-in of one optimizer; between steps it holds neither gradients nor state."""
+    """The view of one optimizer; between steps it holds neither gradients nor state."""
 
     def __init__(self) -> None:
-        self._view: _View | None = None  # of the running step
+        self._view: _LocalTensors | None = None  # of the running step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object to step in place of a connected optimizer; call `release` after the step.
 
         Returns:
-            A stand-in that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
+            A view that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
             or where the step is compiled or runs in inference mode.
         """
         self.release()
         if not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
-        kind = _stand_in_kind(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
+        kind = _view_class(type(optimizer))  # type: ignore[arg-type]  # mypy: classes with a __hash__
         made: Optimizer = kind.__new__(kind)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
-        self._view = made._view = _View(optimizer)  # type: ignore[attr-defined]
+        self._view = made._view = _LocalTensors(optimizer)  # type: ignore[attr-defined]
         return made
 
     def release(self) -> None:
@@ -76,7 +76,7 @@ class LocalStep:
             view.hand_over_state()
 
 
-class _View:
+class _LocalTensors:
     """The parameters, gradients and state of an optimizer as local tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -151,16 +151,16 @@ def _is_sharded_as(frame: ShardFrame, value: object) -> bool:
 
 
 @functools.cache
-def _stand_in_kind(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return the class of stand-ins for a class of optimizers, under its name, which torch's messages mention."""
-    return type(kind.__name__, (_StandIn, kind), {"__slots__": ()})
+def _view_class(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the class of views for a class of optimizers, under its name, which torch's messages mention."""
+    return type(kind.__name__, (_LocalView, kind), {"__slots__": ()})
 
 
-class _StandIn(Optimizer):
+class _LocalView(Optimizer):
     """An optimizer whose parameters and state are local tensors; everything else is the original's own."""
 
     __slots__ = ("_view",)
-    _view: _View
+    _view: _LocalTensors
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_fsdp.dtensor.chunks import leave_to_others
+from megatron_fsdp.dtensor.chunks import exclude_from_save
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -45,10 +45,6 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     The optimizer is not changed: state that is loaded into these tensors becomes the optimizer's when `load_state_dict`
     is given them.
 
-    Args:
-        optimizer: An optimizer of sharded parameters.
-        state_dict: As torch made it.
-
     Returns:
         A state dict with state in the order of the parameters, the same on every rank; tensors cut as parameters.
     """
@@ -68,15 +64,15 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Te
         return {_BUFFER: torch.full_like(param.detach(), _blank_momentum(group))} if group["momentum"] else {}
     alias = param.detach()
     alias.grad = param.detach()  # its values are not read
-    stand_in: Any = object.__new__(type(optimizer))
-    stand_in.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
-    num_lists = len(inspect.signature(stand_in._init_group).parameters) - 1
-    stand_in._init_group({**group, "params": [alias]}, *([] for _ in range(num_lists)))
-    made: dict[str, Any] = stand_in.state[alias]
+    probe: Any = object.__new__(type(optimizer))
+    probe.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
+    num_lists = len(inspect.signature(probe._init_group).parameters) - 1
+    probe._init_group({**group, "params": [alias]}, *([] for _ in range(num_lists)))
+    made: dict[str, Any] = probe.state[alias]
     if isinstance(param, DTensor) and param.numel() and not param._local_tensor.numel():
         for value in made.values():
             if not isinstance(value, DTensor):
-                leave_to_others(value)  # ranks that hold elements save the step count
+                exclude_from_save(value)  # ranks that hold elements save the step count
     return made
 
 
@@ -364,12 +360,7 @@ def _alive(reference: weakref.ref[ShardedModel]) -> ShardedModel:
 
 
 class SeveralModels:
-    """Several models that one optimizer updates, as one `ShardedModel`: calls about a parameter go to its own model.
-
-    Args:
-        models: Held weakly; in an order that all ranks share.
-        owner: Returns the model of a sharded parameter.
-    """
+    """Several models that one optimizer updates, as one `ShardedModel`: calls about a parameter go to its own model."""
 
     def __init__(self, models: Sequence[ShardedModel], owner: Callable[[torch.Tensor], ShardedModel]) -> None:
         self._references = [weakref.ref(model) for model in models]
@@ -446,10 +437,6 @@ class SeveralModels:
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
     """Refuse an optimizer that would update something else than the sharded parameters.
-
-    Args:
-        optimizer: To check.
-        known: Name of each sharded parameter of the model by id.
 
     Raises:
         ConfigurationError: A parameter of the optimizer is none of the model's.

@@ -21,7 +21,7 @@ from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, step_bytes
 from megatron_fsdp.sharding.accounting import (
-    UNITS_CROSSING,
+    OUTER_REDUCTIONS,
     GroupFootprint,
     exchange_scratch_bytes,
     outer_step_traffic,
@@ -203,7 +203,7 @@ class _Unit:
         self.pending_bytes = pending_bytes(groups, strategy, deferred=True)
         self.output_bytes = sum(group.shard_numel * group.grad_comm.itemsize for group in exchanged)
         self.local_sum_bytes = passing_bytes(groups, strategy).local_sum
-        self.exchanges_inside = setup.backend is Backend.GLOO and bool(exchanged)
+        self.exchanges_inner = setup.backend is Backend.GLOO and bool(exchanged)
         self.crosses = any(group.outer_ranks > 1 for group in trained)
         self.is_filling = self.is_deferred = self.is_pending = self.has_main = self.is_behind = False
         self.gathered_s = self.gathered_outer_s = 0.0
@@ -460,7 +460,7 @@ class _Replay:
         self._in_flight.append(_Reduction(unit, reach, end_s, bucket, scratch))
 
     def _scratch_for(self, unit: _Unit) -> Block | None:
-        if not unit.exchanges_inside:
+        if not unit.exchanges_inner:
             return None
         if unit.index == ROOT:
             while self._retire_oldest():
@@ -489,7 +489,7 @@ class _Replay:
     def _reduce_across(self, unit: _Unit) -> None:
         if not unit.is_pending:
             return
-        while len(self._crossing) >= UNITS_CROSSING:
+        while len(self._crossing) >= OUTER_REDUCTIONS:
             self._finish_crossing()
         unit.is_pending, unit.has_main = False, True
         self._pass(unit.allocated_across)

@@ -202,9 +202,6 @@ def transient_bytes(
             them.
         scratch_bytes: Further memory of the back end; ``exchange_scratch_bytes`` on gloo.
         allocator: Allocator of gathered weights.
-
-    Returns:
-        Bytes per rank.
     """
     gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
     return TransientBytes(gathered, _buckets_in_turn(_bucket_bytes(groups), buckets), scratch_bytes)
@@ -215,11 +212,6 @@ def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingS
 
     There is one block for each bucket but the one that fills, as large as its bucket. Units take turns, from the last
     to the root. Nothing is exchanged under ``no_shard`` or on one rank.
-
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
     """
     exchanged = {group.unit for group in groups if _is_exchanged(group, strategy)}
     sizes = _bucket_bytes(groups)
@@ -231,10 +223,6 @@ def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) 
 
     A local sum of 16-bit gradients is a new float32 tensor; wider ones are summed where they were received. With the
     native reduce-scatter of other back ends the output of each reduction in flight takes its place.
-
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
     """
     narrow = [group for group in groups if _is_exchanged(group, strategy) and group.grad_comm.itemsize < _SUM_ITEMSIZE]
     sums = [group.shard_numel * _SUM_ITEMSIZE for group in narrow]
@@ -263,9 +251,6 @@ def step_traffic(
         slots: How many units besides the root stay gathered.
         allocator: Allocator of gathered weights. Weights whose memory is freed after a backward are gathered again by
             the next forward; a unit that keeps its own buffer is gathered once per step.
-
-    Returns:
-        Counts and bytes per rank.
 
     Raises:
         ConfigurationError: ``microbatches`` is below 1.
@@ -394,7 +379,7 @@ def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:
 
 # Costs of the outer axis of hybrid sharding, once per optimizer step; derivations in ``docs/memory.md``.
 
-UNITS_CROSSING = 2
+OUTER_REDUCTIONS = 2
 """Units whose gradients are in reduction over the outer axis at a time."""
 
 
@@ -404,13 +389,6 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
     An inner rank's part of each trainable group (all of it under ``no_shard``) is reduced over the outer axis once per
     gradient sync: by an all-reduce, or by a reduce-scatter where main weights are sharded over the outer ranks. In that
     case the new weights are all-gathered over the outer axis, once per optimizer step.
-
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-
-    Returns:
-        Counts and bytes per rank; zeros without an outer axis.
     """
     trainable = [group for group in groups if group.requires_grad and group.outer_ranks > 1]
     shared = [group for group in trainable if group.outer_shares and not group.is_whole]
@@ -428,11 +406,6 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
 def pending_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, deferred: bool = False) -> int:
     """Bound the gradient sums that wait for the reduction over the outer axis, or are in it.
 
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-        deferred: Whether the outer reduction is deferred over microbatches: then every group keeps its sum.
-
     Returns:
         Bytes per rank, in the main gradient's dtype: those of all units if deferred, else of the units in reduction at
         a time and the one that is being summed.
@@ -443,7 +416,7 @@ def pending_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, 
             held = part_numel(group, strategy) * group.main_grads.itemsize
             by_unit[group.unit] = by_unit.get(group.unit, 0) + held
     sizes = sorted(by_unit.values(), reverse=True)
-    return sum(sizes if deferred else sizes[: UNITS_CROSSING + 1])
+    return sum(sizes if deferred else sizes[: OUTER_REDUCTIONS + 1])
 
 
 def part_numel(group: GroupFootprint, strategy: ShardingStrategy) -> int:

@@ -120,12 +120,7 @@ class ExpertPlan:
 
 
 def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPlan:
-    """Identify the experts of all ranks.
-
-    Args:
-        everyone: Names and global shapes of the experts' parameters on each expert-parallel rank.
-        rank: This rank.
-    """
+    """Identify the experts of all ranks."""
     offsets: dict[str, int] = {}
     held: dict[str, tuple[int, ...]] = {}
     indices: dict[str, tuple[int, ...]] = {}
@@ -144,8 +139,8 @@ def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPl
             starts = list(itertools.accumulate(map(len, numbers[:-1]), initial=0))
             offsets[container] = starts[rank]
         else:
-            told = f"expert-parallel ranks hold the experts {numbers} under {container[:-1]}, which overlap"
-            problems.update(dict.fromkeys(members[rank], told))
+            message = f"expert-parallel ranks hold the experts {numbers} under {container[:-1]}, which overlap"
+            problems.update(dict.fromkeys(members[rank], message))
             continue
         numbers = [[start + index for index in each] for start, each in zip(starts, numbers, strict=True)]
         held[container] = tuple(numbers[rank])
@@ -191,8 +186,8 @@ def _stack_problem(everyone: Sequence[Mapping[str, Shape]], name: str, container
     for each in everyone:
         siblings = {other: shape for other, shape in each.items() if stack_container(other) == container}
         if len({shape[:1] for shape in siblings.values()}) > 1:
-            told = ", ".join(f"{other} {shape}" for other, shape in sorted(siblings.items()))
-            return f"the first dimensions of {container[:-1]} differ ({told}), so they are no stacks of its experts"
+            message = ", ".join(f"{other} {shape}" for other, shape in sorted(siblings.items()))
+            return f"the first dimensions of {container[:-1]} differ ({message}), so they are no stacks of its experts"
     return None
 
 

@@ -89,9 +89,6 @@ def gradient_reduction(
         backend_has_avg: Whether the back end has an averaging collective.
         scales_first: Scale every gradient before it travels; a collective that averages needs no scale.
 
-    Returns:
-        The operation and its factors.
-
     Raises:
         ConfigurationError: A size is below 1, or both an average and a plain sum are asked for.
     """

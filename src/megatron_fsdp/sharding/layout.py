@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
+from megatron_fsdp.sharding.shards import BufferCut
 
 # The search for the smallest shard, in integers; `plan_layout` below is what others call.
 #
@@ -70,7 +71,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PackedItems:
     """The result in elements: one offset and one granule per item, in the order of the items, and the shard length."""
 
     offsets: tuple[int, ...]
@@ -109,16 +110,8 @@ class _Solution:
 
 def plan_placement(
     items: Sequence[Item], num_shards: int, alignment_numel: int, max_waste: float, numel_multiple: int = 1
-) -> Placement:
-    """Place items into equal shards; the comment above has the idea, `plan_layout` the contract.
-
-    Args:
-        items: The tensors.
-        num_shards: Number of shards, at least 1.
-        alignment_numel: Every offset and the shard length are multiples of this many elements.
-        max_waste: Padding divided by payload that whole rows may cost.
-        numel_multiple: `num_shards` times the shard length is a multiple of this many elements.
-    """
+) -> PackedItems:
+    """Place items into equal shards; the comment above has the idea, `plan_layout` the contract."""
     spans = [_span(index, item, alignment_numel) for index, item in enumerate(items) if item.numel]
     # A tensor with a step of one unit has no rows to give up.
     lowered = {span.index for span in spans if items[span.index].may_be_lowered and span.step > 1}
@@ -131,7 +124,7 @@ def plan_placement(
         most_numel = payload_numel + int(max_waste * payload_numel)
         limit = max(solution.shard_length, most_numel // (num_shards * alignment_numel))
         solution, lowered = _take_rows_back(spans, lowered, shards, limit, solution)
-    return Placement(
+    return PackedItems(
         offsets=tuple(solution.starts.get(index, 0) * alignment_numel for index in range(len(items))),
         granules=tuple(1 if index in lowered else item.granule_numel for index, item in enumerate(items)),
         shard_numel=solution.shard_length * alignment_numel,
@@ -454,7 +447,7 @@ class Layout:
             )
         if self.granules[index] < 1:
             raise ConfigurationError(f"tensor {index} has granule {self.granules[index]}; pass 1 element or more.")
-        if not self._is_cut_at_multiples_of(index, self.granules[index]):
+        if not self.cut(index).is_multiple_of(self.granules[index]):
             raise ConfigurationError(
                 f"tensor {index} at [{start}, {stop}) is cut inside a granule of {self.granules[index]} elements by "
                 f"shards of {self.shard_numel} elements: move the tensor or change shard_numel."
@@ -469,17 +462,9 @@ class Layout:
                     "give each its own range of the buffer."
                 )
 
-    def _is_cut_at_multiples_of(self, index: int, step: int) -> bool:
-        """Return whether every shard edge strictly inside the tensor lies a multiple of `step` behind its start."""
-        start, stop = self.tensor_range(index)
-        if start == stop:
-            return True
-        first_edge = (start // self.shard_numel + 1) * self.shard_numel
-        if first_edge >= stop:
-            return True
-        # A second edge inside is one shard further on, so that the shard length must be a multiple, too.
-        has_second = first_edge + self.shard_numel < stop
-        return (first_edge - start) % step == 0 and (not has_second or self.shard_numel % step == 0)
+    def cut(self, index: int) -> BufferCut:
+        """Return the ranges of one tensor's flattened elements that the shards hold."""
+        return BufferCut(self.offsets[index], self.shard_numel, self.num_shards, self.tensor_numel(index))
 
     @property
     def numel(self) -> int:
@@ -560,7 +545,7 @@ class Layout:
         """
         shape = self.shapes[index]
         row_numel = math.prod(shape[1:])
-        return len(shape) > 0 and row_numel > 0 and self._is_cut_at_multiples_of(index, row_numel)
+        return len(shape) > 0 and row_numel > 0 and self.cut(index).is_multiple_of(row_numel)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's piece: `(rows, *shape[1:])` for a row-sharded tensor, else `(elements,)`."""

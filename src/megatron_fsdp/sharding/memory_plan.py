@@ -84,11 +84,6 @@ class WeightPlan:
 def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int) -> WeightPlan:
     """Choose a storage for every unit.
 
-    Args:
-        allocator: What the caller chose.
-        units: All units, root first.
-        slots: How many units besides the root may be gathered at a time.
-
     Returns:
         The plan. The root, whose forward surrounds all others, never lives in a slot. Its memory is freed unless the
         caller asked for memory that is allocated at once and kept.

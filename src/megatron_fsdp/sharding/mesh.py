@@ -316,14 +316,6 @@ def _names_expert_parallelism(name: str) -> bool:
 def _group_of(mesh: DeviceMesh, name: str, argument: str) -> dist.ProcessGroup:
     """Return the process group of one dimension.
 
-    Args:
-        mesh: The mesh.
-        name: A dimension of the mesh, or a flattened dimension of the mesh that it was cut from.
-        argument: The name of the argument that the dimension came from, for the error message.
-
-    Returns:
-        This rank's group.
-
     Raises:
         ConfigurationError: There is no such dimension.
     """
@@ -347,9 +339,6 @@ def _submesh_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     Args:
         mesh: The mesh.
         names: Dimensions, outermost first, each one of the mesh or flattened, which need not be in mesh order.
-
-    Returns:
-        A mesh with these dimensions.
 
     Raises:
         ConfigurationError: A dimension does not exist, or two of them share ranks other than this one.
@@ -398,26 +387,22 @@ def _position(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> torch.Tens
     return found[0]
 
 
+@real_values()
 def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
-    """Build the index from the arguments of `fully_shard_model`, with a mesh of all ranks where none is given.
-
-    Args:
-        arguments: Those of `fully_shard_model`, by name.
-    """
+    """Build the index from the arguments of `fully_shard_model`, with a mesh of all ranks where none is given."""
     if arguments["device_mesh"] is None:
         _refuse_without_mesh(arguments)
     tp_dim = arguments["tp_dim"]
     mesh, shard_dim = mesh_and_dim(arguments["device_mesh"], arguments["dp_shard_dim"], tp_dim, "dp_shard_dim")
     outer = resolve_strategy(arguments["outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
-    return index_from_mesh(
+    return FSDPDistributedIndex(
         mesh,
         shard_dim,
-        arguments["module"],
-        dp_outer_dim=arguments["dp_outer_dim"],
-        tp_dim=tp_dim,
+        arguments["dp_outer_dim"],
+        tp_dim or tensor_parallel_dim(arguments["module"], mesh),
         hybrid_fsdp_group=arguments["hybrid_fsdp_group"],
         hybrid_fsdp_expt_group=arguments["hybrid_fsdp_expt_group"],
-        shards_outside=arguments["dp_outer_dim"] is not None and outer is ShardingStrategy.optim,
+        hsdp_outer_dp_shard=arguments["dp_outer_dim"] is not None and outer is ShardingStrategy.optim,
         expt_device_mesh=arguments["expt_device_mesh"],
         fsdp_group_ag=arguments["fsdp_group_ag"],
         expt_fsdp_group_ag=arguments["expt_fsdp_group_ag"],
@@ -457,50 +442,6 @@ def mesh_and_dim(
     return device_mesh, dim
 
 
-@real_values()
-def index_from_mesh(
-    mesh: DeviceMesh,
-    shard_dim: str,
-    module: nn.Module,
-    *,
-    dp_outer_dim: str | None = None,
-    tp_dim: str | None = None,
-    hybrid_fsdp_group: dist.ProcessGroup | None = None,
-    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-    shards_outside: bool = False,
-    expt_device_mesh: DeviceMesh | None = None,
-    fsdp_group_ag: dist.ProcessGroup | None = None,
-    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-) -> FSDPDistributedIndex:
-    """Build an index; find the tensor-parallel dimension in the model where it is not named.
-
-    Args:
-        mesh: The mesh.
-        shard_dim: The dimension to shard over.
-        module: The model.
-        dp_outer_dim: As in `FSDPDistributedIndex`.
-        tp_dim: The tensor-parallel dimension; None: the one that the model's parameters are DTensors over.
-        hybrid_fsdp_group: As in `FSDPDistributedIndex`.
-        hybrid_fsdp_expt_group: As in `FSDPDistributedIndex`.
-        shards_outside: `hsdp_outer_dp_shard` of `FSDPDistributedIndex`.
-        expt_device_mesh: As in `FSDPDistributedIndex`.
-        fsdp_group_ag: As in `FSDPDistributedIndex`.
-        expt_fsdp_group_ag: As in `FSDPDistributedIndex`.
-    """
-    return FSDPDistributedIndex(
-        mesh,
-        shard_dim,
-        dp_outer_dim,
-        tp_dim or _tensor_parallel_dim(module, mesh),
-        hybrid_fsdp_group,
-        hybrid_fsdp_expt_group,
-        hsdp_outer_dp_shard=shards_outside,
-        expt_device_mesh=expt_device_mesh,
-        fsdp_group_ag=fsdp_group_ag,
-        expt_fsdp_group_ag=expt_fsdp_group_ag,
-    )
-
-
 _NEED_A_MESH = ("dp_outer_dim", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag")
 
 
@@ -512,7 +453,7 @@ def _refuse_without_mesh(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
+def tensor_parallel_dim(module: nn.Module, mesh: DeviceMesh) -> str | None:
     """Return the mesh dimension that parameters are DTensors over; None for plain ones or another mesh."""
     params = [p for p in module.parameters() if isinstance(p, DTensor) and not hasattr(p, "_megatron_fsdp_model")]
     named = (p.device_mesh.mesh_dim_names for p in params)

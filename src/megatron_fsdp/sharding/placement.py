@@ -31,13 +31,13 @@ class Placements:
 
     Attributes:
         compute_weight: The weights that forward and backward use, between uses.
-        pending_grad: What is accumulated before the gradient sync.
+        accumulated_grad: What is accumulated before the gradient sync.
         main_grad: The gradient that the optimizer sees, after the gradient sync.
         main_weight: The weights that the optimizer updates, and its state.
     """
 
     compute_weight: tuple[Placement, ...]
-    pending_grad: tuple[Placement, ...]
+    accumulated_grad: tuple[Placement, ...]
     main_grad: tuple[Placement, ...]
     main_weight: tuple[Placement, ...]
 
@@ -66,7 +66,7 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
     on_outer = _outer_placements(inner, outer)
     return Placements(
         compute_weight=on_outer.compute_weight + on_inner.compute_weight,
-        pending_grad=on_outer.pending_grad + on_inner.pending_grad,
+        accumulated_grad=on_outer.accumulated_grad + on_inner.accumulated_grad,
         main_grad=on_outer.main_grad + on_inner.main_grad,
         main_weight=on_outer.main_weight + on_inner.main_weight,
     )
@@ -76,7 +76,7 @@ def _inner_placements(strategy: ShardingStrategy) -> Placements:
     """Shard one more buffer with each higher strategy."""
     return Placements(
         compute_weight=(_S if strategy >= ShardingStrategy.optim_grads_params else _R,),
-        pending_grad=(_S if strategy >= ShardingStrategy.optim_grads else _P,),
+        accumulated_grad=(_S if strategy >= ShardingStrategy.optim_grads else _P,),
         main_grad=(_S if strategy >= ShardingStrategy.optim else _R,),
         main_weight=(_S if strategy >= ShardingStrategy.optim else _R,),
     )
@@ -96,7 +96,7 @@ def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Place
             '"no_shard" outside.'
         )
     after_sync = _S if outer == ShardingStrategy.optim else _R
-    return Placements(compute_weight=(_R,), pending_grad=(_P,), main_grad=(after_sync,), main_weight=(after_sync,))
+    return Placements(compute_weight=(_R,), accumulated_grad=(_P,), main_grad=(after_sync,), main_weight=(after_sync,))
 
 
 # A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one

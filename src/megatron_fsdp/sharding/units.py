@@ -45,10 +45,6 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
     * that every rank calls: not inside a `ModuleDict` or `ModuleList`, nor anything named after experts; and that is
       called rather than read: not inside torch's attention and encoder layers.
 
-    Args:
-        module: The model; it is only read.
-        blocks: Its blocks by name.
-
     Returns:
         The ends by name, in module order; none where there is no block.
     """
@@ -164,13 +160,6 @@ def find_units(
     Modules without parameters are never units, nor is a module that owns none of its parameters because all are tied to
     others outside.
 
-    Args:
-        module: The model; it is only read.
-        fsdp_unit_modules: What to look for.
-
-    Returns:
-        The units.
-
     Raises:
         TypeError: ``fsdp_unit_modules`` is not a list, tuple or set (nor None or ``"auto"``), or an entry is not a
             subclass of ``nn.Module``.
@@ -191,10 +180,6 @@ def find_units(
 
 def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
     """Describe a plan for people, with runs of equal units in one line.
-
-    Args:
-        plan: The plan.
-        numels: Number of elements of each parameter by canonical name.
 
     Returns:
         One string per line: a heading, the root, the other units, and tied parameters where there are any.
@@ -376,11 +361,6 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
     where an outer one inside the unit is of a class in `whole_types`. Parameters that several such modules share belong
     to the root.
 
-    Args:
-        module: The model; it is only read.
-        plan: Its units.
-        whole_types: Classes of modules that stay one unit, with everything inside; torch's own attention always does.
-
     Returns:
         The finer plan. Units may lie inside one another, and own disjoint parameters.
     """
@@ -499,9 +479,6 @@ def key_of(parameter: ParameterInfo) -> GroupKey:
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
     """Group parameters that agree in dtype, requires_grad, is_expert, sums_in_fp32 and in having dimensions.
 
-    Args:
-        parameters: The parameters of one unit, in model order.
-
     Returns:
         The groups in the order in which their first parameter appears; inside a group the given order is kept.
 
@@ -522,15 +499,7 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
 
 
 def cut_groups(groups: Sequence[ParameterGroupSpec], bucket_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
-    """Cut groups into buckets: the parameter with which a bucket reaches a number of elements is its last.
-
-    Args:
-        groups: Groups of the parameters outside of units.
-        bucket_numel: Elements; None: nothing is cut.
-
-    Returns:
-        The buckets in the order of the groups; a parameter is never cut.
-    """
+    """Cut groups into buckets: the parameter with which a bucket reaches a number of elements is its last."""
     if bucket_numel is None:
         return tuple(groups)
     buckets: list[ParameterGroupSpec] = []

@@ -70,7 +70,7 @@ def formulas(
         memory=lambda: MemoryUse(1, 0, 0, 2, 0),
         footprints=lambda: groups,
         resolved=SimpleNamespace(strategy=strategy),
-        parameter_groups=lambda: [SimpleNamespace(exchanges_inside=exchanges_pairwise)],
+        parameter_groups=lambda: [SimpleNamespace(exchanges_inner=exchanges_pairwise)],
     )
     rows = compare(model, torch.optim.AdamW([torch.zeros(1)]), Traffic(4, 5, 6, 7), microbatches)
     assert [row.measured for row in rows] == [1, 0, 2, 4, 6, 5, 7]

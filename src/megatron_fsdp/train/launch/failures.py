@@ -16,8 +16,8 @@ from typing import IO
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron_fsdp.config.command_parser import EXIT_INTERRUPTED
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
-from megatron_fsdp.interruption import EXIT_INTERRUPTED
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

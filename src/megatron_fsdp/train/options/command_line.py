@@ -58,7 +58,7 @@ class TrainParser(Parser):
         Raises:
             ConfigurationError: Always.
         """
-        raise ConfigurationError(self.told(message))
+        raise ConfigurationError(self.with_suggestion(message))
 
 
 class HelpText(argparse.HelpFormatter):

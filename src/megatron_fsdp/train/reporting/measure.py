@@ -200,7 +200,7 @@ def compare(
     """
     memory, groups, strategy = model.memory(), model.footprints(), model.resolved.strategy
     held = persistent_bytes(groups, strategy)
-    exchanges = any(group.exchanges_inside for group in model.parameter_groups())  # no native reduce-scatter
+    exchanges = any(group.exchanges_inner for group in model.parameter_groups())  # no native reduce-scatter
     scratch = exchange_scratch_bytes(groups, strategy) if exchanges else 0
     borrowed = transient_bytes(groups, strategy, scratch_bytes=scratch)
     # The trainer puts off the reductions of strategies without sharded gradients; others sync after each microbatch.

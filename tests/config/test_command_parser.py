@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.interruption import end_quietly, raising
+from megatron_fsdp.config.command_parser import end_quietly, raising
 from tests.support.source_tree import ROOT, SOURCE
 from tests.support.train_program import environment
 
@@ -61,7 +61,7 @@ def test_where_it_is_ignored_it_stays_ignored(tmp_path: Path) -> None:
 
 _WORKING = """
 import os, signal
-from megatron_fsdp.interruption import end_quietly, raising
+from megatron_fsdp.config.command_parser import end_quietly, raising
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 end_quietly()
