@@ -170,7 +170,7 @@ RULES = [
         "not set: give it where the checkpoint has no optimizer; flags about steps are notices",
     ),
     ("`--async-save` without a persistent worker", "sets it off", "works: a thread writes"),
-    ("`--delay-wgrad-compute`", "needs Transformer Engine", "refused"),
+    ("`--delay-wgrad-compute`", "needs Transformer Engine", "works with buckets; error with `--use-megatron-fsdp`"),
     ("`--ddp-average-in-collective` and `--calculate-per-token-loss`", "error", "error"),
     ("`--ddp-num-buckets` and `--ddp-bucket-size`", "error; above 0", "error; above 0"),
     ("patterns of float32 accumulation and `--accumulate-allreduce-grads-in-fp32`", "error", "error"),
