@@ -31,6 +31,7 @@ from megatron_fsdp.debug.watch import check_lifetimes, watch
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
@@ -200,8 +201,15 @@ class MegatronFSDP(nn.Module):
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
-        self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
+        delayed = delay_all(module) if options.delays_weight_gradients else None
+        try:
+            self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
+        except BaseException:
+            if delayed is not None:
+                undelay_weight_gradients(module)
+            raise
         self._engine = self._assembly.engine
+        self._engine.delayed = delayed
         watch(self._engine, options.verify_ranks_s)
         self._engine.replaced = replaced
         if config.megatron_fsdp_use_decoupled_grad:
@@ -616,6 +624,19 @@ class MegatronFSDP(nn.Module):
     def post_backward(self, module: nn.Module, *_unused: Any) -> None:
         """Reduce the gradients of a module's units that have arrived, without waiting for the others."""
         self._engine.reduce_units_of(module.parameters())
+
+    def backward_dw(self) -> None:
+        """Compute delayed weight gradients now, in place of at the end of backward.
+
+        Raises:
+            ConfigurationError: `delay_wgrad_compute` is off, so there are none.
+        """
+        if self._engine.delayed is None:
+            raise ConfigurationError(
+                "backward_dw was called with delay_wgrad_compute=False, where no weight gradient is delayed; set it "
+                "in the configuration"
+            )
+        self._engine.delayed.run()
 
     def broadcast_params(self) -> None:
         """Broadcast the weights of the first rank, where ranks hold whole copies of main weights (strategy 0).

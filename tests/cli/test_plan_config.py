@@ -85,6 +85,7 @@ def test_a_config_and_the_same_said_by_flags_have_one_plan(
         ("preset: tiny\n", "--ranks 0", "invalid --ranks 0: give 1 to"),
         ("preset: tiny\nuse_torch_fsdp2: true\n", "", "trains with FSDP2, which cannot be planned"),
         ("preset: tiny\nuse_megatron_fsdp: false\n", "", "trains with buckets, which cannot be planned"),
+        ("preset: tiny\ndelay_wgrad_compute: true\n", "", "--delay-wgrad-compute cannot be planned"),
         ("preset: tiny\nhidden-sze: 3\n", "", "is no option; did you mean hidden_size?"),
         ("preset: tiny\ntokenizer_type: bpe\n", "", "does not say how many tokens there are"),
         (

@@ -48,8 +48,8 @@ def report_and_go_on(factor: float, fields: dict[str, Any]) -> tuple[str, float]
 @pytest.mark.parametrize(("factor", "error"), [(1e4, "LargeGradientError"), (float("nan"), "NonFiniteGradientError")])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"use_distributed_optimizer": True, "overlap_param_gather": True}],
-    ids=["replicated", "distributed optimizer"],
+    [{}, {"use_distributed_optimizer": True, "overlap_param_gather": True}, {"delay_wgrad_compute": True}],
+    ids=["replicated", "distributed optimizer", "delayed"],
 )
 def test_messages_name_bucket_parameter_and_rank(
     run_ranks: RunRanks, factor: float, error: str, fields: dict[str, Any]

@@ -1,16 +1,21 @@
 """Buckets equal one process on the whole batch: losses, every gradient, the first three updates."""
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
 from tests.engine.test_parity import OPTIMIZERS, SCRIPTS
 from tests.support.bucket_models import ATTENTION, ENCODER, READING
 from tests.support.ddp_run import DdpSetting, check_ddp, ddp, run_ddp
+from tests.support.loops import three_microbatches
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Tolerance, assert_parity, reference
-from tests.support.usage_models import Nested, vector_case
+from tests.support.usage_models import Nested, Recomputed, vector_case
 
 RANKS = (1, 2, 3, 4)
 _BF16 = Tolerance(rtol=2**-5, atol=2**-6)
@@ -118,6 +123,58 @@ def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None
         for number, strategy in enumerate(STRATEGIES)
     ]
     check_ddp(run_ranks, num_ranks, jobs, ONE_RANK if num_ranks == 1 else FP32)
+
+
+DELAYED: dict[str, ModelCase] = {
+    "tied": MODEL_CASES["tied"],
+    "nested": vector_case(Nested),
+    "recomputed": vector_case(partial(Recomputed, "units", reentrant=False)),
+    "reentrant": vector_case(partial(Recomputed, "pairs", reentrant=True)),
+}
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_weight_gradients_of_units_equal_one_process(run_ranks: RunRanks, name: str, strategy: str) -> None:
+    setting = ddp(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, delay_wgrad_compute=True)
+    check_ddp(run_ranks, 2, [(Scenario(three_microbatches, DELAYED[name], OPTIMIZERS[1]), setting)])
+
+
+def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, int, list[bool]]:
+    """Reductions and bytes of one backward, the most that buckets took, and whether linears reached theirs early."""
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=strategy,
+        overlap_grad_reduce=True,
+        delay_wgrad_compute=is_delayed,
+    )
+    model = DistributedDataParallel(
+        config, nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), fsdp_unit_modules=[nn.Linear]
+    )
+    early: list[bool] = []
+    inputs = torch.ones(2, 4, requires_grad=True)
+    gradients = [group.gradients for group in model._engine.groups()]
+
+    def look(_grad: torch.Tensor) -> None:
+        early.extend(any(found.filled) for found in gradients if found is not None)
+
+    inputs.register_hook(look)
+    before = model.traffic()
+    model(inputs).sum().backward()
+    sent = model.traffic().since(before)
+    return sent.reductions, sent.reduce_bytes, model._engine.executor._buckets.peak_bytes, early
+
+
+@pytest.mark.full(short=["optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_delayed_units_are_reduced_once_each_out_of_two_buckets(run_ranks: RunRanks, strategy: str) -> None:
+    usual, delayed = (run_ranks(2, reductions_and_buckets, strategy, found)[0] for found in (False, True))
+    assert delayed[0] == usual[0] == 6
+    assert delayed[1] == usual[1]
+    assert delayed[2] == usual[2]
+    assert any(usual[3])
+    assert not any(delayed[3])
 
 
 @pytest.mark.full

@@ -39,6 +39,7 @@ _DDP: dict[str, dict[str, Any]] = {
         "use_distributed_optimizer": True,
     },
     "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
+    "delay_wgrad_compute": {"delay_wgrad_compute": True, "overlap_grad_reduce": True},
     "param_name_patterns_for_fp32_local_accumulation": {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
     "use_megatron_fsdp": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
     "data_parallel_sharding_strategy": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"},

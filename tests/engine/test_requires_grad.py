@@ -172,7 +172,8 @@ SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduc
 BUCKETS: dict[str, dict[str, Any]] = {
     "whole": {"overlap_grad_reduce": True, "bucket_size": 60},
     "shards": {**SHARDS, "overlap_param_gather": True},
-    "units": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+    "delayed": {"delay_wgrad_compute": True},
+    "units": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads", "delay_wgrad_compute": True},
 }
 
 

@@ -150,6 +150,11 @@ def _check(job: Job, path: Path) -> None:
             f"--config {path} trains with {'FSDP2' if job.engine == 'torch_fsdp2' else 'buckets'}, which cannot be "
             "planned: set use_megatron_fsdp in it, or plan by MODEL and flags"
         )
+    if job.ddp.delay_wgrad_compute:
+        raise ConfigurationError(
+            "--delay-wgrad-compute cannot be planned, since it keeps what is planned to be freed: leave it out of the "
+            "configuration"
+        )
     if training.recompute_granularity == "full" and training.recompute_num_layers is not None:
         raise ConfigurationError(
             "--recompute-num-layers cannot be planned, only all blocks or none: leave it out of the configuration"

@@ -24,7 +24,6 @@ NOT_IMPLEMENTED: Mapping[str, str] = {
     "fsdp_manual_registration": "it concerns buffers registered with NCCL (nccl_ub)",
     "cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
     "megatron_fsdp_cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
-    "delay_wgrad_compute": "weight gradients are computed together with those of inputs",
 }
 """Switches of every front end, as arguments or as fields of a configuration, that have to stay off; and why."""
 

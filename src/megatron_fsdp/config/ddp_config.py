@@ -67,7 +67,7 @@ class DistributedDataParallelConfig:
         outer_dp_sharding_strategy: ``"no_shard"`` or ``"optim"``, on the outer axis of hybrid sharding.
         disable_symmetric_registration: Register buffers with NCCL in the conventional way.
         fsdp_manual_registration: Register buffers with NCCL on demand.
-        delay_wgrad_compute: Compute weight gradients later; refused.
+        delay_wgrad_compute: Compute weight gradients later, to overlap more communication.
         megatron_fsdp_main_params_dtype: Dtype of main weights; None: the compute weights are the main weights.
         megatron_fsdp_main_grads_dtype: Dtype of main gradients; None: that of the parameter.
         megatron_fsdp_grad_comm_dtype: Dtype in which gradients travel; None: that of the main gradients.

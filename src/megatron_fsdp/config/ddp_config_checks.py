@@ -62,6 +62,7 @@ EXCLUSIONS = (
     ),
     Exclusion("num_buckets", "bucket_size", "cut gradients into buckets"),
     Exclusion("fp8_param_gather", "fp4_param_gather", "choose the format in which parameters are kept and travel"),
+    Exclusion("delay_wgrad_compute", "gradient_accumulation_fusion", "choose when linears compute weight gradients"),
 )
 
 NEEDS = (

@@ -119,6 +119,7 @@ class EngineOptions:
         check_large: Check every gradient for unexpectedly large values.
         own_groups: Communicate over process groups that the model's own collectives do not use.
         fuses_weight_gradients: Let linears write weight gradients straight into buckets.
+        delays_weight_gradients: Compute weight gradients of linears at the end of backward, and then reduce all units.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
@@ -140,6 +141,7 @@ class EngineOptions:
     check_large: bool = False
     own_groups: bool = False
     fuses_weight_gradients: bool = False
+    delays_weight_gradients: bool = False
 
 
 def resolve_engine_options(
@@ -173,6 +175,7 @@ def resolve_engine_options(
         find_unused_parameters=given["find_unused_parameters"],
         check_large=config.check_for_large_grads,
         fuses_weight_gradients=config.gradient_accumulation_fusion,
+        delays_weight_gradients=config.delay_wgrad_compute,
     )
 
 

@@ -243,6 +243,7 @@ def _engine_options(resolved: ResolvedDDP, verify_ranks_s: float) -> EngineOptio
         numel_multiple=resolved.numel_multiple,
         fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
         fuses_weight_gradients=config.gradient_accumulation_fusion,
+        delays_weight_gradients=config.delay_wgrad_compute,
         # Where nothing overlaps, buckets travel at points that all ranks share.
         own_groups=config.overlap_grad_reduce or config.overlap_param_gather,
     )

@@ -127,6 +127,9 @@ class BucketEngine(Engine):
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
         """Take a gradient as `Engine` does; then reduce the buckets that are complete."""
+        if self.delayed is not None:
+            super().take_gradient(index, position, parameter, param)
+            return
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
         came = param.grad is not None or parameter in gradients.written

@@ -292,6 +292,7 @@ _TOLD = {
     "verify_ranks_s": "verify_ranks",
     "find_unused_parameters": "find_unused_parameters",
     "fuses_weight_gradients": "gradient_accumulation_fusion",
+    "delays_weight_gradients": "delay_wgrad_compute",
 }
 """Field of `EngineOptions` -> the argument that sets it, where nothing else in a description shows it."""
 

@@ -33,6 +33,7 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.memory_plan import prefetch_depth
 from megatron_fsdp.sharding.placement import Placement, placements_for
@@ -94,7 +95,12 @@ def _take_gradient(
 
 
 class Engine:
-    """Runs forward, backward and gradient sync of one sharded model."""
+    """Runs forward, backward and gradient sync of one sharded model.
+
+    Attributes:
+        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
+            stay where autograd puts them until then: units are filled and reduced there, one after another.
+    """
 
     takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
@@ -110,6 +116,7 @@ class Engine:
         self.finite_check: FiniteCheck | None = None
         self.large_check: LargeGradientCheck | None = None
         self.structure: StructureCheck | None = None
+        self.delayed: WeightGradientQueue | None = None
         self._sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(
@@ -137,7 +144,7 @@ class Engine:
         self._backward_id = 0
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
-        self._ending = False  # inside `_post_backward`, which concludes the checks itself
+        self._ending = False  # inside `_post_backward`, whose checks conclude later
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -335,7 +342,10 @@ class Engine:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
-        """Copy a full gradient from autograd into its bucket."""
+        """Copy a full gradient from autograd into its bucket, or leave it there until the end of a delayed backward."""
+        if self.delayed is not None and not self._ending:
+            self._note_first_gradient(index)
+            return
         grad, param.grad = param.grad, None  # else each full gradient would live until backward ends
         if grad is None:
             return  # a fused linear wrote it into the bucket
@@ -432,15 +442,33 @@ class Engine:
         for index in self._unsharded_for_backward:
             self.units[index].show_sharded()
         self._unsharded_for_backward.clear()
+        late = self.delayed.params if self.delayed is not None else set()
+        for unit in self.units if late else ():
+            if not late.isdisjoint(id(param) for group in unit.groups for param in group.full):
+                self._note_first_gradient(unit.index)
         self._callback_queued = False
         self._ending = True
         try:
-            self._run_backward(self.scheduler.backward_ends())
+            for operation in self.scheduler.backward_ends():
+                if self.delayed is not None and operation.action is Action.REDUCE:
+                    self._fill_late(operation.unit, self.delayed)
+                self._run_backward((operation,))
         finally:
             self._ending = False
         for check in self._checks:
             with self.observers.during(Phase.AGREE, ROOT):
                 check.conclude()
+
+    def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
+        """Copy all gradients that a backward left for a unit into its buckets, delayed weight gradients last."""
+        for position, group in enumerate(self.units[index].groups):
+            if group.gradients is None:
+                continue
+            if not group.gradients.is_filling:
+                self._begin_filling(index, position)
+            for parameter, param in enumerate(group.full):
+                self.take_gradient(index, position, parameter, param)
+            delayed.run(group.full)
 
     @property
     def _checks(self) -> list[FiniteCheck | LargeGradientCheck]:
@@ -548,6 +576,8 @@ class Engine:
         sums, stay there with those of earlier backwards, as on one process; clear gradients to drop them.
         """
         self._callback_queued = False
+        if self.delayed is not None:
+            self.delayed.clear()
         self._unsharded_for_backward.clear()
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())

@@ -162,6 +162,7 @@ def assemble(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
         )
     reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
+    reduces_early = reduces_early and not options.delays_weight_gradients
     memory = plan_memory(options.memory, reduces_early, [unit.group_plans for unit in units])
     engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, backward_finished))
     engine.own_groups = own_groups

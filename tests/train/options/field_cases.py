@@ -120,7 +120,9 @@ FIELD_CASES: Mapping[str, Case] = {
         (_NCCL, f"--fsdp-manual-registration has no effect: {_UNREGISTERED}"),
         f"{UNITS} --use-nccl-ub",
     ),
-    "delay_wgrad_compute": Case("--delay-wgrad-compute", notices, "--delay-wgrad-compute is not supported yet"),
+    "delay_wgrad_compute": Case(
+        "--delay-wgrad-compute", lambda job: resolved(job).config.delay_wgrad_compute, True, BUCKETS
+    ),
     "gradient_accumulation_fusion": Case(
         "--gradient-accumulation-fusion", lambda job: resolved(job).engine_config.gradient_accumulation_fusion, True
     ),
