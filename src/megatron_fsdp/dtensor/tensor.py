@@ -278,9 +278,7 @@ class _Probe(DTensor):
     """A DTensor that tells whether torch asks it about an operation."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, _func: Any, _types: Any, _args: Any = (), _kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, _func: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> Any:
         return torch.zeros(())
 
 
