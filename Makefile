@@ -3,12 +3,14 @@
 #   make run ARGS="--preset tiny"         train a small model (--help lists the options)
 #   make test ARGS="-k layout"            run the short suite; two files at a time (ARGS="-n 0": one after another)
 #   make test-full                        run everything
+#   make test-torch TORCH=2.11.0          run the short suite with another torch, in an environment of its own
 #   make PYTHON=/usr/bin/python3.12 venv  choose the interpreter of the environment
 #   make test NO_VENV=1 PYTHON=python3    use an interpreter that already has torch and pytest; installs nothing
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 ifneq ($(strip $(NO_VENV)),)
   VENV :=
@@ -26,10 +28,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-full mutants fuzz soak lint fmt docs pages bench bench-compare bench-checkpoints gpu-check clean check-python
+.PHONY: help venv run test test-full test-torch mutants fuzz soak lint fmt docs pages bench bench-compare bench-checkpoints gpu-check clean check-python
 
 help:
-	@echo "Targets: run test test-full mutants fuzz soak lint fmt docs pages bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
+	@echo "Targets: run test test-full test-torch mutants fuzz soak lint fmt docs pages bench bench-compare bench-checkpoints gpu-check venv clean. Options go into ARGS; the head of the Makefile has examples."
 
 venv: $(READY)
 
@@ -40,9 +42,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' || \
 	  { echo "error: $(PYTHON) cannot make environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@# torch by its exact pin first: pip then takes the build that fits the machine, and the next line keeps it.
-	$(BIN)pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@# torch by its exact pin first: pip then takes the build that fits the machine, and the next lines keep it.
+	$(BIN)pip install --quiet "torch==$(TORCH)"
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@touch $@
 
 check-python:
@@ -61,6 +64,10 @@ test: $(READY)
 
 test-full: $(READY)
 	$(PY) -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+# The oldest torch that is supported: TORCH=2.11.0.
+test-torch:
+	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH)
 
 # Faults planted one at a time: which test finds each (CONTRIBUTING.md); ARGS="--only norm", ARGS="--list".
 mutants: $(READY)
@@ -111,5 +118,5 @@ gpu-check: $(READY)
 	else echo "gpu-check: no CUDA device here, nothing checked"; fi
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch-* build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -4,14 +4,17 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
+from megatron_fsdp.dtensor import tensor as tensor_module
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
 from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.uneven import CASES, UnevenCase, make_mesh
@@ -252,3 +255,13 @@ def replicated_operations() -> Failures:
 
 def test_a_tensor_that_every_rank_has_whole_takes_any_operation(run_ranks: RunRanks) -> None:
     assert run_ranks(2, replicated_operations) == [[], []]
+
+
+def test_a_torch_that_passes_subclasses_over_gets_a_rule_for_every_operation() -> None:
+    """What torch 2.11 needs, here on any torch; `_RULES` holds what the import of the module has registered."""
+    libraries = tensor_module._RULES or tensor_module._register_rules()
+    rule = UnevenDTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+    for name in ("add.Tensor", "detach", "_foreach_norm.Scalar", "_fused_adamw_", "random_.from"):
+        assert find_torch_dispatch_rule(SimpleNamespace(__qualname__=f"aten::{name}"), UnevenDTensor) is rule, name
+    assert {"aten", "prims", "_c10d_functional"} <= set(libraries)
+    assert find_torch_dispatch_rule(torch.ops.aten.detach.default, DTensor) is None

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.engine import engine
@@ -296,7 +297,7 @@ def large_allocations() -> dict[bool, int]:
         )
         for _ in range(2):
             loss = sharded(torch.ones(2, 512)).sum()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
                 loss.backward()
         assert prof.profiler is not None
         events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]

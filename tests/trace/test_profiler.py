@@ -14,6 +14,8 @@ from tests.support.tower import FLOORS
 from tests.trace import training
 from tests.trace.training import data, sharded_tower
 
+CPU = (ProfilerActivity.CPU,)
+
 
 def _profiled(is_profiled: bool) -> dict[str, Any]:
     """Three steps with a recording; a profiler, if any, sees the second one."""
@@ -23,7 +25,7 @@ def _profiled(is_profiled: bool) -> dict[str, Any]:
     phases: Counter[str] = Counter()
     with trace(model) as recording:
         for step in range(3):
-            profiler = profile(activities=[ProfilerActivity.CPU]) if is_profiled and step == 1 else None
+            profiler = profile(activities=CPU, acc_events=True) if is_profiled and step == 1 else None
             if profiler is not None:
                 profiler.start()
             losses += training.plain(model, data(step))
@@ -53,7 +55,7 @@ def test_a_profiler_sees_the_phases_of_its_steps_and_changes_nothing(run_ranks: 
 def test_ranges_that_an_exception_left_open_are_closed_with_what_is_around_them() -> None:
     ranges = ProfilerRanges(["(root)", "a", "b"])
     assert not ranges.is_open
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=CPU, acc_events=True) as profiler:
         ranges.begins(Phase.FORWARD, 0)
         ranges.begins(Phase.FORWARD, 1)
         ranges.begins(Phase.WAIT, 1)  # raises

@@ -274,6 +274,46 @@ class _FullTensor(torch.autograd.Function):
         return UnevenDTensor.wrap(ctx.frame.take(united).contiguous(), ctx.frame)
 
 
+class _Probe(DTensor):
+    """A DTensor that tells whether torch asks it about an operation."""
+
+    @classmethod
+    def __torch_dispatch__(cls, _func: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> Any:
+        return torch.zeros(())
+
+
+def _subclasses_are_asked() -> bool:
+    probe = torch.Tensor._make_wrapper_subclass(_Probe, ())
+    try:
+        torch.ops.aten.detach.default(probe)
+    except AttributeError:  # taken for a stock DTensor, whose placements it lacks
+        return False
+    return True
+
+
+def _register_rules() -> dict[str, torch.library.Library]:
+    """Register `UnevenDTensor.__torch_dispatch__` operation by operation.
+
+    torch 2.11 computes subclasses of DTensor as if they were stock DTensors and never calls their `__torch_dispatch__`,
+    but it asks for rules of the exact class before that. Operations of libraries that are loaded later have none; torch
+    refuses those of which it does not know how they shard.
+
+    Returns:
+        Libraries by namespace; the rules live as long as they do.
+    """
+    rule = UnevenDTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+    libraries: dict[str, torch.library.Library] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace = name.partition("::")[0]
+        if namespace not in libraries:
+            libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        torch.library.register_torch_dispatch(name, UnevenDTensor, rule, lib=libraries[namespace])
+    return libraries
+
+
+_RULES = {} if _subclasses_are_asked() else _register_rules()
+
+
 @functools.cache
 def register_with_torch() -> None:
     """Register these tensors for torch's list kernels and for loading with `weights_only`, as DTensors are.

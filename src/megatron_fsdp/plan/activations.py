@@ -338,11 +338,11 @@ def _size(tensor: Tensor) -> int:
     return math.prod(lengths) * tensor.element_size()
 
 
-def _cpu_attention(args: Sequence[Any]) -> int:
+def _attention(args: Sequence[Any]) -> int:
     return int(sdpa_flop_count(*_per_head(args[:3])))
 
 
-def _cpu_attention_backward(args: Sequence[Any]) -> int:
+def _attention_backward(args: Sequence[Any]) -> int:
     return int(sdpa_backward_flop_count(args[0].shape, *_per_head(args[1:4])))
 
 
@@ -361,8 +361,10 @@ def _grouped_flops(args: Sequence[Any]) -> int:
 
 
 _OWN: dict[Any, Callable[[Sequence[Any]], int]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    _ATEN._scaled_dot_product_flash_attention: _attention,  # torch 2.11 counts no shared key heads
+    _ATEN._scaled_dot_product_flash_attention_backward: _attention_backward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _ATEN._grouped_mm: _grouped_flops,
 }
 

@@ -334,6 +334,8 @@ class DecoderStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the part; the hidden states that it gives get the dtype that the next stage waits for."""
+        if self.has_backward and not self.is_first:
+            args[0].requires_grad_()  # torch 2.11 asks for no gradient where an evaluation came before the first step
         output: Any = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.is_last:
             return output

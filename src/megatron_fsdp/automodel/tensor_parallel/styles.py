@@ -186,7 +186,19 @@ class PartialGradientColwise(ColwiseParallel):
         input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
     ) -> Any:
         del input_layouts, desired_input_layouts, mod
-        return DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
+        return _WithPartialGradient.apply(inputs[0], device_mesh)  # type: ignore[no-untyped-call]
+
+
+class _WithPartialGradient(torch.autograd.Function):
+    """A tensor that is equal on all ranks as a DTensor; torch 2.11's `from_local` takes no `grad_placements`."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(tensor.view_as(tensor), mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return gradients[0].redistribute(placements=[Partial()]).to_local(), None
 
 
 class PackedColwise(ParallelStyle):
