@@ -19,11 +19,10 @@ def train_on_worker(config: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_fsdp.train.launch.launcher import find_device_type
-    from megatron_fsdp.train.launch.ranks import Rank
     from megatron_fsdp.train.options.command_line import parse_options
     from megatron_fsdp.train.options.resolve import resolve
-    from megatron_fsdp.train.program import world_of
+    from megatron_fsdp.train.program import find_device_type, world_of
+    from megatron_fsdp.train.ranks import Rank
     from megatron_fsdp.train.run_job import run_job
 
     options = parse_options(config["options"])

@@ -11,35 +11,29 @@ import torch
 from rich.console import Console
 
 from megatron_fsdp.comm.agreement import decided_by_first
-from megatron_fsdp.train.checkpoints import RunCheckpoints
+from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, find_origin, with_saved_batch
+from megatron_fsdp.train.console import ConsoleWatcher, library_messages, make_console, show_header
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.sharded import build
-from megatron_fsdp.train.launch.ranks import Rank, goes_on_without_others
+from megatron_fsdp.train.faults import HangWatch, Pulse, telling_of_memory
 from megatron_fsdp.train.loop import Run, train
+from megatron_fsdp.train.measure import Evaluation, Speed, peak_tflops
 from megatron_fsdp.train.models.build import model_flops
+from megatron_fsdp.train.options.checks import require_packages
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import flag_for
-from megatron_fsdp.train.recovery.faults import telling_of_memory
-from megatron_fsdp.train.recovery.hangs import HangWatch, Pulse
-from megatron_fsdp.train.recovery.resuming import Origin, find_origin, with_saved_batch
-from megatron_fsdp.train.reporting.console import (
-    ConsoleWatcher,
-    library_messages,
-    make_console,
-    show_header,
-)
-from megatron_fsdp.train.reporting.measure import find_peak
-from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, to_json
-from megatron_fsdp.train.reporting.recorder import (
+from megatron_fsdp.train.ranks import Rank, goes_on_without_others
+from megatron_fsdp.train.recorder import (
     APPLIED_FILE,
     Recorder,
     applied,
     applied_rows,
+    build_writers,
     preset_rows,
+    to_json,
     tracker_config,
 )
-from megatron_fsdp.train.reporting.writers import build_writers, require_writers
 from megatron_fsdp.train.results import (
     attempt,
     conclude,
@@ -57,18 +51,10 @@ from megatron_fsdp.train.results import (
 def run_job(job: Job, rank: Rank) -> bool:
     """Prepare, train, and show the results; a run that was interrupted saves and shows none.
 
-    Returns:
-        Whether this rank should be started again, since it ended only because another machine leaves.
-
-    Raises:
-        CheckpointError: On every rank, for a checkpoint that cannot be loaded or saved.
-        ConfigurationError: On every rank, for what is wrong with the data or the folder.
-        NonFiniteStepError: On every rank, where too many steps in a row were not finite.
-        NotSavedError: On every rank, where too many saves failed, or the last.
-        OutOfMemoryError: On the rank that had no memory left.
+    Returns whether this rank should be started again, since it ended only because another machine leaves.
     """
     console = make_console(is_first=rank.is_first)
-    require_writers(job.options.reporting)
+    require_packages(job.options)
     seed_generators(job.options.training.seed)
     with telling_of_memory(job, rank, Pulse()), saving_alone(job):
         origin = find_origin(job, teller(console))
@@ -85,23 +71,23 @@ def run_job(job: Job, rank: Rank) -> bool:
 def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> bool:
     """Train and show the results (see `run_job`), in a folder that is this run's alone."""
     say = teller(console)
-    peak, pulse = find_peak(job, rank), Pulse()
+    pulse = Pulse()
     flops = model_flops(job, data.vocabulary.vocab_size) * job.batch.total
-    speed = Speed(job.tokens_per_step, flops, rank.count, peak.tflops)
+    speed = Speed(job.tokens_per_step, flops, rank.count, peak_tflops(job, rank.device))
     limit = job.options.training.exit_duration_in_mins
     limit_s = math.inf if limit is None else 60.0 * limit
     watch = HangWatch(folder, job, rank, pulse)
-    show_header(console, applied_rows(job, rank, data, folder, speed, peak), preset_rows(job.options))
+    show_header(console, applied_rows(job, rank, data, folder, speed), preset_rows(job.options))
     with library_messages(console, job.options.reporting.logging_level), telling_of_memory(job, rank, pulse), watch:
         trained = build(job, data.vocabulary.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
-        watch.keep_log(trained)
+        watch.keep_log(trained.inside)
         run = Run(job, trained, data, feed, rank, speed, pulse)
         display = ConsoleWatcher(console, job.train_iters, limit_s)
-        with display, RunCheckpoints(run, origin, display.say) as keeper:
+        with display, RunCheckpoints(job, trained, data, origin, display.say) as keeper:
             recorder = make_recorder(run, display, folder)
             try:
-                outcome = train(run, recorder, keeper, recorder.lacks_evaluation)
+                outcome = train(run, recorder, keeper)
             finally:
                 recorder.close()
         feed.close()

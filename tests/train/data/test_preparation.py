@@ -35,10 +35,10 @@ from megatron_fsdp.train.data.preparation import (
 from megatron_fsdp.train.data.sources import Document, find_source
 from megatron_fsdp.train.data.token_file import IndexedWriter, TokenFile
 from megatron_fsdp.train.data.tokenizer import ByteVocabulary, train_bpe
-from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, Split, World, parse_split
 from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.ranks import Rank
 from tests.conftest import RunRanks
 
 TEXTS = [f"text number {i} of many\n" for i in range(200)]
@@ -318,7 +318,7 @@ def test_files_left_out_and_a_cut_are_told(tmp_path: Path) -> None:
 def test_folders_of_earlier_runs_are_counted_and_change_no_tokens(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder)
     before = prepare(job, tmp_path / "out")
-    for name in ("applied.json", "metrics.jsonl", "train.log"):
+    for name in ("applied.json", "metrics.jsonl", "sample.txt"):
         (folder / "runs").mkdir(exist_ok=True)
         (folder / "runs" / name).write_text("{}")
     found = read_data(job, tmp_path / "out")  # the same folder of tokens: nothing has to be made anew

@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.train.engines.fsdp2 import policy_of
-from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.layers import Layer, assemble
-from megatron_fsdp.train.options.presets import find_preset
-from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.engines.automodel import policy_of
+from megatron_fsdp.train.options.job import Job
 from tests.conftest import RunRanks
 from tests.train.engines.runs import DECODER, LLAMA, job_of, prepare
 
@@ -25,12 +22,6 @@ def test_gradients_travel_in_float32_unless_told() -> None:
     assert dtypes(job_of({**DECODER, **FSDP2, "bf16": True}, 2)) == (torch.bfloat16, torch.float32)
     told = job_of({**DECODER, **FSDP2, "bf16": True, "grad_reduce_in_bf16": True}, 2)
     assert dtypes(told) == (torch.bfloat16, torch.bfloat16)
-
-
-def test_a_preset_sends_bfloat16_only_where_the_hardware_multiplies_it() -> None:
-    options = assemble((Layer("preset tiny", find_preset("tiny"), gives_way=True), Layer("command line", FSDP2)))
-    assert dtypes(resolve(options, World(2, "cpu", multiplies_bf16=False))) == (torch.float32, torch.float32)
-    assert dtypes(resolve(options, World(2, "cpu", multiplies_bf16=True))) == (torch.bfloat16, torch.bfloat16)
 
 
 def kept_gathered(values: dict[str, Any]) -> bool:

@@ -78,7 +78,7 @@ pytest.importorskip("transformers")
 
 def kept_and_gradients(options: TrainingOptions) -> tuple[int, list[Tensor]]:
     """Elements that autograd keeps, and all gradients."""
-    from megatron_fsdp.train.engines.transformers_sharded import recompute_layers
+    from megatron_fsdp.train.engines.automodel import recompute_layers
 
     model = plain_model(job_of({**LLAMA, "num_layers": 3}, 1)).train()
     recompute_layers(model, options)

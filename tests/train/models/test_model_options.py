@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options.command_line import Layer, assemble, find_preset
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.layers import Layer, assemble
-from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, job_of
 

@@ -41,10 +41,10 @@ from megatron_fsdp.train.data.tokenizer import (
     tokenizer_files,
     train_bpe,
 )
-from megatron_fsdp.train.launch.ranks import Rank, require_same, work_on_machines
+from megatron_fsdp.train.faults import telling_of_memory_for_data
 from megatron_fsdp.train.options.job import Job, Split, parse_split
 from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.recovery.faults import telling_of_memory_for_data
+from megatron_fsdp.train.ranks import Rank, require_same, work_on_machines
 
 VERSION = 3  # of the folder of tokens; raise it when the same text gives other tokens
 SIDE_FILE = "data.json"
@@ -82,19 +82,10 @@ class TokenData:
 
 
 def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
-    """Make the tokens, or find those of an earlier run; collective.
+    """Make the tokens, or find those of an earlier run in the folder of results or `--data-cache-path`; collective.
 
     The first rank of each machine makes them, and all ranks compare what they found, so machines need not share a
     folder.
-
-    Args:
-        job: Where text comes from.
-        folder: Of results; tokens go into a folder in it where `--data-cache-path` names no other.
-        rank: This process.
-
-    Raises:
-        ConfigurationError: On every rank, for what is wrong with the data.
-        OutOfMemoryError: On every rank, where one had too little memory to make the tokens.
     """
 
     def write() -> None:
@@ -118,11 +109,7 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
 
 
 def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
-    """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from.
-
-    Raises:
-        ConfigurationError: There is nothing to make them from.
-    """
+    """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from."""
     checkpoint, events = options.checkpoint, options.reporting.tensorboard_dir
     maps = checkpoint.dump_param_to_param_group_map
     written = (folder, options.data.data_cache_path, checkpoint.save, events, maps)
@@ -142,16 +129,7 @@ def folder_name(options: Options, source: Source) -> str:
 
 
 def write_data(options: Options, folder: Path) -> None:
-    """Write the tokens of a text atomically; where they exist, verify their checksum instead.
-
-    Args:
-        options: Of the run.
-        folder: Of results.
-
-    Raises:
-        ConfigurationError: There is no text, it cannot be tokenized so, the folder cannot be written, or tokens that
-            are there were damaged.
-    """
+    """Write the tokens of a text atomically; where they exist, verify their checksum instead."""
     made, source = tokens_folder(options, folder)
     place, mine = made.parent, f".{made.name}.{platform.node()}."
     with ExitStack() as held:
@@ -189,15 +167,7 @@ def _is_alive(process: int) -> bool:
 
 
 def read_data(job: Job, folder: Path) -> TokenData:
-    """Open what `write_data` wrote; ranks of a machine share the memory.
-
-    Args:
-        job: The run.
-        folder: Of results.
-
-    Raises:
-        ConfigurationError: It is damaged, or too little for one sample.
-    """
+    """Open what `write_data` wrote; ranks of a machine share the memory."""
     made, source = tokens_folder(job.options, folder)
     found = _load(made, job.options)
     for name, file in (("training", found.training), ("held-out", found.held_out)):
@@ -379,14 +349,10 @@ def sample_texts(documents: Iterable[Document], split: Split, size: int, limit: 
 
 
 def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, split: Split, folder: Path) -> TokenData:
-    """Write all documents as tokens, each followed by the end-of-text token.
+    """Write all documents as tokens into an empty folder, each followed by the end-of-text token.
 
-    Args:
-        documents: Gone through once.
-        vocabulary: Has an end of a text.
-        split: Which share goes where, by documents; where that misses the shares by far (few documents, or very
-            unequal ones), the end of the whole is held out instead, and a note says so.
-        folder: Empty.
+    Documents are split; where that misses the shares by far (few documents, or very unequal ones), the end of the whole
+    is held out instead, and a note says so.
     """
     dtype, held_out_bytes = dtype_for(vocabulary.vocab_size), 0
     end = np.array([vocabulary.end_id], dtype)

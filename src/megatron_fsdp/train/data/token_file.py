@@ -35,14 +35,7 @@ _BLOCK = 4 * 1024**2  # tokens, or sequences, looked at in one go
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A range of token ids in a file.
-
-    Attributes:
-        path: The file.
-        dtype: Of an id, as numpy writes it, such as `<u2`.
-        offset: Byte at which the stretch begins.
-        count: Tokens in it.
-    """
+    """A range of `count` token ids in a file, from the byte `offset` on; `dtype` is numpy's, such as `<u2`."""
 
     path: Path
     dtype: str
@@ -55,11 +48,7 @@ class TokenFile:
         return np.dtype(self.dtype).itemsize
 
     def open(self) -> TokenArray:
-        """Map the ids into memory, read-only.
-
-        Raises:
-            ConfigurationError: The file is gone, or shorter than it was.
-        """
+        """Map the ids into memory, read-only."""
         needed = self.offset + self.count * self.itemsize
         try:
             size = self.path.stat().st_size
@@ -80,11 +69,7 @@ class TokenFile:
 
 
 def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
-    """Return the smallest dtype of Megatron's files for ids below `vocab_size`: uint8, uint16 or int32.
-
-    Raises:
-        ConfigurationError: There are more ids than int32 holds.
-    """
+    """Return the smallest dtype of Megatron's files for ids below `vocab_size`: uint8, uint16 or int32."""
     for limit, name in ((2**8, "|u1"), (2**16, "<u2"), (2**31, "<i4")):
         if vocab_size <= limit:
             return np.dtype(name)
@@ -92,15 +77,7 @@ def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
 
 
 def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
-    """Check all ids, and return a checksum of them in hex, which does not depend on their dtype.
-
-    Args:
-        files: Read once, block by block.
-        vocab_size: Ids have to be below it.
-
-    Raises:
-        ConfigurationError: An id is not; names the place.
-    """
+    """Check that all ids are below `vocab_size`; return a checksum in hex, which does not depend on their dtype."""
     found = hashlib.blake2b(digest_size=16)
     for file in files:
         found.update(f"{file.count}:".encode())
@@ -118,11 +95,7 @@ def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
 
 
 def npy_tokens(path: Path) -> TokenFile:
-    """Find the token ids in an `.npy` file; only its header is read.
-
-    Raises:
-        ConfigurationError: It is no array of one dimension that holds whole numbers.
-    """
+    """Find the token ids in an `.npy` file; only its header is read."""
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -173,11 +146,7 @@ class Indexed:
 
 
 def open_indexed(prefix: Path) -> Indexed:
-    """Map a pair of files into memory; neither is read whole.
-
-    Raises:
-        ConfigurationError: A file is missing, is of another kind, or does not fit to the other.
-    """
+    """Map a pair of files into memory; neither is read whole."""
     index, ids = idx_of(prefix), bin_of(prefix)
     for path in (index, ids):
         if not path.is_file():
