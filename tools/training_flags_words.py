@@ -19,7 +19,7 @@ once. A flag that would do nothing beside the others is an error that says what 
 things, and where something was adjusted, a notice stands in the header.
 
     $ mfsdp train --preset tiny --fsdp-doubel-buffer --mtp-num-layers 1
-    error: --mtp-num-layers is not supported: the layer that predicts a second token is not trained; leave it out
+    error: --mtp-num-layers is not supported: it is not offered here; leave it out
     error: there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?
     $ mfsdp train --preset tiny --save-interval 10
     error: --save-interval does nothing without --save: give both, or leave it out

@@ -15,7 +15,6 @@ from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import (
-    Careful,
     JsonLines,
     Recorder,
     applied,
@@ -130,7 +129,7 @@ def test_engines_and_sizes_in_words() -> None:
 
 
 def test_the_file_has_every_option_with_its_value_and_origin() -> None:
-    job = job_of("--train-iters", "20", "--bf16", "--ddp-bucket-size", "1000")
+    job = job_of("--train-iters", "20", "--bf16", "--grad-reduce-in-bf16", "--ddp-bucket-size", "1000")
     found = json.loads(to_json(applied(job)), parse_constant=pytest.fail)
     assert found["options"]["train_iters"] == 20
     assert found["options"]["ddp_bucket_size"] == 1000
@@ -214,9 +213,7 @@ class Display:
 
 def started(folder: Path, steps: int) -> tuple[Recorder, Display]:
     display = Display()
-    recorder = Recorder(
-        display, folder, [Careful(lambda progress: JsonLines(folder, progress), "metrics.jsonl", display.say)]
-    )
+    recorder = Recorder(display, folder, {"metrics.jsonl": lambda progress: JsonLines(folder, progress)})
     recorder.start(Progress(steps=steps))
     return recorder, display
 
@@ -255,7 +252,7 @@ def test_a_run_from_the_start_begins_anew(tmp_path: Path) -> None:
 def test_other_ranks_keep_and_write_nothing(tmp_path: Path) -> None:
     first, _ = started(tmp_path, 0)
     first.on_steps([record(1)])
-    other = Recorder(Display(), None)
+    other = Recorder(Display())
     other.start(Progress(steps=1))
     other.on_steps([record(2)])
     other.close()
@@ -285,7 +282,7 @@ def test_a_writer_that_cannot_even_begin_is_left_out() -> None:
     def fail(_: Progress) -> JsonLines:
         raise RuntimeError("no connection")
 
-    recorder = Recorder(display, None, [Careful(fail, "W&B", display.say)])
+    recorder = Recorder(display, makers={"W&B": fail})
     recorder.start(Progress())
     recorder.on_steps([record(1)])
     recorder.on_evaluation(Evaluation(1, 1.0))
@@ -298,9 +295,10 @@ def test_a_writer_that_cannot_even_begin_is_left_out() -> None:
     ]
 
 
-def test_passwords_in_what_a_tracker_says_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_passwords_in_what_a_tracker_says_are_not_shown() -> None:
     def fail(_: Progress) -> JsonLines:
         raise ConnectionError("no answer from 'https://me:zq7@secret@host:5000/api', nor from http://host/a@b")
 
-    Careful(fail, "MLflow", print).start(Progress())
-    assert "(no answer from 'https://host:5000/api', nor from http://host/a@b)" in capsys.readouterr().out
+    display = Display()
+    Recorder(display, makers={"MLflow": fail}).start(Progress())
+    assert "(no answer from 'https://host:5000/api', nor from http://host/a@b)" in str(display.seen[0])

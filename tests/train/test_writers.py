@@ -19,7 +19,7 @@ from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options, ReportingOptions
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.program import start_ranks
-from megatron_fsdp.train.recorder import Careful, LineFile, applied, build_writers, step_scalars, tracker_config
+from megatron_fsdp.train.recorder import LineFile, Writer, applied, find_writers, step_scalars, tracker_config
 from tests.train.records import record
 
 FULL = Path("/dev/full")
@@ -106,16 +106,14 @@ def job_of(*flags: str) -> Job:
     return resolve(parse_options(["--preset", "tiny", *flags]), World(2, "cpu"))
 
 
-def writers_of(job: Job, folder: Path) -> list[Careful]:
-    return build_writers(job, folder, tracker_config(applied(job)), pytest.fail)
+def writers_of(job: Job, folder: Path, progress: Progress) -> list[Writer]:
+    return [make(progress) for make in find_writers(job, folder, tracker_config(applied(job))).values()]
 
 
 def train_twice(job: Job, folder: Path) -> None:
     """Four steps, and again from the third."""
     for start, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
-        writers = writers_of(job, folder)
-        for writer in writers:
-            writer.start(Progress(steps=start))
+        for writer in writers_of(job, folder, Progress(steps=start)):
             writer.on_steps([record(step, loss=10.0 * start + step) for step in steps])
             writer.on_evaluation(Evaluation(steps[-1], 2.0))
             writer.close()
@@ -164,8 +162,7 @@ def test_tensorboard_holds_every_step_once_where_nothing_was_saved_before_the_re
 
     job = job_of("--tensorboard-dir", str(tmp_path / "events"))
     for steps in ((1, 2, 3), (1, 2)):
-        for writer in writers_of(job, tmp_path):
-            writer.start(Progress())
+        for writer in writers_of(job, tmp_path, Progress()):
             writer.on_steps([record(step) for step in steps])
             writer.close()
     found = EventAccumulator(str(tmp_path / "events"))
@@ -265,17 +262,6 @@ def test_mlflow_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.M
     assert [name for name, _ in calls].count("set_terminated") == 2
     assert all(len(value) <= 500 for name, value in calls if name == "log_param" for value in value[2:])
     assert SECRET not in str(calls)
-
-
-def test_many_values_go_in_parts_that_mlflow_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "mlflow", stand_in_for_mlflow(calls))
-    writer = writers_of(job_of("--mlflow-tracking-uri", "somewhere"), tmp_path)[-1]
-    writer.start(Progress())
-    writer.on_steps([record(step) for step in range(1, 201)])
-    sizes = [len(metrics) for name, (_, metrics) in (call for call in calls if call[0] == "log_batch")]
-    assert sum(sizes) == 200 * len(step_scalars(record(1)))
-    assert max(sizes) <= 1000
 
 
 def test_trackers_that_nobody_asked_for_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

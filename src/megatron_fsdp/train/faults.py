@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -68,7 +68,8 @@ def _says_so(text: str) -> bool:
 
 
 @contextmanager
-def _telling(describe: Callable[[Exception], str]) -> Iterator[None]:
+def telling_of_memory(describe: Callable[[Exception], str]) -> Iterator[None]:
+    """Raise an `OutOfMemoryError` with a description where the block runs out of memory."""
     try:
         yield
     except RunError:
@@ -79,20 +80,13 @@ def _telling(describe: Callable[[Exception], str]) -> Iterator[None]:
         raise OutOfMemoryError(describe(error)) from error
 
 
-def telling_of_memory(job: Job, rank: Rank, pulse: Pulse) -> AbstractContextManager[None]:
-    """Report rank, step, peak and remedies, by an `OutOfMemoryError`, if the block runs out of memory."""
-    return _telling(lambda error: memory_told(error, job, rank, pulse.step))
-
-
-def telling_of_memory_for_data(rank: Rank) -> AbstractContextManager[None]:
-    """Do the same where the block makes tokens, whose memory options of the run do not change."""
-    return _telling(
-        lambda error: (
-            f"out of memory on rank {rank.index} while it made the tokens of --data-path: {_reason(error)}\n"
-            f"  peak so far: {peak_told(torch.device('cpu'))}\n"
-            "  try: text in shorter lines; token files (.bin and .idx, or .npy), which are mapped; or make the "
-            "tokens on a machine with more memory, in a --data-cache-path that this one sees"
-        )
+def memory_told_of_data(error: BaseException, rank: Rank) -> str:
+    """Describe that memory ran out while tokens were made, which options of the run do not change."""
+    return (
+        f"out of memory on rank {rank.index} while it made the tokens of --data-path: {_reason(error)}\n"
+        f"  peak so far: {peak_told(torch.device('cpu'))}\n"
+        "  try: text in shorter lines; token files (.bin and .idx, or .npy), which are mapped; or make the "
+        "tokens on a machine with more memory, in a --data-cache-path that this one sees"
     )
 
 

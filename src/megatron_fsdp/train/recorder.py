@@ -1,7 +1,4 @@
-"""What is kept of a run: what was applied, every step and evaluation, in files and in trackers.
-
-Writers live on the first rank only. They go through `Careful`, so that nothing that they raise ends the run.
-"""
+"""What is kept of a run: what was applied, every step and evaluation, in files and in trackers."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import shlex
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -39,7 +36,6 @@ MLFLOW_ID_FILE = "mlflow_run.txt"
 _PRESET = "preset "
 _MLFLOW_EXPERIMENT = "megatron_fsdp"
 _MLFLOW_VALUE = 500  # characters of a parameter, by MLflow's own limit
-_MLFLOW_BATCH = 900  # of metrics; MLflow takes 1,000 at a time
 _WANDB_STEP = "iteration"
 _WHO = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 
@@ -222,11 +218,7 @@ def _finite(value: Any) -> Any:
 
 
 class Writer(Protocol):
-    """The interface of a writer.
-
-    It is built where a run begins, or resumes after the steps of a `progress`: later steps are removed, since they run
-    again.
-    """
+    """Writes steps and evaluations; made where a run begins or resumes, and later steps are removed then."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Write the steps since the last call."""
@@ -238,62 +230,22 @@ class Writer(Protocol):
         """Write what is left, and close."""
 
 
-def build_writers(job: Job, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> list[Careful]:
-    """Build the writers of a run, for the first rank; trackers get `config`, which holds no secrets."""
+Makers = Mapping[str, Callable[[Progress], Writer]]
+"""What makes each writer, by the name that messages use."""
+
+
+def find_writers(job: Job, folder: Path, config: Mapping[str, Any]) -> Makers:
+    """Return the writers of a run, for the first rank; trackers get `config`, which holds no secrets."""
     asked = job.options.reporting
-    makers: list[tuple[str, Callable[[Progress], Writer]]] = [
-        (METRICS_FILE, lambda progress: JsonLines(folder, progress)),
-    ]
+    makers: dict[str, Callable[[Progress], Writer]] = {METRICS_FILE: lambda progress: JsonLines(folder, progress)}
     events, project, uri = asked.tensorboard_dir, asked.wandb_project, asked.mlflow_tracking_uri
     if events is not None:
-        makers.append(("TensorBoard", lambda progress: _TensorBoard(events, progress)))
+        makers["TensorBoard"] = lambda progress: _TensorBoard(events, progress)
     if project is not None:
-        makers.append(("W&B", lambda _: _Wandb(folder, project, asked.wandb_exp_name, config)))
+        makers["W&B"] = lambda _: _Wandb(folder, project, asked.wandb_exp_name, config)
     if uri is not None:
-        makers.append(("MLflow", lambda _: _Mlflow(folder, uri, config)))
-    return [Careful(make, name, say) for name, make in makers]
-
-
-class Careful:
-    """A writer that never raises: training is worth more than its log."""
-
-    def __init__(self, make: Callable[[Progress], Writer], target: str, say: Callable[[str], None]) -> None:
-        """Pass everything on to the writer that `make` builds at the start; say once if `target` fails."""
-        self._make, self._target, self._say = make, target, say
-        self._writer: Writer | None = None
-        self._has_warned = False
-
-    def start(self, progress: Progress) -> None:
-        """Build the writer."""
-
-        def build() -> None:
-            self._writer = self._make(progress)
-
-        self._try(build)
-
-    def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """Write steps, if the writer works."""
-        if (writer := self._writer) is not None:
-            self._try(lambda: writer.on_steps(records))
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Write a held-out loss, if the writer works."""
-        if (writer := self._writer) is not None:
-            self._try(lambda: writer.on_evaluation(evaluation))
-
-    def close(self) -> None:
-        """Close the writer."""
-        if self._writer is not None:
-            self._try(self._writer.close)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001  # whatever a tracker or a disk raises, training goes on
-            if not self._has_warned:
-                self._has_warned = True
-                told = _WHO.sub("", str(error))  # without the passwords of addresses
-                self._say(f"{self._target} cannot be written ({told}): training goes on, with gaps in it or without it")
+        makers["MLflow"] = lambda _: _Mlflow(folder, uri, config)
+    return makers
 
 
 class LineFile:
@@ -395,15 +347,18 @@ class _Tracker(Writer):
     """A writer of scalars; constructors import packages, so only those that were asked for."""
 
     @abstractmethod
-    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log scalars by name, for some steps."""
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log scalars by name."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        self.log([(record.step, step_scalars(record)) for record in records])
+        for record in records:
+            self.log(record.step, step_scalars(record))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        values = {"lm loss validation": evaluation.loss, "lm loss validation ppl": evaluation.perplexity}
-        self.log([(evaluation.step, values)])
+        self.log(
+            evaluation.step,
+            {"lm loss validation": evaluation.loss, "lm loss validation ppl": evaluation.perplexity},
+        )
 
 
 class _TensorBoard(_Tracker):
@@ -416,10 +371,9 @@ class _TensorBoard(_Tracker):
         # TensorBoard itself hides what an earlier run wrote of later steps.
         self._writer = make(log_dir=str(folder), purge_step=progress.steps + 1)
 
-    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for step, scalars in values:
-            for name, value in scalars.items():
-                self._writer.add_scalar(name, value, step)
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -452,9 +406,8 @@ class _Wandb(_Tracker):
         self._run.define_metric(_WANDB_STEP)
         self._run.define_metric("*", step_metric=_WANDB_STEP)
 
-    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for step, scalars in values:
-            self._run.log({**scalars, _WANDB_STEP: step})
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({**scalars, _WANDB_STEP: step})
 
     def close(self) -> None:
         self._run.finish()
@@ -480,27 +433,25 @@ class _Mlflow(_Tracker):
         for name, value in config.items():
             self._client.log_param(self._run_id, name, str(value)[:_MLFLOW_VALUE])
 
-    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [
-            self._metric(name, value, now_ms, step) for step, scalars in values for name, value in scalars.items()
-        ]
-        for first in range(0, len(metrics), _MLFLOW_BATCH):
-            self._client.log_batch(self._run_id, metrics=metrics[first : first + _MLFLOW_BATCH])
+        metrics = [self._metric(name, value, now_ms, step) for name, value in scalars.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
 
 class Recorder:
-    """Keeps measurements and passes them on: to the display, and on the first rank to writers."""
+    """Keeps what is measured, and passes it on to the display and to writers; what these raise never ends the run."""
 
-    def __init__(self, display: ConsoleWatcher, folder: Path | None, writers: Sequence[Careful] = ()) -> None:
-        """Keep also what an earlier run of this one left in `folder`; other ranks than the first have none."""
+    def __init__(self, display: ConsoleWatcher, folder: Path | None = None, makers: Makers | None = None) -> None:
+        """Keep also what an earlier run of this one left in `folder`; only the first rank has one, and writers."""
         self.records: list[StepRecord] = []
         self.evaluations: list[Evaluation] = []
-        self._display, self._folder, self._writers = display, folder, writers
-        self._everyone: tuple[Careful | ConsoleWatcher, ...] = (*writers, display)
+        self._display, self._folder, self._makers = display, folder, makers or {}
+        self._writers: dict[str, Writer] = {}
+        self._failed: set[str] = set()
 
     def start(self, progress: Progress) -> None:
         """Begin, or resume: records of later steps are dropped, since these steps run again."""
@@ -508,20 +459,26 @@ class Recorder:
             steps = progress.steps
             self.records = [r for r in read_lines(self._folder / METRICS_FILE, StepRecord) if r.step <= steps]
             self.evaluations = [e for e in read_lines(self._folder / EVALUATIONS_FILE, Evaluation) if e.step <= steps]
-        for watcher in self._everyone:
-            watcher.start(progress)
+        for name, make in self._makers.items():
+            with self._forgiving(name):
+                self._writers[name] = make(progress)
+        self._display.start(progress)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Keep, write and show these steps."""
         self.records.extend(records)
-        for watcher in self._everyone:
-            watcher.on_steps(records)
+        for name, writer in self._writers.items():
+            with self._forgiving(name):
+                writer.on_steps(records)
+        self._display.on_steps(records)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Keep, write and show a held-out loss."""
         self.evaluations.append(evaluation)
-        for watcher in self._everyone:
-            watcher.on_evaluation(evaluation)
+        for name, writer in self._writers.items():
+            with self._forgiving(name):
+                writer.on_evaluation(evaluation)
+        self._display.on_evaluation(evaluation)
 
     def conclude(self, evaluation: Evaluation) -> None:
         """Keep the final held-out loss, of more samples, in place of one after the same step."""
@@ -537,5 +494,17 @@ class Recorder:
 
     def close(self) -> None:
         """Close the writers."""
-        for writer in self._writers:
-            writer.close()
+        for name, writer in self._writers.items():
+            with self._forgiving(name):
+                writer.close()
+
+    @contextmanager
+    def _forgiving(self, name: str) -> Iterator[None]:
+        """Say once what a writer raises."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # whatever a tracker or a disk raises, training goes on
+            if name not in self._failed:
+                self._failed.add(name)
+                told = _WHO.sub("", str(error))  # without the passwords of addresses
+                self.say(f"{name} cannot be written ({told}): training goes on, with gaps in it or without it")

@@ -16,7 +16,7 @@ from megatron_fsdp.train.console import ConsoleWatcher, library_messages, make_c
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.sharded import build
-from megatron_fsdp.train.faults import HangWatch, Pulse, telling_of_memory
+from megatron_fsdp.train.faults import HangWatch, Pulse, memory_told, telling_of_memory
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.measure import Evaluation, Speed, peak_tflops
 from megatron_fsdp.train.models.build import model_flops
@@ -29,7 +29,7 @@ from megatron_fsdp.train.recorder import (
     Recorder,
     applied,
     applied_rows,
-    build_writers,
+    find_writers,
     preset_rows,
     to_json,
     tracker_config,
@@ -56,7 +56,7 @@ def run_job(job: Job, rank: Rank) -> bool:
     console = make_console(is_first=rank.is_first)
     require_packages(job.options)
     seed_generators(job.options.training.seed)
-    with telling_of_memory(job, rank, Pulse()), saving_alone(job):
+    with telling_of_memory(lambda error: memory_told(error, job, rank, step=0)), saving_alone(job):
         origin = find_origin(job, teller(console))
         goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
         target = job.options.checkpoint.export_hf
@@ -78,7 +78,11 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
     limit_s = math.inf if limit is None else 60.0 * limit
     watch = HangWatch(folder, job, rank, pulse)
     show_header(console, applied_rows(job, rank, data, folder, speed), preset_rows(job.options))
-    with library_messages(console, job.options.reporting.logging_level), telling_of_memory(job, rank, pulse), watch:
+    with (
+        library_messages(console, job.options.reporting.logging_level),
+        telling_of_memory(lambda error: memory_told(error, job, rank, pulse.step)),
+        watch,
+    ):
         trained = build(job, data.vocabulary.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
         watch.keep_log(trained.inside)
@@ -135,12 +139,12 @@ def early_words(job: Job, steps: int) -> str:
 
 
 def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
-    """Make the watcher of a run; on the first rank it writes, also what was applied."""
+    """Make the recorder of a run; on the first rank it writes, also what was applied."""
     if not run.rank.is_first:
-        return Recorder(display, None)
+        return Recorder(display)
     found = applied(run.job)
     attempt("what was applied", lambda: (folder / APPLIED_FILE).write_text(to_json(found, 2) + "\n"), display.say)
-    return Recorder(display, folder, build_writers(run.job, folder, tracker_config(found), display.say))
+    return Recorder(display, folder, find_writers(run.job, folder, tracker_config(found)))
 
 
 def seed_generators(seed: int) -> None:

@@ -135,7 +135,7 @@ def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
     run, saved = "runs/old/", "saved/iter_0000010/"
     left = [f"{run}applied.json", f"{run}metrics.jsonl", f"{run}sample.txt", f"{run}tokens-1/data.json"]
     left += [f"{saved}.metadata", f"{saved}common.json", "saved/latest_checkpointed_iteration.txt"]
-    left += [f"cache/tokens-2/{name}" for name in ("data.json", "training.bin", "training.idx")]
+    left += [f"cache/tokens-2/{name}" for name in ("data.json", "training.bin")]
     kept = ["a.txt", "other/applied.json", "iter_0000010/b", "saved/note.txt", "tokens-3/data.json"]
     write_files(tmp_path, dict.fromkeys([*left, *kept], b""))
     source = find_source(tmp_path)
@@ -147,7 +147,7 @@ def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
 
 def test_the_marks_of_results_are_what_a_run_writes() -> None:
     assert is_of_a_run("x", [APPLIED_FILE, METRICS_FILE])
-    assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin", "training.idx"])
+    assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin"])
     assert is_of_a_run("x", [APPLIED_FILE, SUMMARY_FILE])  # of a run that took no step
     assert not is_of_a_run("x", [METRICS_FILE])
 

@@ -21,16 +21,7 @@ import numpy as np
 from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.sources import Document, Documents, Source, find_source
-from megatron_fsdp.train.data.token_file import (
-    IndexedWriter,
-    TokenFile,
-    bin_of,
-    digest,
-    dtype_for,
-    idx_of,
-    npy_tokens,
-    open_indexed,
-)
+from megatron_fsdp.train.data.token_file import TokenFile, digest, dtype_for, npy_tokens, open_indexed
 from megatron_fsdp.train.data.tokenizer import (
     BPE_VOCAB_SIZE,
     ByteVocabulary,
@@ -41,12 +32,12 @@ from megatron_fsdp.train.data.tokenizer import (
     tokenizer_files,
     train_bpe,
 )
-from megatron_fsdp.train.faults import telling_of_memory_for_data
+from megatron_fsdp.train.faults import memory_told_of_data, telling_of_memory
 from megatron_fsdp.train.options.job import Job, Split, parse_split
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.ranks import Rank, require_same, work_on_machines
 
-VERSION = 3  # of the folder of tokens; raise it when the same text gives other tokens
+VERSION = 4  # of the folder of tokens; raise it when the same text gives other tokens
 SIDE_FILE = "data.json"
 TOKENIZER_FILE = "tokenizer.json"
 SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
@@ -89,7 +80,7 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
     """
 
     def write() -> None:
-        with telling_of_memory_for_data(rank):
+        with telling_of_memory(lambda error: memory_told_of_data(error, rank)):
             write_data(job.options, folder)
 
     work_on_machines(rank, write)
@@ -355,37 +346,31 @@ def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, spli
     is held out instead, and a note says so.
     """
     dtype, held_out_bytes = dtype_for(vocabulary.vocab_size), 0
-    end = np.array([vocabulary.end_id], dtype)
-    first, second = folder / "training", folder / "held_out"
-    with IndexedWriter(first, dtype) as training:
-        with IndexedWriter(second, dtype) as held_out:
-            for batch in _batches(pieces(documents, split)):
-                encoded = vocabulary.encode([text for text, *_ in batch])
-                for (text, side, is_last), ids in zip(batch, encoded, strict=True):
-                    writer = held_out if side == "held_out" else training
-                    writer.add(ids)
-                    if is_last:
-                        writer.add(end)
-                        writer.end_document()
-                    if writer is held_out:
-                        held_out_bytes += len(text.encode()) + is_last
-        is_cut = not _is_fair(training.tokens, held_out.tokens, split)
+    paths = [folder / "training.bin", folder / "held_out.bin"]
+    counts = [0, 0]
+    with paths[0].open("wb") as training, paths[1].open("wb+") as held_out:
+        for batch in _batches(pieces(documents, split)):
+            encoded = vocabulary.encode([text for text, *_ in batch])
+            for (text, side, is_last), ids in zip(batch, encoded, strict=True):
+                whole = np.append(ids, vocabulary.end_id) if is_last else ids
+                is_held_out = side == "held_out"
+                (held_out if is_held_out else training).write(whole.astype(dtype).tobytes())
+                counts[is_held_out] += len(whole)
+                if is_held_out:
+                    held_out_bytes += len(text.encode()) + is_last
+        is_cut = not _is_fair(*counts, split)
         if is_cut:
-            if held_out.tokens:
-                training.add_all(open_indexed(second))
-            bin_of(second).unlink()
-            idx_of(second).unlink()
-    sides = (
-        TokenFile(bin_of(first), dtype.str, 0, training.tokens),
-        TokenFile(bin_of(second), dtype.str, 0, held_out.tokens),
-    )
+            held_out.seek(0)
+            shutil.copyfileobj(held_out, training)
     notes: tuple[str, ...] = ()
     if is_cut:
-        sides = _cut_end(sides[0], split)
+        paths[1].unlink()
+        sides = _cut_end(TokenFile(paths[0], dtype.str, 0, sum(counts)), split)
         held_out_bytes = _count_bytes(sides[1], vocabulary)
         notes = ("documents are too few or too unequal to split, so the end of the text is held out",)
-    checksum = digest(sides, vocabulary.vocab_size)
-    return TokenData(sides[0], sides[1], held_out_bytes, vocabulary, checksum, notes)
+    else:
+        sides = (TokenFile(paths[0], dtype.str, 0, counts[0]), TokenFile(paths[1], dtype.str, 0, counts[1]))
+    return TokenData(*sides, held_out_bytes, vocabulary, digest(sides, vocabulary.vocab_size), notes)
 
 
 def _is_fair(training: int, held_out: int, split: Split) -> bool:

@@ -1,6 +1,6 @@
 """Token ids on disk, mapped into memory: raw ranges, `.npy` files, and Megatron's pair of files.
 
-The pair is the one format that is written here: PREFIX.bin holds ids, PREFIX.idx says where. The index, little-endian:
+Of the pair PREFIX.bin holds ids, and PREFIX.idx says where. The index, little-endian:
 the magic `MMIDIDX` and two zero bytes, the version (u64), the code of the ids' type (u8), the number of sequences S
 (u64) and of ends of documents D (u64); then S int32 lengths in tokens, S int64 places in bytes, and D int64 numbers of
 sequences at which documents end, the first of them 0. S bytes of modes may follow.
@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +26,6 @@ VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
-_LONGEST = 2**30  # tokens of a sequence, whose length is an int32
 _BLOCK = 4 * 1024**2  # tokens, or sequences, looked at in one go
 
 
@@ -203,62 +199,3 @@ def _check(found: Indexed, index: Path) -> None:
     ends = found.ends
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(found.lengths) or bool(np.any(np.diff(ends) < 0)):
         raise ConfigurationError(f"{index}: ends of documents do not go from 0 to {len(found.lengths)}: make it again")
-
-
-class IndexedWriter:
-    """Writes a pair of files piece by piece; the index is written at the end, so half a pair cannot be opened.
-
-    Only the lengths of sequences are kept in memory, four bytes each.
-    """
-
-    def __init__(self, prefix: Path, dtype: np.dtype[np.integer]) -> None:
-        """Write to PREFIX.bin and PREFIX.idx, where nothing should be yet."""
-        self._prefix, self._dtype = prefix, dtype
-        self._code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
-        self._file: BinaryIO = bin_of(prefix).open("wb")
-        self._lengths, self._ends, self._open = array("i"), array("q", [0]), 0
-        self.tokens = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._file.close()
-        if raised is None:
-            self._write_index()
-
-    def add(self, ids: TokenArray) -> None:
-        """Append ids to the document that is being written."""
-        self._file.write(ids.astype(self._dtype, copy=False).tobytes())
-        self.tokens += len(ids)
-        self._open += len(ids)
-        while self._open > _LONGEST:
-            self._lengths.append(_LONGEST)
-            self._open -= _LONGEST
-
-    def end_document(self) -> None:
-        """Mark the end of the document."""
-        if self._open:
-            self._lengths.append(self._open)
-            self._open = 0
-        self._ends.append(len(self._lengths))
-
-    def add_all(self, other: Indexed) -> None:
-        """Append all documents of another pair, whose ids have the same type."""
-        tokens = other.tokens.open()
-        for document in range(other.documents):
-            start, stop = other.document_start(document), other.document_start(document + 1)
-            for place in range(start, stop, _LONGEST):
-                self.add(tokens[place : min(stop, place + _LONGEST)])
-            self.end_document()
-
-    def _write_index(self) -> None:
-        lengths, ends = np.asarray(self._lengths, "<i4"), np.asarray(self._ends, "<i8")
-        sizes = lengths.astype("<i8") * self._dtype.itemsize
-        pointers = (np.cumsum(sizes) - sizes).astype("<i8")
-        with idx_of(self._prefix).open("wb") as file:
-            file.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(ends)))
-            for part in (lengths, pointers, ends):
-                file.write(part.tobytes())
