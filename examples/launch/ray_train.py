@@ -20,8 +20,9 @@ def train_on_worker(config: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from megatron_fsdp.train.options.command_line import parse_options
+    from megatron_fsdp.train.options.job import World
     from megatron_fsdp.train.options.resolve import resolve
-    from megatron_fsdp.train.program import find_device_type, world_of
+    from megatron_fsdp.train.program import find_device_type
     from megatron_fsdp.train.ranks import Rank
     from megatron_fsdp.train.run_job import run_job
 
@@ -29,7 +30,7 @@ def train_on_worker(config: dict[str, Any]) -> None:
     name = find_device_type(options.parallel.device)
     device = torch.device("cpu") if name == "cpu" else torch.device(name, torch.accelerator.current_device_index())
     rank = Rank(dist.get_rank(), dist.get_world_size(), device, os.getppid())
-    run_job(resolve(options, world_of(options, rank.count)), rank)
+    run_job(resolve(options, World(rank.count, name)), rank)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -196,7 +196,7 @@ def test_a_batch_that_was_saved_and_is_too_small_is_refused(
     run_ranks(1, train, *data, *small, "--save", folder, "--out", str(tmp_path / "0"))
     told = run_ranks(2, refusal_without_batch, *data, "--load", folder, "--out", str(tmp_path / "1"))
     assert told[0] == told[1]
-    assert "give --micro-batch-size 1 or less, or --global-batch-size to change the run" in told[0]
+    assert "--global-batch-size 1 is less than --micro-batch-size 2: give a microbatch that fits in" in told[0]
 
 
 def refusal_without_batch(*options: str) -> str:

@@ -37,9 +37,9 @@ COLUMNS, LINES = 80, 50
 QUICK = ("--preset", "tiny", "--device", "cpu", "--nproc", "2", "--seq-length", "16", "--eval-iters", "1")
 FIGURES = (
     r"^loss +\d+\.\d{3}  held-out loss +\d+\.\d{3}  grad norm +\d+\.\d\d$",
-    r"^tokens/s +[\d,]+  TFLOP/s/rank +[\d.e-]+  MFU +-$",
-    r"^step +[\d,]+ ms  exposed comm +\d+\.\d%  memory peak +[\d.]+ [KM]iB$",
-    r"^learning rate +\d\.\d\de-\d\d  skipped steps +\d+$",
+    r"^tokens/s +[\d,]+  TFLOP/s/rank +[\d.e-]+  step +[\d,]+ ms$",
+    r"^exposed comm +\d+\.\d%  memory peak +[\d.]+ [KM]iB  learning rate +\d\.\d\de-\d\d$",
+    r"^skipped steps +\d+$",
 )
 
 
@@ -178,8 +178,7 @@ def test_a_pipe_gets_a_short_text_and_the_folder_everything(
     lines = text.splitlines()
     shown = [line for line in lines if line.startswith("step ")]
     assert 20 <= len([line for line in shown if "tokens/s" in line]) <= 21
-    assert len([line for line in shown if " held-out loss " in line]) == 1
-    assert len([line for line in shown if " held-out " in line]) >= 19
+    assert len([line for line in shown if " held-out loss " in line]) >= 20
     assert shown[-1].startswith("step    60/60  held-out loss ")
     assert "global 5 = 2 ranks x 1 microbatch x 4 - 3 that only fill up" in text
     assert len(lines) < 100

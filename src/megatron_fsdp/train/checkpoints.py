@@ -145,16 +145,12 @@ def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
             f"{path} was saved by a run with {total} samples in a step, and --global-batch-size is {job.batch.total}: "
             f"all steps of --train-samples have one size; give --global-batch-size {total}, or --train-iters"
         )
-    if total < job.batch.micro:
-        raise ConfigurationError(
-            f"{path} was saved by a run with {total} samples in a step, and --micro-batch-size is {job.batch.micro}: "
-            f"give --micro-batch-size {total} or less, or --global-batch-size to change the run"
-        )
+    resumed = with_samples_of_step(job, total)
     say(
         f"--global-batch-size {total}, as in the run that saved {path}; {job.batch.total} would follow from "
         f"{job.batch.ranks} data-parallel ranks, and be another run"
     )
-    return with_samples_of_step(job, total)
+    return resumed
 
 
 # ---- what decides its numbers ----------------------------------------------------------------------------------------

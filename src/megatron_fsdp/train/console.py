@@ -215,7 +215,7 @@ class ConsoleWatcher:
         bar.add_row(f"step {done:,}/{total:,}", ProgressBar(total, done), f"{100 * done // total}%  {left}")
         if self._last is None:
             return Group(bar)
-        cells = cells_of(self._last, self._evaluation)
+        cells = figures(self._last, self._evaluation)
         if self._console.width < _NAME_WIDTH + _VALUE_WIDTH:
             return Group(bar, *(Text(f"{name} {value}", overflow="fold") for name, value in cells))
         return Group(bar, Columns([_cell(*cell) for cell in cells], padding=(0, 2)))
@@ -225,32 +225,28 @@ def _cell(name: str, value: str) -> Text:
     return Text.assemble((f"{name:<{_NAME_WIDTH}}", "dim"), (f"{value:>{_VALUE_WIDTH}}", "bold"), no_wrap=True)
 
 
-def cells_of(record: StepRecord, evaluation: Evaluation | None) -> list[tuple[str, str]]:
-    """Return names and values for a terminal, of the last step and held-out loss."""
-    return [
-        ("loss", f"{record.loss:.3f}"),
-        ("held-out loss", UNKNOWN if evaluation is None else f"{evaluation.loss:.3f}"),
-        ("grad norm", f"{record.grad_norm:.2f}"),
-        ("tokens/s", f"{record.tokens_per_s:,.0f}"),
-        ("TFLOP/s/rank", short_number(record.tflops)),
-        ("MFU", percent(record.mfu)),
-        ("step", f"{record.step_s * 1000:,.0f} ms"),
-        ("exposed comm", percent(record.exposed_share)),
-        ("memory peak", in_bytes(record.peak_bytes)),
-        ("learning rate", f"{record.learning_rate:.2e}"),
-        ("skipped steps", f"{record.skipped}"),
-    ]
+def figures(record: StepRecord, evaluation: Evaluation | None) -> list[tuple[str, str]]:
+    """Return names and values of the last step and held-out loss; what is not known is left out."""
+    found = {
+        "loss": f"{record.loss:.3f}",
+        "held-out loss": UNKNOWN if evaluation is None else f"{evaluation.loss:.3f}",
+        "grad norm": f"{record.grad_norm:.2f}",
+        "tokens/s": f"{record.tokens_per_s:,.0f}",
+        "TFLOP/s/rank": short_number(record.tflops),
+        "MFU": percent(record.mfu),
+        "step": f"{record.step_s * 1000:,.0f} ms",
+        "exposed comm": percent(record.exposed_share),
+        "memory peak": in_bytes(record.peak_bytes),
+        "learning rate": f"{record.learning_rate:.2e}",
+        "skipped steps": f"{record.skipped}",
+    }
+    return [(name, value) for name, value in found.items() if value != UNKNOWN]
 
 
 def line_of(record: StepRecord, evaluation: Evaluation | None, left_s: float, total_steps: int) -> str:
     """Return one line of all figures, for where there is no terminal."""
-    held_out = "" if evaluation is None else f"held-out {evaluation.loss:.3f}  "
-    return (
-        f"step {record.step:>5}/{total_steps}  loss {record.loss:.3f}  {held_out}grad norm {record.grad_norm:.2f}  "
-        f"{record.tokens_per_s:,.0f} tokens/s  {short_number(record.tflops)} TFLOP/s  MFU {percent(record.mfu)}  "
-        f"exposed {percent(record.exposed_share)}  skipped {record.skipped}  peak {in_bytes(record.peak_bytes)}  "
-        f"{duration(left_s)} left"
-    )
+    shown = "  ".join(f"{name} {value}" for name, value in figures(record, evaluation))
+    return f"step {record.step:>5}/{total_steps}  {shown}  {duration(left_s)} left"
 
 
 def averaged(records: Sequence[StepRecord]) -> StepRecord:

@@ -109,7 +109,7 @@ def agree_on_restarts(rank: Rank) -> int:
 
 def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
     """Resolve options to a job on this machine, with notices about its environment."""
-    world = world_of(options, ranks, restarts)
+    world = World(ranks, find_device_type(options.parallel.device), restarts)
     job = resolve(options, world)
     return replace(job, notices=(*job.notices, *check_environment(os.environ, job, world)))
 
@@ -118,11 +118,6 @@ def collective_timeout(options: Options) -> timedelta:
     """Return the time limit of a collective; longer than the hang limit, so that a hang is explained first."""
     minutes, hang = options.parallel.distributed_timeout_minutes, options.recovery.hang_timeout_minutes
     return timedelta(minutes=max(minutes, (minutes if hang is None else hang) + _AFTER_HANG_MINUTES))
-
-
-def world_of(options: Options, ranks: int, restarts: int = 0) -> World:
-    """Describe the ranks, how often they were started again, and the hardware of this process."""
-    return World(ranks, find_device_type(options.parallel.device), restarts)
 
 
 # ---- the launcher ----------------------------------------------------------------------------------------------------
@@ -181,11 +176,12 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we tell it
     heard = [number.name for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]  # not below nohup
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
+    run_id = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"  # two runs may start in one second
     shared = {
         **rank_environment(os.environ, ranks, count_cores()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_RUN_ID": os.environ.get("TORCHELASTIC_RUN_ID") or _new_run_id(),
+        "TORCHELASTIC_RUN_ID": os.environ.get("TORCHELASTIC_RUN_ID") or run_id,
         LAUNCHER_VARIABLE: str(os.getpid()),
     }
     processes: PContext | None = None
@@ -202,10 +198,6 @@ def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
         except SignalException as asked:
             return _stop(processes, asked.sigval)
     raise AssertionError("numbers do not end")
-
-
-def _new_run_id() -> str:
-    return f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"  # two runs may start in one second
 
 
 def _start(argv: Sequence[str], restart: int, shared: Mapping[str, str], folder: str) -> PContext:

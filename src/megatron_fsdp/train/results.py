@@ -7,9 +7,8 @@ import json
 import math
 import os
 import tempfile
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -78,11 +77,9 @@ def new_folder(path: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
-@contextmanager
-def results_folder(job: Job, *, goes_on: bool) -> Iterator[Path]:
-    """Make the folder, or find that of the run that is resumed, for this run alone; collective."""
-    with ExitStack() as held:
-        yield decided_by_first(lambda: _take(job, held, goes_on=goes_on), "making the folder of results")
+def claim_results(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
+    """Make the folder, or find that of the run that is resumed, for this run alone until `held` ends; collective."""
+    return decided_by_first(lambda: _take(job, held, goes_on=goes_on), "making the folder of results")
 
 
 def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
@@ -106,36 +103,27 @@ def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
     return folder
 
 
-@contextmanager
-def saving_alone(job: Job) -> Iterator[None]:
-    """Claim the folder of `--save`, made if missing, for this run inside the block; collective."""
+def claim_saves(job: Job, held: ExitStack) -> None:
+    """Make the folder of `--save`, where there is one, and claim it for this run until `held` ends; collective."""
     folder = job.options.checkpoint.save
-    with ExitStack() as held:
-        if folder is not None:
-            decided_by_first(lambda: _take_saves(folder, job, held), f"looking into {folder}")
-        yield
+    if folder is not None:
+        decided_by_first(lambda: _take_saves(folder, job, held), f"looking into {folder}")
 
 
 def _take_saves(folder: Path, job: Job, held: ExitStack) -> None:
-    require_writable(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
+        ) from error
     if not _claim(folder / _SAVES_CLAIM, job, held):
         raise ConfigurationError(
             f"--save {folder}: another run saves into it now; give another folder, or start again when that one has "
             "ended"
         )
-
-
-def require_writable(folder: Path) -> None:
-    """Make the folder of `--save`, and test that it can be written before training starts."""
-    probe = folder / f".probe-{uuid.uuid4().hex[:12]}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigurationError(
-            f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
-        ) from error
 
 
 def _claim(file: Path, job: Job, held: ExitStack) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,13 @@ from megatron_fsdp.train.recorder import (
 )
 from megatron_fsdp.train.results import (
     attempt,
+    claim_results,
+    claim_saves,
     conclude,
     export,
     has_results,
     require_new_export,
-    results_folder,
     save,
-    saving_alone,
     show,
     teller,
 )
@@ -56,16 +57,17 @@ def run_job(job: Job, rank: Rank) -> bool:
     console = make_console(is_first=rank.is_first)
     require_packages(job.options)
     seed_generators(job.options.training.seed)
-    with telling_of_memory(lambda error: memory_told(error, job, rank, step=0)), saving_alone(job):
+    with telling_of_memory(lambda error: memory_told(error, job, rank, step=0)), ExitStack() as held:
+        claim_saves(job, held)
         origin = find_origin(job, teller(console))
         goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
         target = job.options.checkpoint.export_hf
         if target is not None and not goes_on:
             decided_by_first(lambda: require_new_export(target), f"looking into {target}")
-        with results_folder(job, goes_on=goes_on) as folder:
-            with console.status("reading text ..."):
-                data = prepare_data(job, folder, rank)
-            return run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
+        folder = claim_results(job, held, goes_on=goes_on)
+        with console.status("reading text ..."):
+            data = prepare_data(job, folder, rank)
+        return run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
 
 
 def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> bool:

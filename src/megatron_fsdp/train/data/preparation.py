@@ -348,17 +348,18 @@ def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, spli
     dtype, held_out_bytes = dtype_for(vocabulary.vocab_size), 0
     paths = [folder / "training.bin", folder / "held_out.bin"]
     counts = [0, 0]
+    end = np.array([vocabulary.end_id], dtype)
     with paths[0].open("wb") as training, paths[1].open("wb+") as held_out:
         for batch in _batches(pieces(documents, split)):
             encoded = vocabulary.encode([text for text, *_ in batch])
             for (text, side, is_last), ids in zip(batch, encoded, strict=True):
-                whole = np.append(ids, vocabulary.end_id) if is_last else ids
+                whole = np.concatenate([ids, end]) if is_last else ids
                 is_held_out = side == "held_out"
                 (held_out if is_held_out else training).write(whole.astype(dtype).tobytes())
                 counts[is_held_out] += len(whole)
                 if is_held_out:
                     held_out_bytes += len(text.encode()) + is_last
-        is_cut = not _is_fair(*counts, split)
+        is_cut = not _is_fair(counts[0], counts[1], split)
         if is_cut:
             held_out.seek(0)
             shutil.copyfileobj(held_out, training)

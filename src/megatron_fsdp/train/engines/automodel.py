@@ -94,7 +94,27 @@ def pipeline_config(job: Job, loss: LossInOrder) -> PipelineConfig:
     return PipelineConfig("1f1b" if fills else "gpipe", pp_microbatch_size=job.batch.micro, loss_fn=loss)
 
 
-class PipelineModel(Trained):
+class _ByAutomodel(Trained):
+    """Measures and clips by automodel's functions, which take sharded models and pipelines of them."""
+
+    sharded: Any
+
+    def _scale_gradients(self, factor: float) -> None:
+        gather_gradients(self.sharded).scale(factor)
+
+    def _clip(self, max_norm: float) -> Tensor:
+        return clip_grad_norm_(self.sharded, max_norm)
+
+    def norm_of_parameters(self) -> float:
+        """Return the norm of all weights (see `Trained`)."""
+        return norm_of_parameters(self.sharded)
+
+    def count_zero_gradients(self) -> int:
+        """Return the number of zeros (see `Trained`)."""
+        return count_zero_gradients(self.sharded)
+
+
+class PipelineModel(_ByAutomodel):
     """A pipeline with one stage per rank, each sharded by FSDP2 or a wrapped model of this package."""
 
     def __init__(
@@ -111,6 +131,7 @@ class PipelineModel(Trained):
         connected = connect_optimizer(pipeline, optimizer) if stage is None else DistributedOptimizer(optimizer, stage)
         super().__init__(job, place, part if stage is None else stage, connected)
         self._pipeline, self._loss, self._stage = pipeline, loss, stage
+        self.sharded = pipeline
         self._fewest = pipeline.pp_mesh.size() if pipeline.config.pp_schedule == "1f1b" else 1
         if stage is not None and self._defers:
             pipeline.finish_gradients = stage.finish_grad_sync
@@ -149,20 +170,6 @@ class PipelineModel(Trained):
         positions = cut.positions(inputs.shape[0], batches[0].inputs.shape[1], device)
         others: dict[str, Any] = {} if positions is None else {"position_ids": positions}
         return step(inputs, shift_labels=targets, num_label_tokens=1, **others)
-
-    def _scale_gradients(self, factor: float) -> None:
-        gather_gradients(self._pipeline).scale(factor)
-
-    def _clip(self, max_norm: float) -> Tensor:
-        return clip_grad_norm_(self._pipeline, max_norm)
-
-    def norm_of_parameters(self) -> float:
-        """Return the norm of all weights (see `Trained`)."""
-        return norm_of_parameters(self._pipeline)
-
-    def count_zero_gradients(self) -> int:
-        """Return the number of zeros (see `Trained`)."""
-        return count_zero_gradients(self._pipeline)
 
 
 # ---- this package's engine -------------------------------------------------------------------------------------------
@@ -303,30 +310,17 @@ def recompute_layers(model: nn.Module, training: TrainingOptions) -> None:
 # ---- PyTorch's FSDP2 -------------------------------------------------------------------------------------------------
 
 
-class Fsdp2Model(MicrobatchModel):
+class Fsdp2Model(_ByAutomodel, MicrobatchModel):
     """A model that FSDP2 shards."""
 
     def __init__(self, job: Job, place: Place, model: nn.Module) -> None:
         """Take a sharded model with its weights."""
         optimizer = connect_optimizer(model, build_optimizer(model, job.options.optimizer))
         super().__init__(job, place, model, optimizer)
+        self.sharded = model
 
     def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
         return accumulation_context(self.model, is_last, defer_grad_sync=True)
-
-    def _scale_gradients(self, factor: float) -> None:
-        gather_gradients(self.model).scale(factor)
-
-    def _clip(self, max_norm: float) -> Tensor:
-        return clip_grad_norm_(self.model, max_norm)
-
-    def norm_of_parameters(self) -> float:
-        """Return the norm of all weights (see `Trained`)."""
-        return norm_of_parameters(self.model)
-
-    def count_zero_gradients(self) -> int:
-        """Return the number of zeros (see `Trained`)."""
-        return count_zero_gradients(self.model)
 
 
 def policy_of(job: Job) -> MixedPrecisionPolicy:

@@ -209,11 +209,8 @@ class Trained(ABC):
     @property
     def _loss_weight(self) -> float:
         """The factor of the loss before backward that makes gradients those of the sum over ranks, scaled."""
-        return self._gradient_divisor() * (1.0 if self.scale is None else self.scale.value)
-
-    def _gradient_divisor(self) -> float:
-        """Return what the engine divides the sum of gradients over ranks by: it averages, or is told to sum."""
-        return 1.0 if self._sums else float(self.data_size * self._place.cut.size)
+        divisor = 1.0 if self._sums else float(self.data_size * self._place.cut.size)  # the engine averages, or sums
+        return divisor * (1.0 if self.scale is None else self.scale.value)
 
     @abstractmethod
     def _scale_gradients(self, factor: float) -> None:
