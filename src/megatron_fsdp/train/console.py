@@ -101,8 +101,8 @@ def printable(text: str) -> str:
 
 
 def print_message(console: Console, text: str) -> None:
-    """Print a text unchanged: wrapped on a terminal, on one line into a file, so that grep finds it."""
-    console.print(Text(text), soft_wrap=not console.is_terminal)
+    """Print a text literally: wrapped on a terminal, on one line into a file, so that grep finds it."""
+    console.print(Text(printable(text)), soft_wrap=not console.is_terminal)
 
 
 class _ConsoleHandler(logging.Handler):
@@ -202,7 +202,7 @@ class ConsoleWatcher:
 
     def say(self, text: str) -> None:
         """Print lines above the display."""
-        print_message(self._console, printable(text))
+        print_message(self._console, text)
 
     def picture(self) -> Group:
         """Return what a terminal shows now."""

@@ -21,8 +21,7 @@ from megatron_fsdp.config.hang_log import FOLDER_VARIABLE
 from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
-from megatron_fsdp.hang.log_file import rank_and_model
-from megatron_fsdp.hang.reading import Logs, read_folder, read_writer, state_of
+from megatron_fsdp.hang.reading import read_folder, state_of
 from megatron_fsdp.train.failures import (
     EXIT_HUNG,
     HungError,
@@ -36,9 +35,6 @@ from megatron_fsdp.train.ranks import Rank
 FOLDER = "hang"
 REPORT_FILE = "report.txt"
 _MOST_PAUSE_S = 1.0
-_TURN_S = 0.2
-_MOST_TURNS = 10
-_SILENT_S = 2.5  # a thread of every rank gives a sign every second
 _OF_CPU = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _OF_DEVICES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # ranks exchange the type and the message of an error
@@ -217,27 +213,20 @@ class HangWatch:
         self._over.set()
         if raised is None and self._model is not None:
             self._model.stop_logging_for_hangs()
-            self._remove_logs()
-
-    def _remove_logs(self) -> None:
-        """Remove the logs of a rank that ended well: nobody needs them, and its process may live on."""
-        with suppress(OSError):
-            for path in self._place.iterdir():
-                with suppress(ValueError):
-                    if rank_and_model(path.name) is not None and read_writer(path).process.pid == os.getpid():
-                        path.unlink()
-            self._place.rmdir()  # where it is empty
+            with suppress(OSError):  # nobody needs the log of a rank that ended well
+                for path in self._place.glob(f"rank-{self._rank.index:05d}*"):
+                    path.unlink()
+                self._place.rmdir()  # where it is empty
 
     @property
     def quiet_s(self) -> float:
         """Seconds since the loop or the model on this rank last made progress."""
         quiet_s = self._pulse.quiet_s
-        if quiet_s < self._timeout_s or not self._keeps_log:
-            return quiet_s
-        with suppress(MegatronFSDPError, OSError):
-            for log in read_folder(self._logs).ranks:
-                if log.writer.rank == self._rank.index and log.writer.process.pid == os.getpid():
-                    quiet_s = min(quiet_s, state_of(log).quiet_s)
+        if quiet_s >= self._timeout_s and self._keeps_log:
+            with suppress(MegatronFSDPError, OSError):
+                logs = [log for log in read_folder(self._logs).ranks if log.writer.rank == self._rank.index]
+                mine = [state_of(log).quiet_s for log in logs if log.writer.process.pid == os.getpid()]
+                return min([quiet_s, *mine])
         return quiet_s
 
     def _watch(self) -> None:
@@ -249,23 +238,18 @@ class HangWatch:
                 return
 
     def _give_up(self, quiet_s: float) -> None:
-        """Explain the hang, once among the ranks, and end the process."""
-        began_s = time.time() - quiet_s
-        time.sleep(_TURN_S * min(self._rank.index, _MOST_TURNS))  # so that mostly one of them explains
+        """Explain the hang, and end the process; of the ranks' explanations the launcher shows one."""
         told = f"nothing has happened for {quiet_s:.1f} s on rank {self._rank.index}, in step {self._pulse.step}"
+        told = f"{told}\n{self._explained()}"
         report = self._place / REPORT_FILE
         with suppress(OSError):
             self._place.mkdir(parents=True, exist_ok=True)
             with (self._place / f"stack_rank{self._rank.index}.txt").open("w") as file:
                 faulthandler.dump_traceback(file)
-        with suppress(OSError):
-            if not report.exists() or report.stat().st_mtime < began_s:
-                told = f"{told}\n{self._explained()}"
-                report.write_text(told + "\n", encoding="utf-8")
-            else:
-                told = report.read_text(encoding="utf-8").rstrip()
+            report.write_text(told + "\n", encoding="utf-8")
         if not self._over.is_set():
-            report_failure(HungError(f"{told}\n(also in {report}, with the stacks of ranks beside it)"), 0)
+            error = HungError(f"{told}\n(also in {report}, with the stacks of ranks beside it)")
+            report_failure(error, self._rank.index)
             sys.stderr.flush()
             os._exit(EXIT_HUNG)
 
@@ -273,19 +257,6 @@ class HangWatch:
         if not self._keeps_log:
             return "this engine keeps no log for hangs; the stacks tell where each rank stands"
         try:
-            logs = read_folder(self._logs)
-            return "\n".join([*silent_told(logs), str(explain(logs, self._timeout_s / 2))])
+            return str(explain(read_folder(self._logs), self._timeout_s / 2))
         except (MegatronFSDPError, OSError) as error:
             return f"the logs of ranks cannot be read: {error}"
-
-
-def silent_told(logs: Logs) -> list[str]:
-    """Describe the ranks whose processes give no heartbeat any more while others do."""
-    beats_ns = {log.writer.rank: log.beat.time_ns for log in logs.ranks if log.beat is not None}
-    newest_ns = max(beats_ns.values(), default=0)
-    return [
-        f"rank {rank} has given no sign of life for {(newest_ns - beat_ns) / 1e9:.1f} s: its process was stopped, or "
-        "is stuck in code that does not let other threads run"
-        for rank, beat_ns in beats_ns.items()
-        if (newest_ns - beat_ns) / 1e9 >= _SILENT_S
-    ]

@@ -74,7 +74,6 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
     exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
-    limit_s = math.inf if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
     with run.pulse.resting():
         done = keeper.start()
     recorder.start(done)
@@ -89,7 +88,7 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
         before = None if run.trained.inside is None else run.trained.inside.traffic()
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
         with exposed.step(is_measured=is_shown):
-            result = train_step(run, done, guard, (keeper.is_interrupted, time.perf_counter() - began_s >= limit_s))
+            result = train_step(run, done, guard, (keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s))
         if before is not None and run.trained.inside is not None:
             traffic = run.trained.inside.traffic().since(before)
         last_s, now_s = done.elapsed_s, time.perf_counter() - began_s
@@ -119,11 +118,9 @@ def _make_up(run: Run, recorder: Recorder, done: Progress) -> None:
     """Evaluate first if that was due after the last step and the run was ended in between."""
     steps, training = done.steps, run.job.options.training
     is_due = steps > 0 and (_is_due(steps, training.eval_interval) or steps == run.job.train_iters)
-    if (
-        is_due
-        and not training.skip_train
-        and decided_by_first(lambda: recorder.lacks_evaluation(steps), "reading evaluations")
-    ):
+    if not is_due or training.skip_train:
+        return
+    if decided_by_first(lambda: recorder.lacks_evaluation(steps), "reading evaluations"):
         with run.pulse.resting():
             recorder.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
 

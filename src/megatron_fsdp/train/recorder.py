@@ -64,14 +64,6 @@ def applied(job: Job) -> dict[str, Any]:
     }
 
 
-def tracker_config(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration for trackers: all that `applied` says, flattened."""
-    flat = {name: value for name, value in found.items() if not isinstance(value, Mapping)}
-    flat.update(found["options"])
-    flat.update({f"{part}.{name}": value for part in ("sizes", "batch", "ddp") for name, value in found[part].items()})
-    return flat
-
-
 def applied_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed) -> list[tuple[str, str]]:
     """Return the lines of the header: what was decided, what was given and by whom, and the notices."""
     flops = "" if math.isnan(speed.flops) else f" and {speed.flops / 1e12:.3g} TFLOP"
@@ -235,7 +227,7 @@ Makers = Mapping[str, Callable[[Progress], Writer]]
 
 
 def find_writers(job: Job, folder: Path, config: Mapping[str, Any]) -> Makers:
-    """Return the writers of a run, for the first rank; trackers get `config`, which holds no secrets."""
+    """Return the writers of a run, for the first rank; trackers get its options as `config`, without secrets."""
     asked = job.options.reporting
     makers: dict[str, Callable[[Progress], Writer]] = {METRICS_FILE: lambda progress: JsonLines(folder, progress)}
     events, project, uri = asked.tensorboard_dir, asked.wandb_project, asked.mlflow_tracking_uri

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -243,11 +244,6 @@ def save(
     attempt("the summary", lambda: (folder / SUMMARY_FILE).write_text(to_json(summary, 2) + "\n"), say)
 
 
-def teller(console: Console) -> Callable[[str], None]:
-    """Return a function that prints lines literally: a path may contain what would be markup."""
-    return lambda text: print_message(console, printable(text))
-
-
 def attempt(what: str, work: Callable[[], object], say: Callable[[str], None]) -> None:
     """Write something that a run can do without; report why if it could not be written."""
     try:
@@ -258,7 +254,7 @@ def attempt(what: str, work: Callable[[], object], say: Callable[[str], None]) -
 
 def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> None:
     """Print the results."""
-    done, say = outcome.progress, teller(console)
+    done, say = outcome.progress, partial(print_message, console)
     perplexity = Evaluation(done.steps, results.held_out_loss).perplexity
     say(
         f"held-out loss {results.held_out_loss:.3f} nats per token, perplexity {perplexity:.2f}, "
@@ -269,4 +265,4 @@ def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> 
     if results.rows:
         show_comparison(console, results.rows)
     say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(in_bytes, results.peaks_bytes))}")
-    print_message(console, f"metrics, sample and summary: {folder}")
+    say(f"metrics, sample and summary: {folder}")

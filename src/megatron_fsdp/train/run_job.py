@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_fsdp.comm.agreement import decided_by_first
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, find_origin, with_saved_batch
-from megatron_fsdp.train.console import ConsoleWatcher, library_messages, make_console, show_header
+from megatron_fsdp.train.console import ConsoleWatcher, library_messages, make_console, print_message, show_header
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.sharded import build
@@ -33,7 +33,6 @@ from megatron_fsdp.train.recorder import (
     find_writers,
     preset_rows,
     to_json,
-    tracker_config,
 )
 from megatron_fsdp.train.results import (
     attempt,
@@ -45,7 +44,6 @@ from megatron_fsdp.train.results import (
     require_new_export,
     save,
     show,
-    teller,
 )
 
 
@@ -55,11 +53,12 @@ def run_job(job: Job, rank: Rank) -> bool:
     Returns whether this rank should be started again, since it ended only because another machine leaves.
     """
     console = make_console(is_first=rank.is_first)
+    say = partial(print_message, console)
     require_packages(job.options)
     seed_generators(job.options.training.seed)
     with telling_of_memory(lambda error: memory_told(error, job, rank, step=0)), ExitStack() as held:
         claim_saves(job, held)
-        origin = find_origin(job, teller(console))
+        origin = find_origin(job, say)
         goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
         target = job.options.checkpoint.export_hf
         if target is not None and not goes_on:
@@ -67,17 +66,15 @@ def run_job(job: Job, rank: Rank) -> bool:
         folder = claim_results(job, held, goes_on=goes_on)
         with console.status("reading text ..."):
             data = prepare_data(job, folder, rank)
-        return run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
+        return run_in(folder, with_saved_batch(job, origin, say), rank, data, origin, console)
 
 
 def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> bool:
     """Train and show the results (see `run_job`), in a folder that is this run's alone."""
-    say = teller(console)
+    say = partial(print_message, console)
     pulse = Pulse()
     flops = model_flops(job, data.vocabulary.vocab_size) * job.batch.total
     speed = Speed(job.tokens_per_step, flops, rank.count, peak_tflops(job, rank.device))
-    limit = job.options.training.exit_duration_in_mins
-    limit_s = math.inf if limit is None else 60.0 * limit
     watch = HangWatch(folder, job, rank, pulse)
     show_header(console, applied_rows(job, rank, data, folder, speed), preset_rows(job.options))
     with (
@@ -89,7 +86,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
         watch.keep_log(trained.inside)
         run = Run(job, trained, data, feed, rank, speed, pulse)
-        display = ConsoleWatcher(console, job.train_iters, limit_s)
+        display = ConsoleWatcher(console, job.train_iters, job.limit_s)
         with display, RunCheckpoints(job, trained, data, origin, display.say) as keeper:
             recorder = make_recorder(run, display, folder)
             try:
@@ -146,7 +143,7 @@ def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
         return Recorder(display)
     found = applied(run.job)
     attempt("what was applied", lambda: (folder / APPLIED_FILE).write_text(to_json(found, 2) + "\n"), display.say)
-    return Recorder(display, folder, find_writers(run.job, folder, tracker_config(found)))
+    return Recorder(display, folder, find_writers(run.job, folder, found["options"]))
 
 
 def seed_generators(seed: int) -> None:

@@ -192,6 +192,12 @@ class Job:
         return 60.0 * (self.options.parallel.distributed_timeout_minutes if minutes is None else minutes)
 
     @property
+    def limit_s(self) -> float:
+        """Seconds of training after which the run ends."""
+        minutes = self.options.training.exit_duration_in_mins
+        return math.inf if minutes is None else 60.0 * minutes
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of all ranks in one optimizer step, without those that only fill up."""
         return self.batch.total * self.seq_length
