@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.train import program
-from megatron_fsdp.train import program as launcher
 from tests.support.forked_programs import Program, trainer
 from tests.support.settling import settled
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, write_text
@@ -24,7 +23,7 @@ _PIDS = "pids"
 def trainer_that_loses_its_launcher(argv: Sequence[str]) -> int:
     """The trainer; its launcher is killed as soon as all ranks are started. Their processes are noted in TMPDIR."""
     tempfile.tempdir = None  # what it was when the server started
-    module: Any = launcher
+    module: Any = program
     start_all = module.start_processes
 
     def start_and_die(*args: Any) -> None:
@@ -37,9 +36,8 @@ def trainer_that_loses_its_launcher(argv: Sequence[str]) -> int:
             time.sleep(0.01)
         return join(*args)
 
-    entry: Any = program
-    join, starter = entry.join_ranks, os.getpid()
-    entry.join_ranks, module.start_processes = join_late, start_and_die  # of this process and its ranks alone
+    join, starter = module.join_ranks, os.getpid()
+    module.join_ranks, module.start_processes = join_late, start_and_die  # of this process and its ranks alone
     return trainer(argv)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.train import checkpoints as resuming
-from megatron_fsdp.train import run_job
+from megatron_fsdp.train import checkpoints, run_job
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.faults import is_out_of_memory
 from tests.conftest import RunRanks
@@ -60,7 +59,7 @@ def test_it_ends_the_run_with_the_code_of_memory(where: str, tmp_path: Path) -> 
 def looked_at_without_memory(folder: Path) -> tuple[bool, str, list[str]]:
     """What looking for the newest sound checkpoint raises where one rank has no memory left, and what it says."""
     said: list[str] = []
-    module, rank = resuming, this_rank()
+    module, rank = checkpoints, this_rank()
     require_sound = module.require_sound
 
     def run_out(*args: Any) -> None:
@@ -70,7 +69,7 @@ def looked_at_without_memory(folder: Path) -> tuple[bool, str, list[str]]:
 
     module.require_sound = run_out  # type: ignore[assignment]
     try:
-        resuming.newest_sound(folder, said.append)
+        checkpoints.newest_sound(folder, said.append)
     except CheckpointError as error:
         return is_out_of_memory(error), str(error), said
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train import checkpoints as resuming
+from megatron_fsdp.train import checkpoints
 from megatron_fsdp.train.checkpoints import Origin, TrainingState, _source_facts, facts_of, with_saved_batch
 from megatron_fsdp.train.options.job import Job
 from tests.support.array_tokens import token_data
@@ -90,8 +90,8 @@ def test_an_adopted_batch_is_told_of_with_its_own_filling(monkeypatch: pytest.Mo
     options = ("--preset", "tiny", "--train-iters", "2", "--micro-batch-size", "2", "--load", str(tmp_path))
     job = without_batch(*options)
     assert not [notice for notice in job.notices if "only fill up" in notice]
-    monkeypatch.setattr(resuming, "saved_batch", lambda _: 5)
-    monkeypatch.setattr(resuming, "together", lambda _, work: work())
+    monkeypatch.setattr(checkpoints, "saved_batch", lambda _: 5)
+    monkeypatch.setattr(checkpoints, "together", lambda _, work: work())
     monkeypatch.setattr(CheckpointStore, "resolve_or_itself", lambda _: tmp_path)
     found = with_saved_batch(job, Origin(tmp_path), lambda _: None)
     told = [notice for notice in found.notices if "only fill up" in notice]
@@ -101,7 +101,7 @@ def test_an_adopted_batch_is_told_of_with_its_own_filling(monkeypatch: pytest.Mo
     other = without_batch(*options[:2], *options[4:], "--train-samples", "100", "--global-batch-size", "8")
     with pytest.raises(ConfigurationError, match="all steps of --train-samples have one size; give --global-batch"):
         with_saved_batch(other, Origin(tmp_path), lambda _: None)
-    monkeypatch.setattr(resuming, "saved_batch", lambda _: 4)
+    monkeypatch.setattr(checkpoints, "saved_batch", lambda _: 4)
     again = with_saved_batch(found, Origin(tmp_path), lambda _: None)
     assert not [notice for notice in again.notices if "only fill up" in notice]
 

@@ -321,7 +321,7 @@ class RunCheckpoints:
         """Save, if there is a folder and this step was not saved yet; one failure too many is a `NotSavedError`."""
         if self._checkpointer is None or progress.steps == self._saved:
             return
-        self._state.progress = progress
+        self._state.progress = decided_by_first(lambda: progress, "saving")  # clocks differ, and any rank may write it
         if self._is_saving:
             self._await()
         try:

@@ -1,7 +1,7 @@
 """A sharded model and its optimizer as the training loop sees them, for every engine.
 
 `Trained` has what every engine does between backward and the next forward: unscale, clip, step or skip.
-`MicrobatchModel` adds forward and backward one microbatch at a time; pipelines have their own (`pipeline.py`).
+`MicrobatchModel` adds forward and backward one microbatch at a time; pipelines have their own (`automodel.py`).
 """
 
 from __future__ import annotations
