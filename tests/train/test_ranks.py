@@ -14,7 +14,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train import ranks
 from megatron_fsdp.train.failures import OutOfMemoryError
 from megatron_fsdp.train.program import agree_on_restarts
-from megatron_fsdp.train.ranks import Rank, goes_on_without_others, is_first_here, require_same, work_on_machines
+from megatron_fsdp.train.ranks import Rank, goes_on_without_others, is_first_here, work_on_machines
 from tests.conftest import RunRanks
 from tests.support.forked_programs import children_of
 from tests.support.hosts import start_agent, two_hosts
@@ -49,15 +49,6 @@ def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tupl
     return bool(done), None
 
 
-def differ(values: list[str | None], errors: list[str | None]) -> str:
-    rank = this_rank()
-    try:
-        require_same(values[rank.index], errors[rank.index], "they differ: {}: do something")
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
 def test_the_first_rank_of_each_machine_works(run_ranks: RunRanks) -> None:
     assert run_ranks(3, on_two_machines, "0,1,0", 0.0, {}) == [(True, None), (False, None), (True, None)]
 
@@ -77,17 +68,6 @@ def test_all_wait_longer_than_a_beat(run_ranks: RunRanks) -> None:
 def test_what_goes_wrong_on_one_machine_is_raised_on_all(run_ranks: RunRanks, kind: str, said: str) -> None:
     found = run_ranks(3, on_two_machines, "0,1,0", 0.0, {2: kind})
     assert found == [(True, said), (False, said), (True, said)]
-
-
-def test_different_values_name_the_ranks(run_ranks: RunRanks) -> None:
-    assert run_ranks(3, differ, ["a", "a", "a"], [None] * 3) == [""] * 3
-    said = "they differ: a on ranks 0, 2, b on rank 1: do something"
-    assert run_ranks(3, differ, ["a", "b", "a"], [None] * 3) == [said] * 3
-
-
-def test_an_error_of_one_rank_names_it_and_one_of_all_does_not(run_ranks: RunRanks) -> None:
-    assert run_ranks(3, differ, ["a", None, "a"], [None, "gone", None]) == ["rank 1: gone"] * 3
-    assert run_ranks(3, differ, [None] * 3, ["gone"] * 3) == ["gone"] * 3
 
 
 def test_without_torchrun_all_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from megatron_fsdp.train.failures import NonFiniteStepError
 from megatron_fsdp.train.faults import Pulse
 from megatron_fsdp.train.measure import Evaluation, ExposedCommunication, Progress, Speed, StepRecord, peak_bytes
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.ranks import Rank
+from megatron_fsdp.train.ranks import Rank, reduce_values
 from megatron_fsdp.train.recorder import Recorder
 
 _SHOWN = 5  # parameters with gradients that are not finite
@@ -156,9 +156,8 @@ def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
         return [batch.factors_per_sample(run.job.batch.total) for batch in batches]
     tokens = float(run.job.tokens_per_step)
     if run.job.options.data.eod_mask_loss:  # else every sample counts all its tokens
-        total = torch.stack([batch.weights.sum() for batch in batches]).sum().double().to(trained.device)
-        dist.all_reduce(total)
-        tokens = float(total) * trained.data_size / run.rank.count
+        (total,) = reduce_values(run.rank, [sum(float(batch.weights.sum()) for batch in batches)], "sum")
+        tokens = total * trained.data_size / run.rank.count
     return [batch.factors_per_token(tokens) for batch in batches]
 
 
@@ -167,9 +166,7 @@ def _exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[
     interrupted, late = flags
     share = run.trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
     mine = [float(loss) * share, checksum * share, float(interrupted), float(late and run.rank.is_first)]
-    values = torch.tensor(mine, dtype=torch.float64, device=run.trained.device)
-    dist.all_reduce(values)
-    total, checksums, interrupts, lates = values.tolist()
+    total, checksums, interrupts, lates = reduce_values(run.rank, mine, "sum")
     whole = round(checksums) if math.isfinite(checksums) else 0
     return StepResult(total, float(norm), whole, interrupts > 0, lates > 0)
 
@@ -199,9 +196,8 @@ def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scal
 
 def _measured(run: Run, records: Sequence[StepRecord], exposed_share: float) -> list[StepRecord]:
     """Add to records what is measured only when steps are shown (the share to the last one); collective."""
-    peak = torch.tensor([float(peak_bytes(run.trained))], dtype=torch.float64, device=run.trained.device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    found = [replace(record, peak_bytes=int(peak.item())) for record in records]
+    (peak,) = reduce_values(run.rank, [float(peak_bytes(run.trained))], "max")
+    found = [replace(record, peak_bytes=int(peak)) for record in records]
     return [*found[:-1], replace(found[-1], exposed_share=exposed_share)]
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.agreement import by_value, gather_objects
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.failures import EXIT_FAILED, LAUNCHER_VARIABLE, OutOfMemoryError
 
@@ -152,21 +152,6 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
     said = None if error is None else (kind, str(error) if kind else f"rank {rank.index}: {error!r}")
     for name, words in filter(None, gather_objects(said)):
         raise _TOLD.get(name, RuntimeError)(words) from error
-
-
-def require_same(value: str | None, error: str | None, what: str) -> None:
-    """Check that all ranks have the same value, or raise the error of one of them on all; collective.
-
-    `what` has a place for the values, and says what to do.
-    """
-    found = gather_objects((value, error))
-    problems = {problem: index for index, (_, problem) in enumerate(found) if problem is not None}
-    for problem, index in problems.items():
-        is_common = len(problems) == 1 and all(theirs is not None for _, theirs in found)
-        raise ConfigurationError(problem if is_common else f"rank {index}: {problem}")
-    values = [str(theirs) for theirs, _ in found]
-    if len(set(values)) > 1:
-        raise ConfigurationError(what.format(by_value(values)))
 
 
 def goes_on_without_others(*, is_asked: bool) -> bool:

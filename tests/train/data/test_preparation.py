@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.checkpoint.store import claim
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
     SIDE_FILE,
@@ -377,7 +377,7 @@ def prepare_on_ranks(paths: list[Path], outs: list[Path], local: str) -> tuple[s
     rank = Rank(index, count, torch.device("cpu"), os.getppid())
     try:
         data = prepare_data(job_of(paths[index], ranks=count), outs[index], rank)
-    except ConfigurationError as error:
+    except (CheckpointError, ConfigurationError) as error:
         return str(error)
     finally:
         del os.environ["LOCAL_RANK"]
@@ -419,7 +419,7 @@ def test_a_text_that_one_machine_lacks_is_refused_everywhere(run_ranks: RunRanks
 def test_a_rank_that_cannot_see_the_tokens_is_named(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
     found = run_ranks(2, prepare_on_ranks, [folder] * 2, [tmp_path / "one", tmp_path / "two"], "01")
     assert found[0] == found[1]
-    assert found[0].startswith("rank 1: ")
+    assert found[0].startswith("opening the tokens of --data-path failed (rank 1: ConfigurationError: ")
     assert "tokens are made by the first rank of each machine" in found[0]
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fsdp.checkpoint.store import claim
+from megatron_fsdp.comm.agreement import by_value, gather_objects, together
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.sources import Document, Documents, Source, find_source
 from megatron_fsdp.train.data.token_file import TokenFile, digest, dtype_for, npy_tokens, open_indexed
@@ -35,7 +36,7 @@ from megatron_fsdp.train.data.tokenizer import (
 from megatron_fsdp.train.faults import memory_told_of_data, telling_of_memory
 from megatron_fsdp.train.options.job import Job, Split, parse_split
 from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.ranks import Rank, require_same, work_on_machines
+from megatron_fsdp.train.ranks import Rank, work_on_machines
 
 VERSION = 4  # of the folder of tokens; raise it when the same text gives other tokens
 SIDE_FILE = "data.json"
@@ -84,18 +85,13 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
             write_data(job.options, folder)
 
     work_on_machines(rank, write)
-    found, problem = None, None
-    try:
-        found = read_data(job, folder)
-    except ConfigurationError as error:
-        problem = str(error)
-    require_same(
-        None if found is None else found.checksum,
-        problem,
-        "the tokens of --data-path differ, with checksums {}: give the same text on every machine, or one folder that "
-        "all of them see",
-    )
-    assert found is not None  # or all ranks have raised
+    found = together("opening the tokens of --data-path", lambda: read_data(job, folder))
+    checksums = gather_objects(found.checksum)
+    if len(set(checksums)) > 1:
+        raise ConfigurationError(
+            f"the tokens of --data-path differ, with checksums {by_value(checksums)}: give the same text on every "
+            "machine, or one folder that all of them see"
+        )
     return found
 
 
