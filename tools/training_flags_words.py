@@ -46,7 +46,6 @@ not given, and an option that stands twice is an error. All wrong names and valu
 |---|---|---|
 | `CUDA_DEVICE_MAX_CONNECTIONS=1` | `--use-megatron-fsdp` or `--use-torch-fsdp2` on CUDA | error: unset it |
 | the same | a CPU | notice: no effect |
-| `PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` with `expandable_segments:True` | `--use-nccl-ub` on CUDA | error |
 """
 
 SECTION_WORDS = {
@@ -174,7 +173,11 @@ RULES = [
     ("`--ddp-average-in-collective` and `--calculate-per-token-loss`", "error", "error"),
     ("`--ddp-num-buckets` and `--ddp-bucket-size`", "error; above 0", "error; above 0"),
     ("patterns of float32 accumulation and `--accumulate-allreduce-grads-in-fp32`", "error", "error"),
-    ("`--use-nccl-ub` and `expandable_segments:True`", "error before torch 2.11", "error on CUDA"),
+    (
+        "`--use-nccl-ub` and `expandable_segments:True`",
+        "error before torch 2.11",
+        "nothing: torch 2.11 is required, and nothing is registered",
+    ),
     ("`--reuse-grad-buf-for-mxfp8-param-ag`", "needs `--fp8-param-gather`", "error"),
     (
         "outer `optim` and an inner strategy below 3",

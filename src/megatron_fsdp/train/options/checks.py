@@ -14,7 +14,6 @@ from megatron_fsdp.train.options.options import OPTIONS, ModelOptions, Options, 
 _SMALLEST_BPE = 257  # 256 bytes and the end of a text
 _MOST_IDS = 2**31  # of the widest type that token files have, int32
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb", "mlflow_tracking_uri": "mlflow"}
 _ONLY_ROTARY = "--transformer-impl transformers builds Llama, Qwen3, Mixtral and Qwen3-MoE, which have"
 
@@ -348,21 +347,13 @@ def _wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
 
 
 def check_environment(environment: Mapping[str, str], job: Job, world: World) -> tuple[str, ...]:
-    """Check the environment variables that the user guide warns of; return what has no effect here, in words."""
-    problems = {}
-    if environment.get(_CONNECTIONS) == "1" and job.engine != "ddp":
-        flag = "--use-megatron-fsdp" if job.engine == "megatron_fsdp" else "--use-torch-fsdp2"
-        problems[_CONNECTIONS] = (
-            f"puts all kernels into one queue, where gathers and reductions of {flag} wait behind compute: "
-            f"`unset {_CONNECTIONS}`, or give 8 or more"
-        )
-    for name in _ALLOCATOR:
-        settings = [part.strip().lower() for part in environment.get(name, "").split(",")]
-        if "expandable_segments:true" in settings and job.options.ddp.nccl_ub:
-            problems[name] = (
-                "contradicts --use-nccl-ub: memory that NCCL registers must not grow; leave expandable_segments:True "
-                "or --use-nccl-ub out"
-            )
-    if world.device_type == "cuda":
-        _raise_first(f"{name}={environment[name]} {problem}" for name, problem in problems.items())
-    return tuple(f"{name}={environment[name]} has no effect on {world.device_type}" for name in problems)
+    """Refuse one connection to a GPU with full sharding; return what has no effect on other devices, in words."""
+    if environment.get(_CONNECTIONS) != "1" or job.engine == "ddp":
+        return ()
+    if world.device_type != "cuda":
+        return (f"{_CONNECTIONS}=1 has no effect on {world.device_type}",)
+    flag = "--use-megatron-fsdp" if job.engine == "megatron_fsdp" else "--use-torch-fsdp2"
+    raise ConfigurationError(
+        f"{_CONNECTIONS}=1 puts all kernels into one queue, where gathers and reductions of {flag} wait behind "
+        f"compute: `unset {_CONNECTIONS}`, or give 8 or more"
+    )
