@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -52,18 +52,14 @@ class Results:
     peak_meaning: str
 
 
-def name_folder(out: Path | None, environment: Mapping[str, str], now: datetime) -> Path:
-    """Return the absolute path that the user named, or `runs/` and the name of the job, or the date."""
+def _folder_of(out: Path | None) -> Path:
+    """Return the folder that the user named; else below `runs/` that of the job's name, or a new one with the date."""
     if out is not None:
         return out.absolute()
-    return Path("runs", _run_id(environment) or now.strftime("%Y%m%d-%H%M%S")).absolute()
-
-
-def _run_id(environment: Mapping[str, str]) -> str | None:
-    """Return the name of the job, if it can name a folder."""
-    run_id = environment.get(_RUN_ID, "")
-    is_name = run_id not in _NO_NAMES and run_id.replace("-", "").replace("_", "").isalnum()
-    return run_id if is_name else None
+    run_id = os.environ.get(_RUN_ID, "")
+    if run_id not in _NO_NAMES and run_id.replace("-", "").replace("_", "").isalnum():
+        return Path("runs", run_id).absolute()
+    return new_folder(Path("runs", f"{datetime.now().astimezone():%Y%m%d-%H%M%S}").absolute())
 
 
 def new_folder(path: Path) -> Path:
@@ -84,14 +80,13 @@ def claim_results(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
 
 
 def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
-    out = job.options.reporting.out
-    folder = name_folder(out, os.environ, datetime.now().astimezone())
     try:
-        if out is None and _run_id(os.environ) is None:
-            folder = new_folder(folder)
+        folder = _folder_of(job.options.reporting.out)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"--out {folder} cannot be made ({error.strerror}): give another folder") from None
+        raise ConfigurationError(
+            f"--out {error.filename} cannot be made ({error.strerror}): give another folder"
+        ) from None
     if not _claim(folder / _RESULTS_CLAIM, job, held):
         raise ConfigurationError(f"--out {folder}: another run writes into it now; give another folder")
     if not goes_on and any((folder / name).exists() for name in (METRICS_FILE, SUMMARY_FILE)):
