@@ -41,7 +41,7 @@ def test_a_run_that_was_ended_after_its_last_save_gets_its_results(run_ranks: Ru
     assert f"{saved}holdsnocheckpointyet" in told
     (out / "evaluations.jsonl").unlink()  # as if it had been ended between the save of step 4 and its evaluation
     (told,) = run_ranks(1, output_of, *same)
-    assert f"curves,metrics,log,sampleandsummary:{out}" in told
+    assert f"metrics,sampleandsummary:{out}" in told
     whole, evaluated = json.loads((out / "summary.json").read_text()), (out / "evaluations.jsonl").read_text()
     assert [json.loads(line)["step"] for line in evaluated.splitlines()] == [4, 8]
 
