@@ -23,7 +23,7 @@ from benchmarks.variants import OPTIMISATIONS, ablation
 from benchmarks.worker import measure_here
 from benchmarks.workloads import WORKLOADS
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.launch.launcher import choose_ranks, count_cores, find_device_type
+from megatron_fsdp.train.program import choose_ranks, count_cores, find_device_type
 
 EXIT_DISAGREEMENT = 1
 

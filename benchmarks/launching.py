@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from megatron_fsdp.package_info import __version__
-from megatron_fsdp.train.launch.launcher import count_cores, rank_environment
+from megatron_fsdp.train.program import count_cores, rank_environment
 
 _PATIENCE = timedelta(minutes=5)
 """How long ranks wait for one that is gone."""

@@ -36,7 +36,7 @@ from benchmarks.page import render as render_performance
 from benchmarks.page import summary_table
 from megatron_fsdp.cli.main import main as mfsdp
 from megatron_fsdp.plan.published import compare_published, published_row
-from megatron_fsdp.train.launch.failures import ENDS
+from megatron_fsdp.train.failures import ENDS
 from tools import accumulation_costs, ddp_config_table, padding_table, precision_parity, training_flags_table
 from tools.on_ranks import on_ranks
 
@@ -209,8 +209,6 @@ PRESETS = (
     ("llama3-8b-64gpu", 64, "h100"),
     ("llama3-70b-64gpu", 64, "h100"),
     ("llama3-70b-256gpu", 256, "h100"),
-    ("deepseek-v3-256gpu", 256, "b200"),
-    ("deepseek-v3-1024gpu", 1024, "h200"),
 )
 """The configurations in examples/presets, with their ranks and machine."""
 

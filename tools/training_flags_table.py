@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from megatron_fsdp.config.ddp_config_flags import field_meanings, flag_of
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_fsdp.train.options.fields import Option, options_of
+from megatron_fsdp.train.options.command_line import PRESETS
 from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
-from megatron_fsdp.train.options.options import SECTIONS, flag_for
-from megatron_fsdp.train.options.presets import PRESETS
+from megatron_fsdp.train.options.options import SECTIONS, Option, flag_for, options_of
 from tools.training_flags_words import DIFFERENT_DEFAULTS, INTRODUCTION, RULES, SECTION_WORDS
 
 

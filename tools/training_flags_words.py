@@ -19,7 +19,7 @@ once. A flag that would do nothing beside the others is an error that says what 
 things, and where something was adjusted, a notice stands in the header.
 
     $ mfsdp train --preset tiny --fsdp-doubel-buffer --mtp-num-layers 1
-    error: --mtp-num-layers is not supported: the layer that predicts a second token is not trained; leave it out
+    error: --mtp-num-layers is not supported: it is not offered here; leave it out
     error: there is no flag --fsdp-doubel-buffer; did you mean --fsdp-double-buffer?
     $ mfsdp train --preset tiny --save-interval 10
     error: --save-interval does nothing without --save: give both, or leave it out
@@ -46,7 +46,6 @@ not given, and an option that stands twice is an error. All wrong names and valu
 |---|---|---|
 | `CUDA_DEVICE_MAX_CONNECTIONS=1` | `--use-megatron-fsdp` or `--use-torch-fsdp2` on CUDA | error: unset it |
 | the same | a CPU | notice: no effect |
-| `PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` with `expandable_segments:True` | `--use-nccl-ub` on CUDA | error |
 """
 
 SECTION_WORDS = {
@@ -174,7 +173,11 @@ RULES = [
     ("`--ddp-average-in-collective` and `--calculate-per-token-loss`", "error", "error"),
     ("`--ddp-num-buckets` and `--ddp-bucket-size`", "error; above 0", "error; above 0"),
     ("patterns of float32 accumulation and `--accumulate-allreduce-grads-in-fp32`", "error", "error"),
-    ("`--use-nccl-ub` and `expandable_segments:True`", "error before torch 2.11", "error on CUDA"),
+    (
+        "`--use-nccl-ub` and `expandable_segments:True`",
+        "error before torch 2.11",
+        "nothing: torch 2.11 is required, and nothing is registered",
+    ),
     ("`--reuse-grad-buf-for-mxfp8-param-ag`", "needs `--fp8-param-gather`", "error"),
     (
         "outer `optim` and an inner strategy below 3",

@@ -19,18 +19,18 @@ def train_on_worker(config: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_fsdp.train.launch.launcher import find_device_type
-    from megatron_fsdp.train.launch.ranks import Rank
     from megatron_fsdp.train.options.command_line import parse_options
+    from megatron_fsdp.train.options.job import World
     from megatron_fsdp.train.options.resolve import resolve
-    from megatron_fsdp.train.program import world_of
+    from megatron_fsdp.train.program import find_device_type
+    from megatron_fsdp.train.ranks import Rank
     from megatron_fsdp.train.run_job import run_job
 
     options = parse_options(config["options"])
     name = find_device_type(options.parallel.device)
     device = torch.device("cpu") if name == "cpu" else torch.device(name, torch.accelerator.current_device_index())
     rank = Rank(dist.get_rank(), dist.get_world_size(), device, os.getppid())
-    run_job(resolve(options, world_of(options, rank.count)), rank)
+    run_job(resolve(options, World(rank.count, name)), rank)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from megatron_fsdp import optional_packages
 from megatron_fsdp.errors import MissingPackageError
 from megatron_fsdp.optional_packages import EXTRAS, require, require_installed
 from megatron_fsdp.plan.models import PRESETS as MODELS
-from megatron_fsdp.train.options.presets import PRESETS
+from megatron_fsdp.train.options.command_line import PRESETS
 from tests.support.source_tree import ROOT, python_files, short_name
 from tests.support.train_program import environment
 

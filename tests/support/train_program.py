@@ -12,17 +12,17 @@ from torch import device
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.tools.diff import diff
-from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.run_job import run_job
 from tests.support.forked_programs import Program, trainer
 from tests.support.source_tree import SOURCE
 
 LIMIT_S = 600.0  # only for a program that hangs: a busy machine takes many times as long as a quiet one
 OPTIONS: tuple[str, ...] = (
-    *("--preset", "tiny", "--no-auto-bf16", "--num-layers", "1", "--hidden-size", "32", "--ffn-hidden-size", "64"),
+    *("--preset", "tiny", "--num-layers", "1", "--hidden-size", "32", "--ffn-hidden-size", "64"),
     *("--num-attention-heads", "2", "--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "6"),
     *("--train-iters", "8", "--eval-iters", "1", "--eval-interval", "1000000", "--log-interval", "2"),
     *("--device", "cpu", "--sample-tokens", "4", "--prompt", "a"),

@@ -22,7 +22,7 @@ from tests.train.engines.runs import IDS, LLAMA, MIXTRAL, SMALL_SHAPE, NoCheckpo
 
 UNITS = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 FSDP2 = {"use_torch_fsdp2": True}
-FAMILY = (*("--transformer-impl", "transformers", "--no-qk-layernorm", "--train-iters", "2"), "--no-auto-bf16")
+FAMILY = ("--transformer-impl", "transformers", "--no-qk-layernorm", "--train-iters", "2")
 
 
 def trained_and_exported(values: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:

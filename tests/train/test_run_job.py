@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from megatron_fsdp.train.measure import StepRecord
+from megatron_fsdp.train.options.command_line import Layer, assemble, find_preset
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.layers import Layer, assemble
-from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.reporting.metrics import StepRecord, read_lines
+from megatron_fsdp.train.recorder import read_lines
 from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
 from tests.train.engines.runs import this_rank
@@ -19,7 +19,6 @@ OPTIONS: dict[str, Any] = {
     "seq_length": 16,
     "micro_batch_size": 2,
     "global_batch_size": 4,
-    "auto_bf16": False,
     "eval_interval": 4,
     "log_interval": 3,
     "sample_tokens": 20,
@@ -69,15 +68,15 @@ def test_two_ranks_train_and_evaluate_as_one_process_does(
 @pytest.mark.parametrize(
     "model", [{}, {"transformer_impl": "transformers"}, {"transformer_impl": "transformers", "use_torch_fsdp2": True}]
 )
-def test_traffic_and_persistent_memory_are_what_the_formulas_say(
+def test_traffic_and_memory_are_what_the_formulas_say(
     run_ranks: RunRanks, text_file: Path, tmp_path: Path, model: dict[str, Any]
 ) -> None:
     run_ranks(2, train, {**OPTIONS, **model, "bf16": True, "data_path": str(text_file), "out": str(tmp_path)})
     rows = {row["what"]: (row["measured"], row["formula"]) for row in summary(tmp_path)["rows"]}
-    exact = {name: pair for name, pair in rows.items() if "peak" not in name}
-    assert len(exact) == (0 if "use_torch_fsdp2" in model else 6)
-    assert all(measured == formula for measured, formula in exact.values())
-    assert all(measured for measured, _ in exact.values())
+    peak = rows.pop("peak bytes of weights, gradients, optimizer, communication", (0, 0))
+    assert 0 <= peak[0] <= peak[1]
+    assert len(rows) == (0 if "use_torch_fsdp2" in model else 2)
+    assert all(measured == formula and measured for measured, formula in rows.values())
 
 
 @pytest.mark.full(short=["optim_grads_params-optim"])
@@ -103,18 +102,15 @@ def test_traffic_over_the_outer_axis_is_what_the_formulas_say(
     }
     run_ranks(4, train, options)
     rows = {row["what"]: row for row in summary(tmp_path)["rows"]}
-    for what in ("gathers", "sent in gathers", "reductions", "sent in reductions"):
-        row = rows[f"{what} per step"]
-        assert row["measured"] == row["formula"]
-    assert rows["reductions per step"]["measured"] == (6 if strategy == "optim" else 12)
+    for what in ("gathers per step", "bytes sent per step"):
+        assert rows[what]["measured"] == rows[what]["formula"] > 0
 
 
-def test_run_leaves_metrics_curve_sample_and_summary(one_process: Path) -> None:
+def test_run_leaves_metrics_sample_and_summary(one_process: Path) -> None:
     records = read_lines(one_process / "metrics.jsonl", StepRecord)
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert records[-1].loss < records[0].loss - 1.0
     assert all(record.grad_norm > 0 and record.tokens_per_s > 0 and record.peak_bytes > 0 for record in records)
-    assert (one_process / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (one_process / "sample.txt").read_text().startswith("def ")
     told = summary(one_process)
     assert [evaluation["step"] for evaluation in told["evaluations"]][:2] == [4, 8]

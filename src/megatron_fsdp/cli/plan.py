@@ -25,7 +25,7 @@ from megatron_fsdp.plan.models import PRESETS, build_meta_model, comes_from_conf
 from megatron_fsdp.plan.planning import Plan, Recommendation, Workload, make_workload, plan_workload, recommend
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 from megatron_fsdp.plan.setup import Accumulation, Backend, ParallelRanks, Setup, find_optimizer
-from megatron_fsdp.train.options.presets import PRESETS as TRAINER_PRESETS
+from megatron_fsdp.train.options.command_line import PRESETS as TRAINER_PRESETS
 
 _AUTO = "auto"
 _MOST_RANKS = 10**7

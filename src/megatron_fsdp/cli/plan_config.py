@@ -20,11 +20,9 @@ from megatron_fsdp.plan.planning import Workload, make_workload
 from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Recompute, Setup, find_optimizer
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
-from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.command_line import Layer, assemble, find_preset, parse_options
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.options import ModelOptions
-from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 
 _BYTES = 256
@@ -114,7 +112,7 @@ def planned_run(path: Path, num_ranks: int) -> PlannedRun:
     Raises:
         ConfigurationError: The trainer would refuse it, or the planner does not know its engine.
     """
-    job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda", multiplies_bf16=True))
+    job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda"))
     _check(job, path)
     setup, options = _setup(job), job.options
     model = options.model.hf_config or options.model.hf_model

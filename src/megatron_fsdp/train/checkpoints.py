@@ -1,9 +1,14 @@
-"""Checkpoints of the training loop: loads one to resume from, saves on the way and when interrupted."""
+"""Checkpoints of a run: which one it begins from, what decides its numbers, saves on the way and when interrupted."""
 
+from __future__ import annotations
+
+import hashlib
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,16 +17,231 @@ import torch
 
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.groups import dump_param_to_param_group_map
-from megatron_fsdp.checkpoint.store import iteration_of
-from megatron_fsdp.comm.agreement import decided_by_first
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.manifest import Manifest
+from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder, iteration_of
+from megatron_fsdp.checkpoint.verify import require_sound
+from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train.launch.failures import NotSavedError
-from megatron_fsdp.train.loop import Run
+from megatron_fsdp.train.data.preparation import TokenData
+from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.failures import NotSavedError
+from megatron_fsdp.train.faults import is_out_of_memory
+from megatron_fsdp.train.measure import Progress
 from megatron_fsdp.train.models.megatron_checkpoint import view_for
-from megatron_fsdp.train.progress import Progress, TrainingState, facts_of
-from megatron_fsdp.train.recovery.resuming import Origin
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.options import Options, flag_for
+from megatron_fsdp.train.options.resolve import with_samples_of_step
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OF_OPTIMIZER = {"sgd": ("sgd_momentum",), "adam": ("adam_beta1", "adam_beta2", "adam_eps")}
+_NO_ARITHMETIC = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+_FACTS = "trainer.facts"
+_BATCH = "--global-batch-size"
+
+Say = Callable[[str], None]
+
+
+# ---- where a run begins ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint, or folder of checkpoints, from which a run begins; None: it begins with fresh weights."""
+
+    folder: Path | None = None
+    is_own: bool = False  # saved by this run itself, before it was started again; then all of it is loaded
+    is_compared: bool = False  # with its checksums, just now
+
+
+def find_origin(job: Job, say: Say) -> Origin:
+    """Decide what to load; collective.
+
+    Ranks that were restarted resume from what they have saved, and so does a run with one folder for load and save. A
+    damaged checkpoint there is passed over for an earlier one, whose steps are repeated exactly: nobody is there to
+    choose. What the user names is loaded or refused.
+    """
+    options = job.options.checkpoint
+    if job.load_is_optional and options.save is not None:
+        found = newest_sound(options.save, say)
+        if found is not None:
+            return Origin(found, is_own=job.restarts > 0, is_compared=True)
+        if options.load is None or options.load.resolve() == options.save.resolve():
+            say(f"{options.save} holds no checkpoint yet: starting from the first step")
+            return Origin()
+    return Origin(options.load)
+
+
+def newest_sound(root: Path, say: Say) -> Path | None:
+    """Return the newest undamaged checkpoint of a run's folder; None where there is none at all. Collective."""
+    found = _candidates(root, say)
+    problems = []
+    for path in found:
+        try:
+            together(f"verifying {path}", lambda path=path: _require_sound(path))  # type: ignore[misc]
+        except CheckpointError as error:
+            if is_out_of_memory(error):  # which says nothing of the checkpoint
+                raise
+            problems.append(str(error))
+            say(f"WARNING: {path} cannot be used, going back to the one before: {error}")
+        else:
+            return path
+    if found:
+        raise CheckpointError(
+            f"no checkpoint in {root} can be used, and beginning anew would replace them: move them away to do so, or "
+            f"bring back one that is whole ({problems[0]})"
+        )
+    return None
+
+
+def _candidates(root: Path, say: Say) -> list[Path]:
+    """List whole checkpoints, newest first, from the one that the pointer names on."""
+    whole = CheckpointStore(root).iterations()
+    pointed = together(f"looking into {root}", lambda: _pointed(root))
+    if pointed not in whole and whole:
+        named = "has no pointer that names a checkpoint" if pointed is None else f"lacks the checkpoint {pointed}"
+        say(f"WARNING: {root} {named}: taking the newest that there is")
+    return [RunFolder(root).path_of(number) for number in reversed(whole) if pointed is None or number <= pointed]
+
+
+def _pointed(root: Path) -> int | None:
+    try:
+        pointed = RunFolder(root).pointed()
+    except CheckpointError:
+        return None
+    return pointed if isinstance(pointed, int) else None
+
+
+def _require_sound(path: Path) -> None:
+    folder = CheckpointFolder(path)
+    if Manifest.read(path) is not None:  # written by another program: only names, shapes and files can be checked
+        require_sound(folder, rank_of(None), world_size_of(None))
+
+
+def saved_batch(path: Path) -> int | None:
+    """Return the samples of a step of the run that saved a checkpoint; None if it does not say."""
+    folder = CheckpointFolder(path)
+    facts = folder.read_object(_FACTS) if _FACTS in folder.objects else []
+    found = {str(name): str(value) for name, value in facts} if isinstance(facts, list) else {}
+    return int(found[_BATCH]) if _BATCH in found else None
+
+
+def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
+    """Return the job with as many samples in a step as the run that it resumes; collective.
+
+    With `--global-batch-size` left out, a step has one microbatch of each rank. On another number of ranks that would
+    be another run, so the number that was decided when it began is kept.
+    """
+    options, training = job.options, job.options.training
+    is_free = training.global_batch_size is not None and training.train_samples is None
+    if origin.folder is None or (options.checkpoint.finetune and not origin.is_own) or is_free:
+        return job
+    path = CheckpointStore(origin.folder).resolve_or_itself()
+    total = together(f"reading {path}", lambda: saved_batch(path))
+    if total is None or total == job.batch.total:
+        return job
+    if training.global_batch_size is not None:
+        raise ConfigurationError(
+            f"{path} was saved by a run with {total} samples in a step, and --global-batch-size is {job.batch.total}: "
+            f"all steps of --train-samples have one size; give --global-batch-size {total}, or --train-iters"
+        )
+    resumed = with_samples_of_step(job, total)
+    say(
+        f"--global-batch-size {total}, as in the run that saved {path}; {job.batch.total} would follow from "
+        f"{job.batch.ranks} data-parallel ranks, and be another run"
+    )
+    return resumed
+
+
+# ---- what decides its numbers ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainingState:
+    """The loop's own state, saved as `trainer`: its progress, and what decides the numbers of the run, by option."""
+
+    facts: dict[str, str]
+    progress: Progress = field(default_factory=Progress)
+    saved_facts: dict[str, str] = field(default_factory=dict)  # of the run that saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        facts = [list(item) for item in self.facts.items()]  # one object, whatever options later versions have
+        return {**asdict(self.progress), "facts": facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state from a checkpoint."""
+        self.progress = Progress(
+            int(state["steps"]), int(state["samples"]), int(state["skipped"]), float(state["elapsed_s"])
+        )
+        self.saved_facts = {str(name): str(value) for name, value in state["facts"]}
+
+    def changes(self) -> list[str]:
+        """Describe what has changed since the checkpoint was saved."""
+        return [
+            f"{name} was {self.saved_facts[name]} and is {value}"
+            for name, value in self.facts.items()
+            if name in self.saved_facts and self.saved_facts[name] != value
+        ]
+
+
+def facts_of(job: Job, data: TokenData) -> dict[str, str]:
+    """Return what decides the losses of a run, as text, by option; the number of ranks changes only rounding."""
+    options, schedule = job.options, job.schedule
+    wsd = {"--lr-wsd-decay-iters": str(schedule.wsd_steps)} if schedule.style == "WSD" else {}
+    return {
+        "--lr": str(schedule.peak),
+        "--min-lr": str(schedule.final),
+        "--lr-decay-style": schedule.style,
+        "--lr-decay-iters": str(schedule.decay_steps),
+        "--lr-warmup-iters": str(schedule.warmup_steps),
+        "--lr-warmup-init": str(schedule.initial),
+        **wsd,
+        "--global-batch-size": str(job.batch.total),
+        "--seq-length": str(job.seq_length),
+        **{flag_for(name): str(options.value(name)) for name in _deciding(options)},
+        **_source_facts(options.model.source),
+        **_dtype_facts(job),
+        "--data-path": f"text with checksum {data.checksum[:16]}",
+    }
+
+
+def _deciding(options: Options) -> Iterator[str]:
+    """Yield the options that decide numbers as they were given."""
+    yield from ("optimizer", *_OF_OPTIMIZER[options.optimizer.optimizer])
+    yield from ("weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss")
+    if options.model.source is None:  # not visible in the shapes of weights
+        yield from ("num_attention_heads", "normalization", "norm_epsilon")
+        if options.model.position_embedding_type == "rope":
+            yield "rotary_base"
+        if options.model.num_experts is not None:
+            yield "moe_router_topk"
+
+
+def _source_facts(source: Path | None) -> dict[str, str]:
+    """Return the checksum of a transformers configuration, without fields that change no number."""
+    if source is None:
+        return {}
+    file = source / "config.json" if source.is_dir() else source
+    found = json.loads(file.read_bytes())
+    said = {name: value for name, value in found.items() if name not in _NO_ARITHMETIC}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return {"the configuration of the model": f"one with checksum {digest[:16]}"}
+
+
+def _dtype_facts(job: Job) -> dict[str, str]:
+    """Return the dtypes that decide rounding."""
+    found = job.precision
+    dtypes = {
+        "the dtype of compute": found.compute,
+        "the dtype of main weights": found.main_params,
+        "the dtype of main gradients": found.main_grads,
+        "the dtype that gradients travel in": found.grad_comm,
+    }
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+
+
+# ---- loading and saving ----------------------------------------------------------------------------------------------
 
 
 class RunCheckpoints:
@@ -34,20 +254,13 @@ class RunCheckpoints:
     A save that fails, as on a full disk, is reported and counted, and training goes on: earlier saves stay intact.
     """
 
-    def __init__(self, run: Run, origin: Origin, say: Callable[[str], None]) -> None:
-        """Prepare the checkpoints of a run.
-
-        Args:
-            run: What is trained.
-            origin: Where it begins.
-            say: Shows a line or several to the user, on the first rank.
-        """
+    def __init__(self, job: Job, trained: Trained, data: TokenData, origin: Origin, say: Say) -> None:
+        """Prepare the checkpoints of a run that begins at `origin`."""
         self.is_interrupted = False
         self.is_finished = False
-        self._run, self._origin = run, origin
-        self._say = say
-        self._options = options = run.job.options.checkpoint
-        self._state = TrainingState(facts_of(run.job, run.data) if options.save or options.load else {})
+        self._job, self._trained, self._origin, self._say = job, trained, origin, say
+        self._options = options = job.options.checkpoint
+        self._state = TrainingState(facts_of(job, data) if options.save or options.load else {})
         self._saved = -1
         self._failed_saves = 0
         self._is_saving = False  # in the background, with an end that is not known yet
@@ -74,24 +287,15 @@ class RunCheckpoints:
             self._finish()
 
     def start(self) -> Progress:
-        """Load the requested checkpoint, and write the map of parameter groups if it was requested.
-
-        Returns:
-            How far training is.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be loaded; the same on every rank.
-            ConfigurationError: There is nothing left to train, or the folder to save to is further than this run or
-                cannot be written.
-        """
-        options, run, load = self._options, self._run, self._origin.folder
-        total = run.job.train_iters
+        """Load the requested checkpoint, write the map of parameter groups if requested, and return the progress."""
+        options, job, load = self._options, self._job, self._origin.folder
+        total = job.train_iters
         saved = [] if self._checkpointer is None else self._checkpointer.store.iterations()
         if load is not None:
             self._load(load)
         steps = self._state.progress.steps
-        is_measured_only = run.job.options.training.skip_train
-        if steps == total and run.job.load_is_optional and not is_measured_only:  # started again by the same command
+        is_measured_only = job.options.training.skip_train
+        if steps == total and job.load_is_optional and not is_measured_only:  # started again by the same command
             self.is_finished = True
             self._say(f"{load} has all {total} steps: the training is done")
             return self._state.progress
@@ -104,7 +308,7 @@ class RunCheckpoints:
             self._replaceable = decided_by_first(lambda: _numbers_in(folder, above=steps), f"looking into {folder}")
         if options.dump_param_to_param_group_map is not None:
             folder = options.dump_param_to_param_group_map
-            dump_param_to_param_group_map(run.trained.model, run.trained.optimizer, folder)
+            dump_param_to_param_group_map(self._trained.model, self._trained.optimizer, folder)
             self._say(f"wrote the map of parameter groups: {folder}")
         return self._state.progress
 
@@ -114,14 +318,10 @@ class RunCheckpoints:
         return self._checkpointer is not None and every is not None and step % every == 0
 
     def save(self, progress: Progress) -> None:
-        """Save, if there is a folder and this step was not saved yet.
-
-        Raises:
-            NotSavedError: It could not be saved, nor could as many before it as are allowed to fail; on every rank.
-        """
+        """Save, if there is a folder and this step was not saved yet; one failure too many is a `NotSavedError`."""
         if self._checkpointer is None or progress.steps == self._saved:
             return
-        self._state.progress = progress
+        self._state.progress = decided_by_first(lambda: progress, "saving")  # clocks differ, and any rank may write it
         if self._is_saving:
             self._await()
         try:
@@ -136,7 +336,7 @@ class RunCheckpoints:
         self._say(f"step {progress.steps:>5}: saving {path}" if self._is_saving else f"saved {path}")
 
     def _start_saving(self, checkpointer: Checkpointer, progress: Progress) -> Path:
-        options, trained = self._options, self._run.trained
+        options, trained = self._options, self._trained
         return checkpointer.save(
             progress.steps,
             trained.model,
@@ -159,13 +359,9 @@ class RunCheckpoints:
             self._failed_saves, self._problem = 0, None
 
     def _note_failed(self, error: CheckpointError) -> None:
-        """Count a save that failed.
-
-        Raises:
-            NotSavedError: It was one too many.
-        """
+        """Count a save that failed; one too many is a `NotSavedError`."""
         self._failed_saves, self._problem, self._saved = self._failed_saves + 1, error, -1
-        limit = self._run.job.options.recovery.max_failed_saves
+        limit = self._job.options.recovery.max_failed_saves
         if self._failed_saves > limit:
             raise NotSavedError(
                 f"{error}: {self._failed_saves} saves in a row failed, and --max-failed-saves is {limit}; what was "
@@ -178,11 +374,7 @@ class RunCheckpoints:
         )
 
     def _finish(self) -> None:
-        """Wait for the save in the background; the last one must succeed.
-
-        Raises:
-            NotSavedError: It failed.
-        """
+        """Wait for the save in the background; the last one must succeed."""
         if self._checkpointer is None:
             return
         if self._is_saving:
@@ -197,7 +389,7 @@ class RunCheckpoints:
     def _meet_later_ones(self, newest: int, steps: int) -> None:
         """Decide about checkpoints of later steps than this run begins at."""
         save = self._options.save
-        if not self._run.job.load_is_optional:
+        if not self._job.load_is_optional:
             raise ConfigurationError(
                 f"--save {save} holds a checkpoint of step {newest}, and this run begins after step {steps}: "
                 f"give --load {save} to go on from there, or another folder"
@@ -208,23 +400,23 @@ class RunCheckpoints:
         )
 
     def _load(self, folder: Path) -> None:
-        options, run, is_own = self._options, self._run, self._origin.is_own
+        options, trained, is_own = self._options, self._trained, self._origin.is_own
         finetunes = options.finetune and not is_own
         without_optimizer = finetunes or (options.no_save_optim if is_own else options.no_load_optim)
         without_rng = finetunes or (options.no_save_rng if is_own else options.no_load_rng)
         extra = {} if finetunes else self._extra()
         fresh = {name: state.state_dict() for name, state in extra.items()}
         strict = options.strict_fsdp_dtensor_load
-        with in_options(), _own_group_options(run.trained.optimizer):
+        with in_options(), _own_group_options(trained.optimizer):
             report: LoadReport = load_checkpoint(
-                run.trained.model,
-                None if without_optimizer else run.trained.optimizer,
+                trained.model,
+                None if without_optimizer else trained.optimizer,
                 folder,
                 extra=extra,
                 with_rng=not without_rng,
                 strict=strict,
                 verify=self._compares,
-                view=view_for(run.trained.model, run.job.batch.total, fresh, strict=strict),
+                view=view_for(trained.model, self._job.batch.total, fresh, strict=strict),
             )
         progress = self._state.progress
         self._say(f"loaded {folder}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
@@ -236,12 +428,12 @@ class RunCheckpoints:
         """Whether to verify checksums on load; None: where the checkpoint has some."""
         if self._origin.is_compared:
             return False
-        options = self._run.job.options
+        options = self._job.options
         return options.checkpoint.verify_integrity if options.is_given("verify_integrity") else None
 
     def _extra(self) -> dict[str, Any]:
         """Return what is saved beside weights and optimizer: the loop's state and, in float16, the loss scale."""
-        scale = self._run.trained.scale
+        scale = self._trained.scale
         return {"trainer": self._state} if scale is None else {"trainer": self._state, "loss_scale": scale}
 
     def _interrupt(self, number: int, _: object) -> None:
@@ -276,11 +468,7 @@ def _own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def in_options() -> Iterator[None]:
-    """Name the trainer's options in errors of the library that name arguments.
-
-    Raises:
-        CheckpointError: The block raised it.
-    """
+    """Name the trainer's options in errors of the library that name arguments."""
     try:
         yield
     except CheckpointError as error:

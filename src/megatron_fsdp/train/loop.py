@@ -1,77 +1,37 @@
-"""The training loop: plain steps over samples whose order does not depend on the number of ranks."""
+"""The training loop: plain steps and evaluations over samples that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import decided_by_first
+from megatron_fsdp.comm.agreement import decided_by_first, gather_objects
 from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.train.data.batches import Batch, Feed
+from megatron_fsdp.train.checkpoints import RunCheckpoints
+from megatron_fsdp.train.data.batches import Batch, Feed, held_out_batches
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
-from megatron_fsdp.train.evaluation import evaluate
-from megatron_fsdp.train.launch.ranks import Rank
+from megatron_fsdp.train.failures import NonFiniteStepError
+from megatron_fsdp.train.faults import Pulse
+from megatron_fsdp.train.measure import Evaluation, ExposedCommunication, Progress, Speed, StepRecord, peak_bytes
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.recovery.faults import NanGuard
-from megatron_fsdp.train.recovery.hangs import Pulse
-from megatron_fsdp.train.reporting.measure import ExposedCommunication, peak_bytes
-from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, StepRecord
+from megatron_fsdp.train.ranks import Rank, reduce_values
+from megatron_fsdp.train.recorder import Recorder
 
-
-class Watcher(Protocol):
-    """The interface for showing progress; only the first rank's shows anything."""
-
-    def start(self, progress: Progress) -> None:
-        """Begin, or resume after the steps of `progress`."""
-
-    def on_steps(self, records: Sequence[StepRecord]) -> None:
-        """Show the steps since the last call."""
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Show a held-out loss."""
-
-    def say(self, text: str) -> None:
-        """Print one or more lines."""
-
-
-class Keeper(Protocol):
-    """The interface for checkpoints; every method is called by all ranks."""
-
-    is_interrupted: bool
-    """Whether this rank was asked to save and end."""
-
-    def start(self) -> Progress:
-        """Load a checkpoint if there is one, and return how far it is."""
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to save after this step."""
-
-    def save(self, progress: Progress) -> None:
-        """Save a checkpoint."""
+_SHOWN = 5  # parameters with gradients that are not finite
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything the loop works with.
-
-    Attributes:
-        job: What was asked for.
-        trained: The sharded model and its optimizer.
-        data: The tokens.
-        feed: This rank's microbatches.
-        rank: This process.
-        speed: What a step costs; None: only its tokens are known.
-        pulse: Its signs of life.
-    """
+    """Everything the loop works with."""
 
     job: Job
     trained: Trained
@@ -84,38 +44,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of training besides the weights.
-
-    Attributes:
-        progress: How far it came.
-        step_counters: Collectives and bytes of the last step on this rank; None with an engine that does not count.
-        is_interrupted: Whether the user ended it.
-    """
+    """The result of training besides the weights."""
 
     progress: Progress
-    step_counters: Traffic | None
+    last_traffic: Traffic | None  # of the last step on this rank; None with an engine that does not count
     is_interrupted: bool
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step, the same on all ranks.
-
-    Attributes:
-        loss: Over all ranks and microbatches, nats per token.
-        grad_norm: Norm of the whole gradient before clipping.
-        checksum: Of the samples of all ranks; see `Batch`.
-        is_interrupted: Whether some rank was asked to end.
-        is_late: Whether the time limit is reached by the first rank's clock.
-        params_norm: Norm of all weights after the step; NaN: not asked for.
-        num_zeros_in_grad: Elements of the gradients that are zero; NaN: not asked for.
-    """
+    """The result of one step, the same on all ranks; NaN: not asked for."""
 
     loss: float
     grad_norm: float
     checksum: int
     is_interrupted: bool
-    is_late: bool
+    is_late: bool  # by the first rank's clock
     params_norm: float = math.nan
     num_zeros_in_grad: float = math.nan
 
@@ -125,25 +69,17 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], bool] = lambda _: False) -> Outcome:
-    """Train for as many steps as the job allows, from the keeper's progress; report to the watcher.
-
-    Args:
-        run: What is trained.
-        watcher: Shows progress.
-        keeper: Keeps checkpoints.
-        lacks: Asked on the first rank: whether the run's files have this step, and no held-out loss after it.
-    """
+def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
+    """Train for as many steps as the job allows, from the keeper's progress."""
     job, training = run.job, run.job.options.training
-    guard = NanGuard(job.options.recovery.max_nan_steps, watcher.say)
+    guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
     exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
-    limit_s = math.inf if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
     with run.pulse.resting():
         done = keeper.start()
-    watcher.start(done)
-    _make_up(run, watcher, done, lacks)
+    recorder.start(done)
+    _make_up(run, recorder, done)
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
-    counters, is_interrupted = None, False
+    traffic, is_interrupted = None, False
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
@@ -152,9 +88,9 @@ def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], boo
         before = None if run.trained.inside is None else run.trained.inside.traffic()
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
         with exposed.step(is_measured=is_shown):
-            result = train_step(run, done, guard, (keeper.is_interrupted, time.perf_counter() - began_s >= limit_s))
+            result = train_step(run, done, guard, (keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s))
         if before is not None and run.trained.inside is not None:
-            counters = run.trained.inside.traffic().since(before)
+            traffic = run.trained.inside.traffic().since(before)
         last_s, now_s = done.elapsed_s, time.perf_counter() - began_s
         done = Progress(step, done.samples + job.batch.total, done.skipped + (not result.is_finite), now_s)
         records.append(_record_of(run, done, result, now_s - last_s, scale))
@@ -162,42 +98,37 @@ def train(run: Run, watcher: Watcher, keeper: Keeper, lacks: Callable[[int], boo
         is_last = is_interrupted or result.is_late or step == job.train_iters or _is_due(step, training.exit_interval)
         is_save, is_check = keeper.is_due(step), _is_due(step, training.eval_interval)
         if is_last or is_check or is_save or is_shown:
-            watcher.on_steps(_measured(run, records, exposed.take_share()))
+            recorder.on_steps(_measured(run, records, exposed.take_share()))
             with run.pulse.resting():
                 if is_save or is_last:
                     keeper.save(done)
                 if (is_check or is_last) and not is_interrupted:
-                    watcher.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
+                    recorder.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
             began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break
-    return Outcome(done, counters, is_interrupted)
+    return Outcome(done, traffic, is_interrupted)
 
 
 def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
-def _make_up(run: Run, watcher: Watcher, done: Progress, lacks: Callable[[int], bool]) -> None:
+def _make_up(run: Run, recorder: Recorder, done: Progress) -> None:
     """Evaluate first if that was due after the last step and the run was ended in between."""
     steps, training = done.steps, run.job.options.training
     is_due = steps > 0 and (_is_due(steps, training.eval_interval) or steps == run.job.train_iters)
-    if is_due and not training.skip_train and decided_by_first(lambda: lacks(steps), "reading evaluations"):
+    if not is_due or training.skip_train:
+        return
+    if decided_by_first(lambda: recorder.lacks_evaluation(steps), "reading evaluations"):
         with run.pulse.resting():
-            watcher.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
+            recorder.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
 
 
 def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> StepResult:
     """Do the optimizer step after `done`, or skip it if its loss or gradient is not finite.
 
-    Args:
-        run: What is trained.
-        done: How far it is.
-        guard: Counts skipped steps.
-        flags: Whether this rank was asked to end, and whether its time is over.
-
-    Raises:
-        NonFiniteStepError: Too many steps in a row were not finite; on every rank.
+    `flags` say whether this rank was asked to end, and whether its time is over.
     """
     for group in run.trained.optimizer.param_groups:
         group["lr"] = run.job.schedule.rate(done.steps)
@@ -225,9 +156,8 @@ def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
         return [batch.factors_per_sample(run.job.batch.total) for batch in batches]
     tokens = float(run.job.tokens_per_step)
     if run.job.options.data.eod_mask_loss:  # else every sample counts all its tokens
-        total = torch.stack([batch.weights.sum() for batch in batches]).sum().double().to(trained.device)
-        dist.all_reduce(total)
-        tokens = float(total) * trained.data_size / run.rank.count
+        (total,) = reduce_values(run.rank, [sum(float(batch.weights.sum()) for batch in batches)], "sum")
+        tokens = total * trained.data_size / run.rank.count
     return [batch.factors_per_token(tokens) for batch in batches]
 
 
@@ -236,9 +166,7 @@ def _exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[
     interrupted, late = flags
     share = run.trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
     mine = [float(loss) * share, checksum * share, float(interrupted), float(late and run.rank.is_first)]
-    values = torch.tensor(mine, dtype=torch.float64, device=run.trained.device)
-    dist.all_reduce(values)
-    total, checksums, interrupts, lates = values.tolist()
+    total, checksums, interrupts, lates = reduce_values(run.rank, mine, "sum")
     whole = round(checksums) if math.isfinite(checksums) else 0
     return StepResult(total, float(norm), whole, interrupts > 0, lates > 0)
 
@@ -268,7 +196,88 @@ def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scal
 
 def _measured(run: Run, records: Sequence[StepRecord], exposed_share: float) -> list[StepRecord]:
     """Add to records what is measured only when steps are shown (the share to the last one); collective."""
-    peak = torch.tensor([float(peak_bytes(run.trained))], dtype=torch.float64, device=run.trained.device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    found = [replace(record, peak_bytes=int(peak.item())) for record in records]
+    (peak,) = reduce_values(run.rank, [float(peak_bytes(run.trained))], "max")
+    found = [replace(record, peak_bytes=int(peak)) for record in records]
     return [*found[:-1], replace(found[-1], exposed_share=exposed_share)]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation without gradients inside the block, then restore its mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def evaluate(job: Job, trained: Trained, data: TokenData, times: int = 1) -> float:
+    """Return the mean loss over `times` `--eval-iters` global batches of held-out text, in nats per token; collective.
+
+    It is the same for any number of ranks.
+    """
+    samples = times * job.options.training.eval_iters * job.batch.total
+    batches = held_out_batches(data, job.seq_length, samples, job.batch, trained.data_index)
+    sums = torch.zeros(2, dtype=torch.float64, device=trained.device)
+    with evaluating(trained.model):
+        for batch in batches:
+            weights = batch.weights.to(trained.device)
+            sums += torch.stack([(trained.token_losses(batch) * weights).sum().double(), weights.sum().double()])
+    dist.all_reduce(sums)  # ranks that share a batch count it alike, above and below the line
+    total, count = sums.tolist()
+    return total / count
+
+
+class NanGuard:
+    """Counts consecutive steps that are not finite. Every rank judges the same numbers."""
+
+    def __init__(self, limit: int, say: Callable[[str], None]) -> None:
+        """Allow `limit` of them in a row; `say` prints each."""
+        self._limit = limit
+        self._say = say
+        self._in_a_row = 0
+
+    def judge(self, step: int, loss: float, grad_norm: float, trained: Trained) -> None:
+        """Judge a step, whose gradients are still there; collective.
+
+        One that overflowed through the loss scale alone is no failure.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._in_a_row = 0
+            return
+        if trained.scale is not None and trained.scale.has_overflowed(loss, grad_norm):
+            scale = f"{trained.scale.value:,.0f}"
+            self._say(f"step {step}: gradients overflow float16 at loss scale {scale}: skipped, halved")
+            return
+        self._in_a_row += 1
+        what = f"step {step} has loss {loss} and gradient norm {grad_norm}{where_told(trained.model)}"
+        if self._in_a_row > self._limit:
+            raise NonFiniteStepError(
+                f"{what}: {self._in_a_row} steps in a row could not be taken, and --max-nan-steps is {self._limit}; "
+                "lower --lr, look at the data of these steps, or go on from an earlier checkpoint"
+            )
+        self._say(f"{what}: skipped, {self._in_a_row} of at most {self._limit} in a row")
+
+
+def where_told(model: nn.Module) -> str:
+    """Name the parameters with gradients that are not finite, and their ranks; the same on every rank, collective."""
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(gather_objects(list(names_of_bad_gradients(model)))):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    if not ranks:
+        return ""
+    named = [f"{name} (rank {', '.join(map(str, having))})" for name, having in list(ranks.items())[:_SHOWN]]
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"; not finite are the gradients of {', '.join(named)}{more}"
+
+
+def names_of_bad_gradients(model: nn.Module) -> Iterator[str]:
+    """Yield the parameters whose gradient, as far as this rank holds it, is not finite."""
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if isinstance(local, Tensor) and local.numel() and not bool(local.isfinite().all()):
+            yield name

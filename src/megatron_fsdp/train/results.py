@@ -1,4 +1,4 @@
-"""The folder of a run and its results: measured values, a sample and pictures."""
+"""The folder of a run and its results: measured values and a sample."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import math
 import os
 import tempfile
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -22,19 +23,17 @@ from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.evaluation import evaluate, evaluating, generate
-from megatron_fsdp.train.loop import Outcome, Run
+from megatron_fsdp.train.console import print_message, printable, show_comparison
+from megatron_fsdp.train.engines.trained import Trained
+from megatron_fsdp.train.loop import Outcome, Run, evaluate, evaluating
+from megatron_fsdp.train.measure import Evaluation, Row, compare, describe_peak, peak_bytes
 from megatron_fsdp.train.models.build import transformers_config
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.reporting.console import print_message, printable, show_comparison
-from megatron_fsdp.train.reporting.measure import Row, compare, describe_peak, peak_bytes
-from megatron_fsdp.train.reporting.metrics import Evaluation, to_json
-from megatron_fsdp.train.reporting.recorder import Recorder, applied, engine_words, plot_run
+from megatron_fsdp.train.recorder import METRICS_FILE, Recorder, applied, to_json
 
 TEMPERATURE = 0.7
 FINAL_TIMES = 4  # factor for the samples of the final evaluation
 SAMPLE_FILE = "sample.txt"
-MARK_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 _RESULTS_CLAIM, _SAVES_CLAIM = ".claim", ".claim-of-saves"  # one folder may be both
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -43,45 +42,28 @@ _NO_NAMES = ("", "none")
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a finished run.
-
-    Attributes:
-        held_out_loss: Mean on held-out text, in nats per token.
-        bits_per_byte: This loss in bits per byte of text, which does not depend on the tokenizer; NaN: not known.
-        sample: Text that the model wrote.
-        rows: Measured values beside computed ones.
-        peaks_bytes: Peak of memory of every rank.
-        peak_meaning: What the peaks count.
-    """
+    """The results of a finished run; losses are in nats per token."""
 
     held_out_loss: float
-    bits_per_byte: float
+    bits_per_byte: float  # of text, whatever the tokenizer; NaN: not known
     sample: str
     rows: tuple[Row, ...]
     peaks_bytes: tuple[int, ...]
     peak_meaning: str
 
 
-def name_folder(out: Path | None, environment: Mapping[str, str], now: datetime) -> Path:
-    """Return the absolute path that the user named, or `runs/` and the name of the job, or the date."""
+def _folder_of(out: Path | None) -> Path:
+    """Return the folder that the user named; else below `runs/` that of the job's name, or a new one with the date."""
     if out is not None:
         return out.absolute()
-    return Path("runs", _run_id(environment) or now.strftime("%Y%m%d-%H%M%S")).absolute()
-
-
-def _run_id(environment: Mapping[str, str]) -> str | None:
-    """Return the name of the job, if it can name a folder."""
-    run_id = environment.get(_RUN_ID, "")
-    is_name = run_id not in _NO_NAMES and run_id.replace("-", "").replace("_", "").isalnum()
-    return run_id if is_name else None
+    run_id = os.environ.get(_RUN_ID, "")
+    if run_id not in _NO_NAMES and run_id.replace("-", "").replace("_", "").isalnum():
+        return Path("runs", run_id).absolute()
+    return new_folder(Path("runs", f"{datetime.now().astimezone():%Y%m%d-%H%M%S}").absolute())
 
 
 def new_folder(path: Path) -> Path:
-    """Make a new folder: of this name, or with -2, -3 and so on if another run was faster.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Make a new folder: of this name, or with -2, -3 and so on if another run was faster."""
     for number in itertools.count(1):
         folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
@@ -92,34 +74,22 @@ def new_folder(path: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
-@contextmanager
-def results_folder(job: Job, *, goes_on: bool) -> Iterator[Path]:
-    """Make the folder, or find that of the run that is resumed, for this run alone; collective.
-
-    Args:
-        job: The run.
-        goes_on: Whether it goes on from a run of its own, and with its files.
-
-    Raises:
-        ConfigurationError: It holds an earlier run that this one does not go on from, another run writes into it now,
-            or it cannot be made.
-    """
-    with ExitStack() as held:
-        yield decided_by_first(lambda: _take(job, held, goes_on=goes_on), "making the folder of results")
+def claim_results(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
+    """Make the folder, or find that of the run that is resumed, for this run alone until `held` ends; collective."""
+    return decided_by_first(lambda: _take(job, held, goes_on=goes_on), "making the folder of results")
 
 
 def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
-    out = job.options.reporting.out
-    folder = name_folder(out, os.environ, datetime.now().astimezone())
     try:
-        if out is None and _run_id(os.environ) is None:
-            folder = new_folder(folder)
+        folder = _folder_of(job.options.reporting.out)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"--out {folder} cannot be made ({error.strerror}): give another folder") from None
+        raise ConfigurationError(
+            f"--out {error.filename} cannot be made ({error.strerror}): give another folder"
+        ) from None
     if not _claim(folder / _RESULTS_CLAIM, job, held):
         raise ConfigurationError(f"--out {folder}: another run writes into it now; give another folder")
-    if not goes_on and any((folder / name).exists() for name in (MARK_FILE, SUMMARY_FILE)):
+    if not goes_on and any((folder / name).exists() for name in (METRICS_FILE, SUMMARY_FILE)):
         checkpoint = job.options.checkpoint
         none_yet = f", and {checkpoint.save} holds no checkpoint to go on from" if checkpoint.is_same_folder else ""
         raise ConfigurationError(
@@ -129,44 +99,27 @@ def _take(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
     return folder
 
 
-@contextmanager
-def saving_alone(job: Job) -> Iterator[None]:
-    """Claim the folder of `--save`, made if missing, for this run inside the block; collective.
-
-    Raises:
-        ConfigurationError: Another run saves into it now, or it cannot be written.
-    """
+def claim_saves(job: Job, held: ExitStack) -> None:
+    """Make the folder of `--save`, where there is one, and claim it for this run until `held` ends; collective."""
     folder = job.options.checkpoint.save
-    with ExitStack() as held:
-        if folder is not None:
-            decided_by_first(lambda: _take_saves(folder, job, held), f"looking into {folder}")
-        yield
+    if folder is not None:
+        decided_by_first(lambda: _take_saves(folder, job, held), f"looking into {folder}")
 
 
 def _take_saves(folder: Path, job: Job, held: ExitStack) -> None:
-    require_writable(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
+        ) from error
     if not _claim(folder / _SAVES_CLAIM, job, held):
         raise ConfigurationError(
             f"--save {folder}: another run saves into it now; give another folder, or start again when that one has "
             "ended"
         )
-
-
-def require_writable(folder: Path) -> None:
-    """Make the folder of `--save`, and test that it can be written before training starts.
-
-    Raises:
-        ConfigurationError: It cannot be made or written.
-    """
-    probe = folder / f".probe-{uuid.uuid4().hex[:12]}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigurationError(
-            f"--save {folder} cannot be written ({error.strerror}): give a folder that can be"
-        ) from error
 
 
 def _claim(file: Path, job: Job, held: ExitStack) -> bool:
@@ -177,11 +130,7 @@ def _claim(file: Path, job: Job, held: ExitStack) -> bool:
 
 
 def require_new_export(folder: Path) -> None:
-    """Check before training that `--export-hf` names a folder that is not there yet, or empty, and can be made.
-
-    Raises:
-        ConfigurationError: It holds something, or cannot be made.
-    """
+    """Check before training that `--export-hf` names a folder that is not there yet, or empty, and can be made."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigurationError(f"--export-hf {folder} is there already: give a new folder, or an empty one")
     place = next(parent for parent in folder.absolute().parents if parent.exists())
@@ -195,11 +144,7 @@ def require_new_export(folder: Path) -> None:
 
 
 def export(run: Run, folder: Path) -> None:
-    """Write the model as Hugging Face files, with the tokenizer and templates of `--hf-model`; collective.
-
-    Raises:
-        CheckpointError: It cannot be written; on every rank, and nothing is left of it.
-    """
+    """Write the model as Hugging Face files, with the tokenizer and templates of `--hf-model`; collective."""
     from megatron_fsdp.automodel.gradients import reshard_units
     from megatron_fsdp.checkpoint.hf import save_hf
 
@@ -241,27 +186,48 @@ def write_sample(run: Run) -> str:
         ids = generate(
             run.trained,
             prompt,
-            num_tokens=reporting.sample_tokens,
+            reporting.sample_tokens,
             context_length=run.job.seq_length,
-            temperature=TEMPERATURE,
             seed=run.job.options.training.seed,
             vocab_size=vocabulary.vocab_size,
         )
     return vocabulary.decode(ids)
 
 
+def generate(
+    trained: Trained, prompt: Sequence[int], num_tokens: int, *, context_length: int, seed: int, vocab_size: int
+) -> list[int]:
+    """Generate `num_tokens` token ids below `vocab_size` that continue the prompt; collective, in evaluation mode.
+
+    Nothing is added with an engine that gives no logits, and no more from where logits are not finite. The generator is
+    the CPU's, so that every kind of device samples alike.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        found = trained.logits(torch.tensor([ids[-context_length:]]))
+        if found is None:
+            return ids
+        logits = found[0, -1, :vocab_size].float().cpu()
+        if not bool(torch.isfinite(logits).all()):  # weights that have run away; nothing can be drawn
+            return ids
+        probabilities = torch.softmax(logits / TEMPERATURE, dim=-1)
+        ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    return ids
+
+
 def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
     """Compare measured values with the formulas; empty with an engine that does not count."""
     model = run.trained.inside
-    if model is None or outcome.step_counters is None:
+    if model is None or outcome.last_traffic is None:
         return ()
-    return compare(model, run.trained.optimizer, outcome.step_counters, run.job.batch.microbatches)
+    return compare(model, run.trained.optimizer, outcome.last_traffic, run.job.batch.microbatches)
 
 
 def save(
     folder: Path, job: Job, recorder: Recorder, outcome: Outcome, results: Results, say: Callable[[str], None]
 ) -> None:
-    """Write summary, sample and pictures; report what cannot be written."""
+    """Write summary and sample; report what cannot be written."""
     summary = {
         **applied(job),
         "progress": asdict(outcome.progress),
@@ -269,16 +235,8 @@ def save(
         "evaluations": [asdict(evaluation) for evaluation in recorder.evaluations],
         **asdict(results),
     }
-    title = f"{engine_words(job)}, {str(job.dtype).removeprefix('torch.')}"
     attempt("the sample", lambda: (folder / SAMPLE_FILE).write_text(results.sample, encoding="utf-8"), say)
     attempt("the summary", lambda: (folder / SUMMARY_FILE).write_text(to_json(summary, 2) + "\n"), say)
-    if recorder.records:
-        attempt("the pictures", lambda: plot_run(folder, recorder.records, recorder.evaluations, title), say)
-
-
-def teller(console: Console) -> Callable[[str], None]:
-    """Return a function that prints lines literally: a path may contain what would be markup."""
-    return lambda text: print_message(console, printable(text))
 
 
 def attempt(what: str, work: Callable[[], object], say: Callable[[str], None]) -> None:
@@ -291,7 +249,7 @@ def attempt(what: str, work: Callable[[], object], say: Callable[[str], None]) -
 
 def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> None:
     """Print the results."""
-    done, say = outcome.progress, teller(console)
+    done, say = outcome.progress, partial(print_message, console)
     perplexity = Evaluation(done.steps, results.held_out_loss).perplexity
     say(
         f"held-out loss {results.held_out_loss:.3f} nats per token, perplexity {perplexity:.2f}, "
@@ -302,4 +260,4 @@ def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> 
     if results.rows:
         show_comparison(console, results.rows)
     say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(in_bytes, results.peaks_bytes))}")
-    print_message(console, f"curves, metrics, log, sample and summary: {folder}")
+    say(f"metrics, sample and summary: {folder}")

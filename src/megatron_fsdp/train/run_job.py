@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,97 +12,85 @@ import torch
 from rich.console import Console
 
 from megatron_fsdp.comm.agreement import decided_by_first
-from megatron_fsdp.train.checkpoints import RunCheckpoints
+from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, find_origin, with_saved_batch
+from megatron_fsdp.train.console import ConsoleWatcher, library_messages, make_console, print_message, show_header
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.sharded import build
-from megatron_fsdp.train.launch.ranks import Rank, goes_on_without_others
+from megatron_fsdp.train.faults import HangWatch, Pulse, memory_told, telling_of_memory
 from megatron_fsdp.train.loop import Run, train
+from megatron_fsdp.train.measure import Evaluation, Speed, peak_tflops
 from megatron_fsdp.train.models.build import model_flops
+from megatron_fsdp.train.options.checks import require_packages
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import flag_for
-from megatron_fsdp.train.recovery.faults import telling_of_memory
-from megatron_fsdp.train.recovery.hangs import HangWatch, Pulse
-from megatron_fsdp.train.recovery.resuming import Origin, find_origin, with_saved_batch
-from megatron_fsdp.train.reporting.console import (
-    ConsoleWatcher,
-    library_messages,
-    make_console,
-    show_header,
-)
-from megatron_fsdp.train.reporting.measure import find_peak
-from megatron_fsdp.train.reporting.metrics import Evaluation, Speed, to_json
-from megatron_fsdp.train.reporting.recorder import (
+from megatron_fsdp.train.ranks import Rank, goes_on_without_others
+from megatron_fsdp.train.recorder import (
     APPLIED_FILE,
     Recorder,
     applied,
     applied_rows,
+    find_writers,
     preset_rows,
-    tracker_config,
+    to_json,
 )
-from megatron_fsdp.train.reporting.writers import build_writers, require_writers
 from megatron_fsdp.train.results import (
     attempt,
+    claim_results,
+    claim_saves,
     conclude,
     export,
     has_results,
     require_new_export,
-    results_folder,
     save,
-    saving_alone,
     show,
-    teller,
 )
 
 
 def run_job(job: Job, rank: Rank) -> bool:
     """Prepare, train, and show the results; a run that was interrupted saves and shows none.
 
-    Returns:
-        Whether this rank should be started again, since it ended only because another machine leaves.
-
-    Raises:
-        CheckpointError: On every rank, for a checkpoint that cannot be loaded or saved.
-        ConfigurationError: On every rank, for what is wrong with the data or the folder.
-        NonFiniteStepError: On every rank, where too many steps in a row were not finite.
-        NotSavedError: On every rank, where too many saves failed, or the last.
-        OutOfMemoryError: On the rank that had no memory left.
+    Returns whether this rank should be started again, since it ended only because another machine leaves.
     """
     console = make_console(is_first=rank.is_first)
-    require_writers(job.options.reporting)
+    say = partial(print_message, console)
+    require_packages(job.options)
     seed_generators(job.options.training.seed)
-    with telling_of_memory(job, rank, Pulse()), saving_alone(job):
-        origin = find_origin(job, teller(console))
+    with telling_of_memory(lambda error: memory_told(error, job, rank, step=0)), ExitStack() as held:
+        claim_saves(job, held)
+        origin = find_origin(job, say)
         goes_on = job.restarts > 0 or (job.load_is_optional and origin.folder is not None)
         target = job.options.checkpoint.export_hf
         if target is not None and not goes_on:
             decided_by_first(lambda: require_new_export(target), f"looking into {target}")
-        with results_folder(job, goes_on=goes_on) as folder:
-            with console.status("reading text ..."):
-                data = prepare_data(job, folder, rank)
-            return run_in(folder, with_saved_batch(job, origin, teller(console)), rank, data, origin, console)
+        folder = claim_results(job, held, goes_on=goes_on)
+        with console.status("reading text ..."):
+            data = prepare_data(job, folder, rank)
+        return run_in(folder, with_saved_batch(job, origin, say), rank, data, origin, console)
 
 
 def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, console: Console) -> bool:
     """Train and show the results (see `run_job`), in a folder that is this run's alone."""
-    say = teller(console)
-    peak, pulse = find_peak(job, rank), Pulse()
+    say = partial(print_message, console)
+    pulse = Pulse()
     flops = model_flops(job, data.vocabulary.vocab_size) * job.batch.total
-    speed = Speed(job.tokens_per_step, flops, rank.count, peak.tflops)
-    limit = job.options.training.exit_duration_in_mins
-    limit_s = math.inf if limit is None else 60.0 * limit
+    speed = Speed(job.tokens_per_step, flops, rank.count, peak_tflops(job, rank.device))
     watch = HangWatch(folder, job, rank, pulse)
-    show_header(console, applied_rows(job, rank, data, folder, speed, peak), preset_rows(job.options))
-    with library_messages(console, job.options.reporting.logging_level), telling_of_memory(job, rank, pulse), watch:
+    show_header(console, applied_rows(job, rank, data, folder, speed), preset_rows(job.options))
+    with (
+        library_messages(console, job.options.reporting.logging_level),
+        telling_of_memory(lambda error: memory_told(error, job, rank, pulse.step)),
+        watch,
+    ):
         trained = build(job, data.vocabulary.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
-        watch.keep_log(trained)
+        watch.keep_log(trained.inside)
         run = Run(job, trained, data, feed, rank, speed, pulse)
-        display = ConsoleWatcher(console, job.train_iters, limit_s)
-        with display, RunCheckpoints(run, origin, display.say) as keeper:
+        display = ConsoleWatcher(console, job.train_iters, job.limit_s)
+        with display, RunCheckpoints(job, trained, data, origin, display.say) as keeper:
             recorder = make_recorder(run, display, folder)
             try:
-                outcome = train(run, recorder, keeper, recorder.lacks_evaluation)
+                outcome = train(run, recorder, keeper)
             finally:
                 recorder.close()
         feed.close()
@@ -149,12 +138,12 @@ def early_words(job: Job, steps: int) -> str:
 
 
 def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
-    """Make the watcher of a run; on the first rank it writes, also what was applied."""
+    """Make the recorder of a run; on the first rank it writes, also what was applied."""
     if not run.rank.is_first:
-        return Recorder(display, None)
+        return Recorder(display)
     found = applied(run.job)
     attempt("what was applied", lambda: (folder / APPLIED_FILE).write_text(to_json(found, 2) + "\n"), display.say)
-    return Recorder(display, folder, build_writers(run.job, folder, tracker_config(found), display.say))
+    return Recorder(display, folder, find_writers(run.job, folder, found["options"]))
 
 
 def seed_generators(seed: int) -> None:

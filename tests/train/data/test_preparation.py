@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.checkpoint.store import claim
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
     SIDE_FILE,
@@ -33,13 +33,14 @@ from megatron_fsdp.train.data.preparation import (
     write_data,
 )
 from megatron_fsdp.train.data.sources import Document, find_source
-from megatron_fsdp.train.data.token_file import IndexedWriter, TokenFile
+from megatron_fsdp.train.data.token_file import TokenFile
 from megatron_fsdp.train.data.tokenizer import ByteVocabulary, train_bpe
-from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, Split, World, parse_split
 from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.ranks import Rank
 from tests.conftest import RunRanks
+from tests.support.indexed_files import write_indexed
 
 TEXTS = [f"text number {i} of many\n" for i in range(200)]
 
@@ -78,10 +79,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
     """Ten documents of twenty ids each: 0 ... 19, 20 ... 39, and so on."""
-    with IndexedWriter(tmp_path / "ids", np.dtype("<u2")) as writer:
-        for i in range(10):
-            writer.add(np.arange(20 * i, 20 * i + 20))
-            writer.end_document()
+    write_indexed(tmp_path / "ids", [[np.arange(20 * i, 20 * i + 20)] for i in range(10)])
     return tmp_path / "ids"
 
 
@@ -171,9 +169,7 @@ def test_what_the_run_writes_beside_its_texts_is_not_read(tmp_path: Path) -> Non
 
 def test_a_single_document_and_an_npy_are_cut_at_the_end(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(200, dtype=np.int64))
-    with IndexedWriter(tmp_path / "ids", np.dtype("<u2")) as writer:
-        writer.add(np.arange(200))
-        writer.end_document()
+    write_indexed(tmp_path / "ids", [[np.arange(200)]])
     found = []
     for path in (tmp_path / "ids.npy", tmp_path / "ids"):
         job = job_of(path, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--split", "80,10,10")
@@ -186,10 +182,7 @@ def test_a_single_document_and_an_npy_are_cut_at_the_end(tmp_path: Path) -> None
 def test_ids_with_their_tokenizer_have_text(tmp_path: Path) -> None:
     bpe = train_bpe(TEXTS, 290)
     bpe.save(tmp_path / "tokenizer.json")
-    with IndexedWriter(tmp_path / "ids", np.dtype("<u2")) as writer:
-        for ids in bpe.encode(TEXTS):
-            writer.add(np.append(ids, bpe.end_id))
-            writer.end_document()
+    write_indexed(tmp_path / "ids", [[np.append(ids, bpe.end_id)] for ids in bpe.encode(TEXTS)])
     options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
     data = prepare(job_of(tmp_path / "ids", *options), tmp_path / "out")
     assert text_of(data) == TEXTS
@@ -318,7 +311,7 @@ def test_files_left_out_and_a_cut_are_told(tmp_path: Path) -> None:
 def test_folders_of_earlier_runs_are_counted_and_change_no_tokens(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder)
     before = prepare(job, tmp_path / "out")
-    for name in ("applied.json", "metrics.jsonl", "train.log"):
+    for name in ("applied.json", "metrics.jsonl", "sample.txt"):
         (folder / "runs").mkdir(exist_ok=True)
         (folder / "runs" / name).write_text("{}")
     found = read_data(job, tmp_path / "out")  # the same folder of tokens: nothing has to be made anew
@@ -384,7 +377,7 @@ def prepare_on_ranks(paths: list[Path], outs: list[Path], local: str) -> tuple[s
     rank = Rank(index, count, torch.device("cpu"), os.getppid())
     try:
         data = prepare_data(job_of(paths[index], ranks=count), outs[index], rank)
-    except ConfigurationError as error:
+    except (CheckpointError, ConfigurationError) as error:
         return str(error)
     finally:
         del os.environ["LOCAL_RANK"]
@@ -426,7 +419,7 @@ def test_a_text_that_one_machine_lacks_is_refused_everywhere(run_ranks: RunRanks
 def test_a_rank_that_cannot_see_the_tokens_is_named(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
     found = run_ranks(2, prepare_on_ranks, [folder] * 2, [tmp_path / "one", tmp_path / "two"], "01")
     assert found[0] == found[1]
-    assert found[0].startswith("rank 1: ")
+    assert found[0].startswith("opening the tokens of --data-path failed (rank 1: ConfigurationError: ")
     assert "tokens are made by the first rank of each machine" in found[0]
 
 
@@ -492,7 +485,7 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
     assert bytes(found.training.open().tolist()).decode() == "0123456789" * 9 + "012345"
     assert bytes(found.held_out.open().tolist()) == b"6789\0"
     assert found.held_out_bytes == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["training.bin", "training.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["training.bin"]
 
 
 def test_a_huge_document_is_not_held_out_whole(tmp_path: Path) -> None:

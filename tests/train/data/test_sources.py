@@ -13,8 +13,8 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import sources
 from megatron_fsdp.train.data.preparation import SIDE_FILE
 from megatron_fsdp.train.data.sources import LIBRARY_BYTES, Documents, Source, find_source, is_of_a_run
-from megatron_fsdp.train.reporting.recorder import APPLIED_FILE
-from megatron_fsdp.train.results import MARK_FILE, SUMMARY_FILE
+from megatron_fsdp.train.recorder import APPLIED_FILE, METRICS_FILE
+from megatron_fsdp.train.results import SUMMARY_FILE
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:
@@ -133,9 +133,9 @@ def test_links_to_folders_are_followed_and_each_folder_is_entered_once(tmp_path:
 
 def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
     run, saved = "runs/old/", "saved/iter_0000010/"
-    left = [f"{run}applied.json", f"{run}metrics.jsonl", f"{run}train.log", f"{run}tokens-1/data.json"]
+    left = [f"{run}applied.json", f"{run}metrics.jsonl", f"{run}sample.txt", f"{run}tokens-1/data.json"]
     left += [f"{saved}.metadata", f"{saved}common.json", "saved/latest_checkpointed_iteration.txt"]
-    left += [f"cache/tokens-2/{name}" for name in ("data.json", "training.bin", "training.idx")]
+    left += [f"cache/tokens-2/{name}" for name in ("data.json", "training.bin")]
     kept = ["a.txt", "other/applied.json", "iter_0000010/b", "saved/note.txt", "tokens-3/data.json"]
     write_files(tmp_path, dict.fromkeys([*left, *kept], b""))
     source = find_source(tmp_path)
@@ -146,10 +146,10 @@ def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
 
 
 def test_the_marks_of_results_are_what_a_run_writes() -> None:
-    assert is_of_a_run("x", [APPLIED_FILE, MARK_FILE])
-    assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin", "training.idx"])
+    assert is_of_a_run("x", [APPLIED_FILE, METRICS_FILE])
+    assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin"])
     assert is_of_a_run("x", [APPLIED_FILE, SUMMARY_FILE])  # of a run that took no step
-    assert not is_of_a_run("x", [MARK_FILE])
+    assert not is_of_a_run("x", [METRICS_FILE])
 
 
 def read(path: Path, key: str = "text") -> list[str]:

@@ -1,4 +1,3 @@
-import contextlib
 import itertools
 import struct
 from pathlib import Path
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import token_file
 from megatron_fsdp.train.data.token_file import (
-    IndexedWriter,
     TokenFile,
     bin_of,
     digest,
@@ -20,6 +18,7 @@ from megatron_fsdp.train.data.token_file import (
     npy_tokens,
     open_indexed,
 )
+from tests.support.indexed_files import write_indexed
 
 
 def token_bytes(path: Path, ids: list[int], dtype: str = "<u2") -> TokenFile:
@@ -147,22 +146,14 @@ def documents_of(prefix: Path) -> list[list[int]]:
     return [tokens[a:b].tolist() for a, b in itertools.pairwise(starts)]
 
 
-def write(prefix: Path, documents: list[list[int]], dtype: str) -> None:
-    with IndexedWriter(prefix, np.dtype(dtype)) as writer:
-        for document in documents:
-            writer.add(np.array(document[:2]))
-            writer.add(np.array(document[2:], dtype=np.int64))
-            writer.end_document()
-
-
 def test_files_made_by_hand_are_read(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "ids")
     assert documents_of(prefix) == [[1, 2, 300], [4, 5]]
     assert open_indexed(prefix).tokens.dtype == "<u2"
 
 
-def test_what_is_written_is_the_same_byte_for_byte(tmp_path: Path) -> None:
-    write(tmp_path / "ids", [[1, 2, 300], [4, 5]], "<u2")
+def test_the_writer_of_these_tests_writes_the_same_byte_for_byte(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "ids", [[[1, 2, 300]], [[4, 5]]])
     assert idx_of(tmp_path / "ids").read_bytes() == INDEX
     assert bin_of(tmp_path / "ids").read_bytes() == IDS
 
@@ -179,30 +170,18 @@ def test_any_documents_come_back(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: str
 ) -> None:
     prefix = tmp_path_factory.mktemp("pair") / "ids"
-    write(prefix, documents, dtype)
+    write_indexed(prefix, [[ids] if ids else [] for ids in documents], dtype)
     assert documents_of(prefix) == documents
 
 
-def test_a_document_may_have_several_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_file, "_LONGEST", 4)
-    write(tmp_path / "ids", [list(range(10)), [], [7]], "|u1")
-    assert documents_of(tmp_path / "ids") == [list(range(10)), [], [7]]
-    assert open_indexed(tmp_path / "ids").lengths.tolist() == [4, 4, 2, 1]
+def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "ids", [[[0, 1, 2, 3], [4, 5]], [], [[7]]], "|u1")
+    assert documents_of(tmp_path / "ids") == [[0, 1, 2, 3, 4, 5], [], [7]]
+    assert open_indexed(tmp_path / "ids").lengths.tolist() == [4, 2, 1]
 
 
-def test_pairs_are_appended_document_by_document(tmp_path: Path) -> None:
-    write(tmp_path / "b", [[3], [], [4, 5]], "|u1")
-    with IndexedWriter(tmp_path / "a", np.dtype("u1")) as writer:
-        writer.add(np.array([1, 2]))
-        writer.end_document()
-        writer.add_all(open_indexed(tmp_path / "b"))
-    assert documents_of(tmp_path / "a") == [[1, 2], [3], [], [4, 5]]
-
-
-def test_an_interrupted_writer_leaves_no_index(tmp_path: Path) -> None:
-    with contextlib.suppress(KeyError), IndexedWriter(tmp_path / "ids", np.dtype("u1")) as writer:
-        writer.add(np.array([1]))
-        raise KeyError
+def test_half_a_pair_is_refused(tmp_path: Path) -> None:
+    bin_of(tmp_path / "ids").write_bytes(IDS)
     with pytest.raises(ConfigurationError, match=r"ids\.idx does not exist: .* belong together"):
         open_indexed(tmp_path / "ids")
 
@@ -230,7 +209,7 @@ def test_damaged_pairs_are_refused(tmp_path: Path, index: bytes, ids: bytes, sai
 
 def test_sequences_are_checked_beyond_the_first_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_file, "_BLOCK", 2)
-    write(tmp_path / "ids", [[i] for i in range(5)], "|u1")
+    write_indexed(tmp_path / "ids", [[[i]] for i in range(5)], "|u1")
     assert documents_of(tmp_path / "ids") == [[0], [1], [2], [3], [4]]
     content = bytearray(idx_of(tmp_path / "ids").read_bytes())
     content[34 + 4 * 5 + 8 * 4] = 9

@@ -16,22 +16,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp import MegatronFSDP
-from megatron_fsdp.train.checkpoints import RunCheckpoints
+from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
 from megatron_fsdp.train.data.batches import Feed
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.engines.trained import build_optimizer
-from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.loop import Run, train
+from megatron_fsdp.train.measure import Evaluation, Progress, StepRecord
 from megatron_fsdp.train.models.build import model_shape, transformers_config
 from megatron_fsdp.train.models.decoder import Decoder
 from megatron_fsdp.train.options.checks import uses_transformers
+from megatron_fsdp.train.options.command_line import Layer, assemble
 from megatron_fsdp.train.options.job import Job, World
-from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.progress import Progress
-from megatron_fsdp.train.recovery.resuming import Origin
-from megatron_fsdp.train.reporting.metrics import Evaluation, StepRecord
+from megatron_fsdp.train.ranks import Rank
 from tests.support.array_tokens import feed_of, token_data
 
 STEPS, LENGTH, IDS, MASKED_ID = 3, 8, 59, 7
@@ -108,6 +106,9 @@ class Silent:
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
 
+    def lacks_evaluation(self, step: int) -> bool:  # noqa: ARG002
+        return False
+
     def say(self, text: str) -> None:
         self.said.append(text)
 
@@ -166,7 +167,8 @@ def train_here(values: Mapping[str, Any]) -> Results:
 def train_with_checkpoints(values: dict[str, Any]) -> Results:
     """Train on ranks, with the folders that the options name."""
     run, watcher = prepare(values), Silent()
-    with RunCheckpoints(run, Origin(run.job.options.checkpoint.load), watcher.say) as keeper:
+    origin = Origin(run.job.options.checkpoint.load)
+    with RunCheckpoints(run.job, run.trained, run.data, origin, watcher.say) as keeper:
         train(run, watcher, keeper)
     return results_of(run, watcher)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_fsdp.train.engines.trained import GROWTH_INTERVAL, LossScale
+from megatron_fsdp.train.failures import NonFiniteStepError
 from megatron_fsdp.train.loop import train
-from megatron_fsdp.train.recovery.faults import NonFiniteStepError
 from tests.conftest import RunRanks
 from tests.train.engines.runs import DECODER, LLAMA, NoCheckpoints, Silent, expected, prepare, whole_weights
 

@@ -13,8 +13,7 @@ from megatron_fsdp.train.models.decoder import (
     rotate,
     split_for_decay,
 )
-from megatron_fsdp.train.options.layers import Layer, assemble
-from megatron_fsdp.train.options.presets import PRESETS, find_preset
+from megatron_fsdp.train.options.command_line import PRESETS, Layer, assemble, find_preset
 
 SHAPE = ModelShape(vocab_size=11, num_layers=2, dim=16, num_heads=2, hidden_dim=24)
 OTHER = ModelShape(

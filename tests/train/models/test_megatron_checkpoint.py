@@ -15,11 +15,10 @@ from megatron_fsdp.checkpoint.convert.convert import Steps, convert
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.train.checkpoints import RunCheckpoints
+from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
 from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.megatron_checkpoint import rearranged
-from megatron_fsdp.train.recovery.resuming import Origin
 from tests.conftest import RunRanks
 from tests.support.torch_dist.common import STEP
 from tests.support.torch_dist.gpt import SLOTS, GptSpec, Truth, make_truth, parameter_shapes
@@ -154,7 +153,8 @@ def one_process(truth: Truth, values: Mapping[str, Any]) -> tuple[list[float], l
 def load_and_train(values: dict[str, Any]) -> tuple[Tensor | None, Results, str]:
     """Logits right after loading, and the steps that follow."""
     run, watcher = prepare(values), Silent()
-    with RunCheckpoints(run, Origin(run.job.options.checkpoint.load), watcher.say) as keeper:
+    origin = Origin(run.job.options.checkpoint.load)
+    with RunCheckpoints(run.job, run.trained, run.data, origin, watcher.say) as keeper:
         done = keeper.start()
         logits = run.trained.logits(torch.arange(8)[None])
         train(run, watcher, NoCheckpoints(progress=done))

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.options.command_line import Layer, assemble, find_preset
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.layers import Layer, assemble
-from megatron_fsdp.train.options.presets import find_preset
 from megatron_fsdp.train.options.resolve import resolve
 from tests.train.engines.runs import DECODER, LLAMA, MIXTRAL, job_of
 
@@ -43,9 +42,6 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
         ({**DECODER, "tensor_model_parallel_size": 2}, "the decoder of this package is not cut"),
         ({**MIXTRAL, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "give one of the two"),
         ({**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "one of the two"),
-        ({**MIXTRAL, **FSDP2, "num_experts": 3, "expert_model_parallel_size": 2}, "does not divide --num-experts 3"),
-        ({**LLAMA, **FSDP2, "expert_model_parallel_size": 2}, "does not divide --num-experts None"),
-        ({**LLAMA, **FSDP2, "pipeline_model_parallel_size": 4}, "is more than --num-layers 2"),
         (
             {**MIXTRAL, **SHARDED, "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
             "and expert-parallel ones .2. lie across",

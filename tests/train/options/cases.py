@@ -38,7 +38,7 @@ class Case:
     seen: Callable[[Job], Any]
     expected: Any
     start: str = UNITS
-    world: World = field(default_factory=lambda: World(RANKS, "cuda", multiplies_bf16=True))
+    world: World = field(default_factory=lambda: World(RANKS, "cuda"))
 
 
 def resolved(job: Job) -> ResolvedDDP:

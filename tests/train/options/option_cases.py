@@ -54,7 +54,6 @@ OPTION_CASES: Mapping[str, Case] = {
     ),
     "bf16": Case("--bf16", lambda job: job.dtype, torch.bfloat16, FLOAT32),
     "fp16": Case("--fp16", lambda job: job.dtype, torch.float16, FLOAT32),
-    "auto_bf16": Case("--auto-bf16", lambda job: job.dtype, torch.bfloat16, FLOAT32),
     "grad_reduce_in_bf16": Case(
         "--grad-reduce-in-bf16",
         lambda job: (resolved(job).policy.grad_comm_dtype, resolved(job).policy.main_grads_dtype),
@@ -88,7 +87,7 @@ OPTION_CASES: Mapping[str, Case] = {
         "--save c",
         lambda job: (job.options.checkpoint.save, job.load_is_optional),
         (Path("c"), True),
-        world=World(RANKS, "cuda", multiplies_bf16=True, restarts=1),
+        world=World(RANKS, "cuda", restarts=1),
     ),
     "load": Case(
         "--load c",

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.command_line import Layer, assemble, parse_options
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.layers import Layer, assemble
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import resolve
 

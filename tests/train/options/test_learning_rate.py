@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.job import Schedule, World
 from megatron_fsdp.train.options.resolve import resolve, with_samples_of_step
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")

@@ -3,9 +3,8 @@
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.command_line import make_parser, parse_options
+from megatron_fsdp.train.options.command_line import SPELLINGS, make_parser, parse_options
 from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.layers import SPELLINGS
 from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
 from megatron_fsdp.train.options.options import OPTIONS
 from megatron_fsdp.train.options.resolve import resolve

@@ -5,10 +5,9 @@ import torch
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.command_line import PRESETS, parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import OPTIONS, in_flags
-from megatron_fsdp.train.options.presets import PRESETS
 from megatron_fsdp.train.options.resolve import resolve
 
 RUN = "--preset tiny"
@@ -16,7 +15,7 @@ OWN = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 -
 
 
 def job_of(words: str, ranks: int = 4, device_type: str = "cuda") -> Job:
-    return resolve(parse_options(words.split()), World(ranks, device_type, multiplies_bf16=True))
+    return resolve(parse_options(words.split()), World(ranks, device_type))
 
 
 def refusal(words: str, ranks: int = 4) -> str:
@@ -25,17 +24,15 @@ def refusal(words: str, ranks: int = 4) -> str:
     return str(caught.value)
 
 
-def test_a_preset_is_fully_sharded_in_what_the_hardware_multiplies() -> None:
-    job = job_of("--preset cpu-small")
+@pytest.mark.parametrize(("preset", "dtype"), [("cpu-small", torch.float32), ("gpu-125m", torch.bfloat16)])
+def test_a_preset_is_fully_sharded_in_its_dtype(preset: str, dtype: torch.dtype) -> None:
+    job = job_of(f"--preset {preset}")
     assert (job.engine, job.ddp.data_parallel_sharding_strategy) == ("megatron_fsdp", "optim_grads_params")
-    assert job.dtype is torch.bfloat16
-    assert resolve(parse_options(["--preset", "cpu-small"]), World(4, "cpu")).dtype is torch.float32
+    assert (job.dtype, job.precision.grad_comm) == (dtype, dtype)
 
 
 def test_options_win_over_the_preset() -> None:
-    words = (
-        "--preset tiny --train-iters 7 --micro-batch-size 3 --seq-length 32 --lr 0.5 --lr-warmup-iters 2 --no-auto-bf16"
-    )
+    words = "--preset tiny --train-iters 7 --micro-batch-size 3 --seq-length 32 --lr 0.5 --lr-warmup-iters 2"
     job = job_of(words)
     assert (job.train_iters, job.batch.micro, job.seq_length) == (7, 3, 32)
     assert (job.schedule.peak, job.schedule.warmup_steps) == (0.5, 2)
@@ -160,7 +157,6 @@ def test_what_does_nothing_is_refused(words: str, message: str) -> None:
     ("words", "first", "second"),
     [
         ("--bf16 --fp16", "--bf16", "--fp16"),
-        ("--bf16 --auto-bf16", "--bf16", "--auto-bf16"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-iters", "--lr-warmup-fraction"),
         ("--train-samples 640 --train-iters 9", "--train-samples", "--train-iters"),
         ("--train-samples 640 --lr-warmup-iters 9", "--train-samples", "--lr-warmup-iters"),

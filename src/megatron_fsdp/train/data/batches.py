@@ -39,11 +39,7 @@ class Permutation:
 
     A balanced Feistel network (Luby and Rackoff 1988) permutes the smallest power of four that is not below `count`;
     what falls outside goes through again until it falls inside (cycle walking; Black and Rogaway 2002), at most four
-    times on average.
-
-    Attributes:
-        count: 1 or more.
-        key: Which of the permutations; at most 64 bytes.
+    times on average. `key`, of at most 64 bytes, says which of the permutations.
     """
 
     count: int
@@ -69,13 +65,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The place at which every sample of a run begins.
-
-    Attributes:
-        tokens: How many there are to train on; at least length + 1.
-        length: Targets of a sample.
-        seed: Of the shuffles.
-    """
+    """The place at which every sample of a run of `length` targets begins, in a text of `tokens`."""
 
     tokens: int
     length: int
@@ -115,8 +105,8 @@ class Batch:
             only fills the microbatch up.
         checksum: Sum over the samples that count of a 32-bit checksum of their tokens; sums over ranks and microbatches
             are the same for any cut of the same samples.
-        dropout_seed: Seeds dropout; it depends on the seed of the run and the number of
-            the first sample only, so microbatches of one size drop the same on any number of ranks.
+        dropout_seed: From the seed of the run and the number of the first sample only, so that microbatches of one size
+            drop the same on any number of ranks.
     """
 
     inputs: Tensor
@@ -145,13 +135,9 @@ class Batch:
 
 
 def cut_samples(tokens: TokenArray, starts: Sequence[int | None], length: int, unlearned: int | None = None) -> Batch:
-    """Return the samples of `length` tokens that begin at given places.
+    """Return the samples of `length` tokens that begin at given places; the target `unlearned` does not count.
 
-    Args:
-        tokens: The text.
-        starts: Where samples begin; None: one that only fills up, which is the first of the text with weights 0.
-        length: Targets of a sample.
-        unlearned: A target that does not count; None: all do.
+    A place of None only fills up: the first sample of the text, with weights 0.
     """
     rows = np.stack([tokens[start or 0 : (start or 0) + length + 1] for start in starts]).astype(np.int64)
     is_real = [start is not None for start in starts]
@@ -170,15 +156,7 @@ class Microbatches(Dataset[Batch]):
     def __init__(
         self, tokens: TokenFile, order: SampleOrder, plan: BatchPlan, data_index: int, unlearned: int | None = None
     ) -> None:
-        """Cut samples out of a file.
-
-        Args:
-            tokens: To train on.
-            order: Where samples begin.
-            plan: Which samples of a step are this rank's.
-            data_index: Which data-parallel rank.
-            unlearned: A target that does not count; None: all do.
-        """
+        """Cut the samples of a data-parallel rank out of a file; the target `unlearned` does not count."""
         self.plan = plan
         self._file, self._order, self._index, self._unlearned = tokens, order, data_index, unlearned
 
@@ -234,14 +212,7 @@ class Feed:
 
 
 def make_feed(data: TokenData, job: Job, data_index: int, *, pins: bool = False) -> Feed:
-    """Return the microbatches of a data-parallel rank.
-
-    Args:
-        data: The tokens.
-        job: How samples are cut and ordered, and how many workers there are.
-        data_index: Which data-parallel rank; ranks that share it get equal batches.
-        pins: Whether batches lie in pinned memory, for an accelerator.
-    """
+    """Return the microbatches of a data-parallel rank; ranks that share the index get equal ones."""
     options = job.options
     order = SampleOrder(data.training.count, job.seq_length, options.training.seed)
     unlearned = data.vocabulary.end_id if options.data.eod_mask_loss else None

@@ -19,18 +19,10 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fsdp.checkpoint.store import claim
+from megatron_fsdp.comm.agreement import by_value, gather_objects, together
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.sources import Document, Documents, Source, find_source
-from megatron_fsdp.train.data.token_file import (
-    IndexedWriter,
-    TokenFile,
-    bin_of,
-    digest,
-    dtype_for,
-    idx_of,
-    npy_tokens,
-    open_indexed,
-)
+from megatron_fsdp.train.data.token_file import TokenFile, digest, dtype_for, npy_tokens, open_indexed
 from megatron_fsdp.train.data.tokenizer import (
     BPE_VOCAB_SIZE,
     ByteVocabulary,
@@ -41,12 +33,12 @@ from megatron_fsdp.train.data.tokenizer import (
     tokenizer_files,
     train_bpe,
 )
-from megatron_fsdp.train.launch.ranks import Rank, require_same, work_on_machines
+from megatron_fsdp.train.faults import memory_told_of_data, telling_of_memory
 from megatron_fsdp.train.options.job import Job, Split, parse_split
 from megatron_fsdp.train.options.options import Options
-from megatron_fsdp.train.recovery.faults import telling_of_memory_for_data
+from megatron_fsdp.train.ranks import Rank, work_on_machines
 
-VERSION = 3  # of the folder of tokens; raise it when the same text gives other tokens
+VERSION = 4  # of the folder of tokens; raise it when the same text gives other tokens
 SIDE_FILE = "data.json"
 TOKENIZER_FILE = "tokenizer.json"
 SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
@@ -82,47 +74,29 @@ class TokenData:
 
 
 def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
-    """Make the tokens, or find those of an earlier run; collective.
+    """Make the tokens, or find those of an earlier run in the folder of results or `--data-cache-path`; collective.
 
     The first rank of each machine makes them, and all ranks compare what they found, so machines need not share a
     folder.
-
-    Args:
-        job: Where text comes from.
-        folder: Of results; tokens go into a folder in it where `--data-cache-path` names no other.
-        rank: This process.
-
-    Raises:
-        ConfigurationError: On every rank, for what is wrong with the data.
-        OutOfMemoryError: On every rank, where one had too little memory to make the tokens.
     """
 
     def write() -> None:
-        with telling_of_memory_for_data(rank):
+        with telling_of_memory(lambda error: memory_told_of_data(error, rank)):
             write_data(job.options, folder)
 
     work_on_machines(rank, write)
-    found, problem = None, None
-    try:
-        found = read_data(job, folder)
-    except ConfigurationError as error:
-        problem = str(error)
-    require_same(
-        None if found is None else found.checksum,
-        problem,
-        "the tokens of --data-path differ, with checksums {}: give the same text on every machine, or one folder that "
-        "all of them see",
-    )
-    assert found is not None  # or all ranks have raised
+    found = together("opening the tokens of --data-path", lambda: read_data(job, folder))
+    checksums = gather_objects(found.checksum)
+    if len(set(checksums)) > 1:
+        raise ConfigurationError(
+            f"the tokens of --data-path differ, with checksums {by_value(checksums)}: give the same text on every "
+            "machine, or one folder that all of them see"
+        )
     return found
 
 
 def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
-    """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from.
-
-    Raises:
-        ConfigurationError: There is nothing to make them from.
-    """
+    """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from."""
     checkpoint, events = options.checkpoint, options.reporting.tensorboard_dir
     maps = checkpoint.dump_param_to_param_group_map
     written = (folder, options.data.data_cache_path, checkpoint.save, events, maps)
@@ -142,16 +116,7 @@ def folder_name(options: Options, source: Source) -> str:
 
 
 def write_data(options: Options, folder: Path) -> None:
-    """Write the tokens of a text atomically; where they exist, verify their checksum instead.
-
-    Args:
-        options: Of the run.
-        folder: Of results.
-
-    Raises:
-        ConfigurationError: There is no text, it cannot be tokenized so, the folder cannot be written, or tokens that
-            are there were damaged.
-    """
+    """Write the tokens of a text atomically; where they exist, verify their checksum instead."""
     made, source = tokens_folder(options, folder)
     place, mine = made.parent, f".{made.name}.{platform.node()}."
     with ExitStack() as held:
@@ -189,15 +154,7 @@ def _is_alive(process: int) -> bool:
 
 
 def read_data(job: Job, folder: Path) -> TokenData:
-    """Open what `write_data` wrote; ranks of a machine share the memory.
-
-    Args:
-        job: The run.
-        folder: Of results.
-
-    Raises:
-        ConfigurationError: It is damaged, or too little for one sample.
-    """
+    """Open what `write_data` wrote; ranks of a machine share the memory."""
     made, source = tokens_folder(job.options, folder)
     found = _load(made, job.options)
     for name, file in (("training", found.training), ("held-out", found.held_out)):
@@ -379,47 +336,38 @@ def sample_texts(documents: Iterable[Document], split: Split, size: int, limit: 
 
 
 def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, split: Split, folder: Path) -> TokenData:
-    """Write all documents as tokens, each followed by the end-of-text token.
+    """Write all documents as tokens into an empty folder, each followed by the end-of-text token.
 
-    Args:
-        documents: Gone through once.
-        vocabulary: Has an end of a text.
-        split: Which share goes where, by documents; where that misses the shares by far (few documents, or very
-            unequal ones), the end of the whole is held out instead, and a note says so.
-        folder: Empty.
+    Documents are split; where that misses the shares by far (few documents, or very unequal ones), the end of the whole
+    is held out instead, and a note says so.
     """
     dtype, held_out_bytes = dtype_for(vocabulary.vocab_size), 0
+    paths = [folder / "training.bin", folder / "held_out.bin"]
+    counts = [0, 0]
     end = np.array([vocabulary.end_id], dtype)
-    first, second = folder / "training", folder / "held_out"
-    with IndexedWriter(first, dtype) as training:
-        with IndexedWriter(second, dtype) as held_out:
-            for batch in _batches(pieces(documents, split)):
-                encoded = vocabulary.encode([text for text, *_ in batch])
-                for (text, side, is_last), ids in zip(batch, encoded, strict=True):
-                    writer = held_out if side == "held_out" else training
-                    writer.add(ids)
-                    if is_last:
-                        writer.add(end)
-                        writer.end_document()
-                    if writer is held_out:
-                        held_out_bytes += len(text.encode()) + is_last
-        is_cut = not _is_fair(training.tokens, held_out.tokens, split)
+    with paths[0].open("wb") as training, paths[1].open("wb+") as held_out:
+        for batch in _batches(pieces(documents, split)):
+            encoded = vocabulary.encode([text for text, *_ in batch])
+            for (text, side, is_last), ids in zip(batch, encoded, strict=True):
+                whole = np.concatenate([ids, end]) if is_last else ids
+                is_held_out = side == "held_out"
+                (held_out if is_held_out else training).write(whole.astype(dtype).tobytes())
+                counts[is_held_out] += len(whole)
+                if is_held_out:
+                    held_out_bytes += len(text.encode()) + is_last
+        is_cut = not _is_fair(counts[0], counts[1], split)
         if is_cut:
-            if held_out.tokens:
-                training.add_all(open_indexed(second))
-            bin_of(second).unlink()
-            idx_of(second).unlink()
-    sides = (
-        TokenFile(bin_of(first), dtype.str, 0, training.tokens),
-        TokenFile(bin_of(second), dtype.str, 0, held_out.tokens),
-    )
+            held_out.seek(0)
+            shutil.copyfileobj(held_out, training)
     notes: tuple[str, ...] = ()
     if is_cut:
-        sides = _cut_end(sides[0], split)
+        paths[1].unlink()
+        sides = _cut_end(TokenFile(paths[0], dtype.str, 0, sum(counts)), split)
         held_out_bytes = _count_bytes(sides[1], vocabulary)
         notes = ("documents are too few or too unequal to split, so the end of the text is held out",)
-    checksum = digest(sides, vocabulary.vocab_size)
-    return TokenData(sides[0], sides[1], held_out_bytes, vocabulary, checksum, notes)
+    else:
+        sides = (TokenFile(paths[0], dtype.str, 0, counts[0]), TokenFile(paths[1], dtype.str, 0, counts[1]))
+    return TokenData(*sides, held_out_bytes, vocabulary, digest(sides, vocabulary.vocab_size), notes)
 
 
 def _is_fair(training: int, held_out: int, split: Split) -> bool:

@@ -23,7 +23,7 @@ PIECE = 2**20  # characters; a longer document is tokenized in pieces that end w
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _RUN_MARKS = ({"applied.json", "metrics.jsonl"}, {"applied.json", "summary.json"})
-_TOKENS_MARKS = {"data.json", "training.bin", "training.idx"}
+_TOKENS_MARKS = {"data.json", "training.bin"}
 _CHECKPOINT = re.compile(r"iter_\d{7,18}", re.ASCII)
 _DATASET_MARKS = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})
 _LARGEST_ARRAY = 2**28  # bytes of a JSON array, which is read as a whole
@@ -57,11 +57,7 @@ class Source:
         return self.kind in ("indexed", "npy")
 
     def listing(self) -> list[tuple[str, int, int]]:
-        """Return path, size in bytes and time of the last change (ns) of every file; -1 for a link to nothing.
-
-        Raises:
-            ConfigurationError: A file was removed.
-        """
+        """Return path, size in bytes and time of the last change (ns) of every file; -1 for a link to nothing."""
         found = []
         for file in self.files:
             try:
@@ -76,14 +72,9 @@ class Source:
 
 
 def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
-    """Find what a path names; only names and sizes are read.
+    """Find what a path names, or without one the Python standard library; only names and sizes are read.
 
-    Args:
-        path: Of the user; None: the Python standard library without its tests, at most `LIBRARY_BYTES` of it.
-        outputs: Absolute paths of folders that the run writes to; what lies in them is no text to learn.
-
-    Raises:
-        ConfigurationError: There is nothing, or half a pair.
+    What lies in `outputs`, absolute paths of folders that the run writes to, is no text to learn.
     """
     if path is None:
         return _library()
@@ -167,11 +158,7 @@ class Documents:
     uses_key: bool = False
 
     def __iter__(self) -> Iterator[Document]:
-        """Yield documents in the order of the names of files.
-
-        Raises:
-            ConfigurationError: A line is not JSON, or lacks the field; names it.
-        """
+        """Yield documents in the order of the names of files."""
         self.skipped, self.uses_key = [], self.source.kind == "dataset"
         if self.source.kind == "dataset":
             yield from map(_pieces_of, _dataset_texts(self.source.root, self.json_key))

@@ -1,6 +1,6 @@
 """Token ids on disk, mapped into memory: raw ranges, `.npy` files, and Megatron's pair of files.
 
-The pair is the one format that is written here: PREFIX.bin holds ids, PREFIX.idx says where. The index, little-endian:
+Of the pair PREFIX.bin holds ids, and PREFIX.idx says where. The index, little-endian:
 the magic `MMIDIDX` and two zero bytes, the version (u64), the code of the ids' type (u8), the number of sequences S
 (u64) and of ends of documents D (u64); then S int32 lengths in tokens, S int64 places in bytes, and D int64 numbers of
 sequences at which documents end, the first of them 0. S bytes of modes may follow.
@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,20 +26,12 @@ VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
-_LONGEST = 2**30  # tokens of a sequence, whose length is an int32
 _BLOCK = 4 * 1024**2  # tokens, or sequences, looked at in one go
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A range of token ids in a file.
-
-    Attributes:
-        path: The file.
-        dtype: Of an id, as numpy writes it, such as `<u2`.
-        offset: Byte at which the stretch begins.
-        count: Tokens in it.
-    """
+    """A range of `count` token ids in a file, from the byte `offset` on; `dtype` is numpy's, such as `<u2`."""
 
     path: Path
     dtype: str
@@ -55,11 +44,7 @@ class TokenFile:
         return np.dtype(self.dtype).itemsize
 
     def open(self) -> TokenArray:
-        """Map the ids into memory, read-only.
-
-        Raises:
-            ConfigurationError: The file is gone, or shorter than it was.
-        """
+        """Map the ids into memory, read-only."""
         needed = self.offset + self.count * self.itemsize
         try:
             size = self.path.stat().st_size
@@ -80,11 +65,7 @@ class TokenFile:
 
 
 def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
-    """Return the smallest dtype of Megatron's files for ids below `vocab_size`: uint8, uint16 or int32.
-
-    Raises:
-        ConfigurationError: There are more ids than int32 holds.
-    """
+    """Return the smallest dtype of Megatron's files for ids below `vocab_size`: uint8, uint16 or int32."""
     for limit, name in ((2**8, "|u1"), (2**16, "<u2"), (2**31, "<i4")):
         if vocab_size <= limit:
             return np.dtype(name)
@@ -92,15 +73,7 @@ def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
 
 
 def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
-    """Check all ids, and return a checksum of them in hex, which does not depend on their dtype.
-
-    Args:
-        files: Read once, block by block.
-        vocab_size: Ids have to be below it.
-
-    Raises:
-        ConfigurationError: An id is not; names the place.
-    """
+    """Check that all ids are below `vocab_size`; return a checksum in hex, which does not depend on their dtype."""
     found = hashlib.blake2b(digest_size=16)
     for file in files:
         found.update(f"{file.count}:".encode())
@@ -118,11 +91,7 @@ def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
 
 
 def npy_tokens(path: Path) -> TokenFile:
-    """Find the token ids in an `.npy` file; only its header is read.
-
-    Raises:
-        ConfigurationError: It is no array of one dimension that holds whole numbers.
-    """
+    """Find the token ids in an `.npy` file; only its header is read."""
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -173,11 +142,7 @@ class Indexed:
 
 
 def open_indexed(prefix: Path) -> Indexed:
-    """Map a pair of files into memory; neither is read whole.
-
-    Raises:
-        ConfigurationError: A file is missing, is of another kind, or does not fit to the other.
-    """
+    """Map a pair of files into memory; neither is read whole."""
     index, ids = idx_of(prefix), bin_of(prefix)
     for path in (index, ids):
         if not path.is_file():
@@ -234,62 +199,3 @@ def _check(found: Indexed, index: Path) -> None:
     ends = found.ends
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(found.lengths) or bool(np.any(np.diff(ends) < 0)):
         raise ConfigurationError(f"{index}: ends of documents do not go from 0 to {len(found.lengths)}: make it again")
-
-
-class IndexedWriter:
-    """Writes a pair of files piece by piece; the index is written at the end, so half a pair cannot be opened.
-
-    Only the lengths of sequences are kept in memory, four bytes each.
-    """
-
-    def __init__(self, prefix: Path, dtype: np.dtype[np.integer]) -> None:
-        """Write to PREFIX.bin and PREFIX.idx, where nothing should be yet."""
-        self._prefix, self._dtype = prefix, dtype
-        self._code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
-        self._file: BinaryIO = bin_of(prefix).open("wb")
-        self._lengths, self._ends, self._open = array("i"), array("q", [0]), 0
-        self.tokens = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._file.close()
-        if raised is None:
-            self._write_index()
-
-    def add(self, ids: TokenArray) -> None:
-        """Append ids to the document that is being written."""
-        self._file.write(ids.astype(self._dtype, copy=False).tobytes())
-        self.tokens += len(ids)
-        self._open += len(ids)
-        while self._open > _LONGEST:
-            self._lengths.append(_LONGEST)
-            self._open -= _LONGEST
-
-    def end_document(self) -> None:
-        """Mark the end of the document."""
-        if self._open:
-            self._lengths.append(self._open)
-            self._open = 0
-        self._ends.append(len(self._lengths))
-
-    def add_all(self, other: Indexed) -> None:
-        """Append all documents of another pair, whose ids have the same type."""
-        tokens = other.tokens.open()
-        for document in range(other.documents):
-            start, stop = other.document_start(document), other.document_start(document + 1)
-            for place in range(start, stop, _LONGEST):
-                self.add(tokens[place : min(stop, place + _LONGEST)])
-            self.end_document()
-
-    def _write_index(self) -> None:
-        lengths, ends = np.asarray(self._lengths, "<i4"), np.asarray(self._ends, "<i8")
-        sizes = lengths.astype("<i8") * self._dtype.itemsize
-        pointers = (np.cumsum(sizes) - sizes).astype("<i8")
-        with idx_of(self._prefix).open("wb") as file:
-            file.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(ends)))
-            for part in (lengths, pointers, ends):
-                file.write(part.tobytes())

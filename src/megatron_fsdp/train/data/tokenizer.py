@@ -59,13 +59,7 @@ class IdVocabulary:
 
 
 class TokenizerVocabulary:
-    """A tokenizer and the token that ends a text.
-
-    Attributes:
-        end: The token that ends a text.
-        end_id: Its id.
-        vocab_size: One more than the largest id, added tokens included.
-    """
+    """A tokenizer and the token that ends a text; `vocab_size` is one more than the largest id."""
 
     def __init__(self, tokenizer: Tokenizer, end: str) -> None:
         """Wrap a tokenizer that has the token `end`; its truncation and padding are switched off."""
@@ -113,15 +107,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> Tokeniz
 
 
 def load_tokenizer(path: Path) -> TokenizerVocabulary:
-    """Read a tokenizer from disk; nothing is downloaded or executed.
+    """Read a tokenizer.json, or a folder of Hugging Face; nothing is downloaded or executed.
 
-    Args:
-        path: A tokenizer.json, or a folder of Hugging Face; settings in it may say which token ends a text. A folder
-            without a tokenizer.json, which has only its vocabulary, is read by transformers.
-
-    Raises:
-        ConfigurationError: There is none, it cannot be read, or it has no token that ends a text; or transformers is
-            needed and not installed (MissingPackageError).
+    Settings beside it may say which token ends a text. A folder with a vocabulary only is read by transformers.
     """
     file = tokenizer_files(path)[0]
     read = _read_by_transformers if file.name in _OLDER else _read_alone
@@ -141,11 +129,7 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """Return the files that decide a tokenizer: tokenizer.json or else a vocabulary first, and settings beside it.
-
-    Raises:
-        ConfigurationError: There is neither.
-    """
+    """Return the files that decide a tokenizer: tokenizer.json or else a vocabulary first, and settings beside it."""
     names = [_FILE, *_OLDER] if path.is_dir() else [path.name]
     folder = path if path.is_dir() else path.parent
     found = [folder / name for name in names if (folder / name).is_file()]

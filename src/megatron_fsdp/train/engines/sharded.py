@@ -14,38 +14,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.engines.trained import MicrobatchModel, Place, Trained, build_optimizer
-from megatron_fsdp.train.launch.ranks import Rank
 from megatron_fsdp.train.models.build import build_decoder
 from megatron_fsdp.train.models.decoder import Block
 from megatron_fsdp.train.options.checks import needs_transformers, uses_transformers
 from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.ranks import Rank
 
 MESH_DIM = "dp"
 
 
 def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
-    """Build the model of a run, sharded, with its optimizer.
-
-    Args:
-        job: The run.
-        vocab_size: Token ids of the data.
-        rank: This process.
-
-    Raises:
-        CheckpointError: Weights of `--hf-model` do not fit.
-        ConfigurationError: The model cannot be built or sharded so, or transformers is missing (MissingPackageError).
-    """
+    """Build the model of a run, sharded, with its optimizer."""
     is_ours = not uses_transformers(job.options.model)
     if is_ours and job.engine != "torch_fsdp2":
         return shard_decoder(job, rank, vocab_size)
     require("transformers", needs_transformers(job.options) or "this model")
-    from megatron_fsdp.train.engines import fsdp2, transformers_sharded
+    from megatron_fsdp.train.engines import automodel
 
     if job.engine != "torch_fsdp2":
-        return transformers_sharded.shard_transformers(job, rank, vocab_size)
+        return automodel.shard_transformers(job, rank, vocab_size)
     if is_ours:
-        return fsdp2.shard_decoder_by_fsdp2(job, rank, vocab_size)
-    return fsdp2.shard_transformers_by_fsdp2(job, rank, vocab_size)
+        return automodel.shard_decoder_by_fsdp2(job, rank, vocab_size)
+    return automodel.shard_transformers_by_fsdp2(job, rank, vocab_size)
 
 
 class ShardedModel(MicrobatchModel):
@@ -90,14 +80,8 @@ def wrap(
 ) -> DistributedDataParallel:
     """Shard a model as the configuration of a job says.
 
-    Args:
-        job: How.
-        model: The same on every rank, on its device; or on the meta device, as `init_meta` says.
-        mesh: Of ranks.
-        dim: Data-parallel dimension of the mesh.
-        units: Classes of the modules to gather together, with units; None: what the model declares.
-        init_meta: As `init_model_with_meta_device` of `fully_shard_model`.
-        cuts: `tp_dim` and `expt_device_mesh` of `DistributedDataParallel`.
+    It is the same on every rank, on its device, or on the meta device, as `init_meta` says. `units` are the classes of
+    the modules to gather together; None: what the model declares.
     """
     if job.engine == "megatron_fsdp" and units is not None:
         cuts["fsdp_unit_modules"] = list(units)
@@ -113,13 +97,7 @@ def wrap(
 
 
 def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:
-    """Shard the decoder of this package, data-parallel over all ranks.
-
-    Args:
-        job: How.
-        rank: This process.
-        vocab_size: Token ids of the data.
-    """
+    """Shard the decoder of this package, data-parallel over all ranks."""
     decoder = build_decoder(job, vocab_size, rank.device)
     torch.manual_seed(job.options.training.seed)  # from here, what is on the meta device is drawn
     mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(MESH_DIM,))

@@ -1,7 +1,7 @@
 """A sharded model and its optimizer as the training loop sees them, for every engine.
 
 `Trained` has what every engine does between backward and the next forward: unscale, clip, step or skip.
-`MicrobatchModel` adds forward and backward one microbatch at a time; pipelines have their own (`pipeline.py`).
+`MicrobatchModel` adds forward and backward one microbatch at a time; pipelines have their own (`automodel.py`).
 """
 
 from __future__ import annotations
@@ -55,10 +55,6 @@ class LossScale:
     It is halved by an overflow, and doubled after `GROWTH_INTERVAL` steps without one. `torch.amp.GradScaler` looks for
     infinity in the gradients of each rank and optimizer; here all ranks know the norm of all gradients anyway, so
     nothing is looked for twice, and every engine, pipelines included, is scaled alike.
-
-    Attributes:
-        value: The scale; 1 or more.
-        good_steps: Steps since it last changed.
     """
 
     value: float
@@ -89,11 +85,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Cuts a microbatch along its sequences over context-parallel ranks, and joins the parts again.
-
-    Attributes:
-        mesh: One dimension, of the ranks that share sequences; None: this rank is alone, and nothing is cut.
-    """
+    """Cuts a microbatch along its sequences over the ranks of a mesh (None: not at all), and joins it again."""
 
     mesh: DeviceMesh | None = None
 
@@ -138,15 +130,7 @@ class ContextCut:
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank, and how its model is called.
-
-    Attributes:
-        device: Where it computes.
-        data_index: Which data-parallel rank it is.
-        data_size: Data-parallel ranks.
-        call: From token ids to logits.
-        cut: Over context-parallel ranks.
-    """
+    """The position of a rank among the data-parallel ones, and how its model is called."""
 
     device: torch.device
     data_index: int
@@ -225,11 +209,8 @@ class Trained(ABC):
     @property
     def _loss_weight(self) -> float:
         """The factor of the loss before backward that makes gradients those of the sum over ranks, scaled."""
-        return self._gradient_divisor() * (1.0 if self.scale is None else self.scale.value)
-
-    def _gradient_divisor(self) -> float:
-        """Return what the engine divides the sum of gradients over ranks by: it averages, or is told to sum."""
-        return 1.0 if self._sums else float(self.data_size * self._place.cut.size)
+        divisor = 1.0 if self._sums else float(self.data_size * self._place.cut.size)  # the engine averages, or sums
+        return divisor * (1.0 if self.scale is None else self.scale.value)
 
     @abstractmethod
     def _scale_gradients(self, factor: float) -> None:
@@ -290,12 +271,7 @@ class MicrobatchModel(Trained):
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each token in float32, [samples, length].
-
-    Args:
-        logits: [samples, length, vocabulary] of any dtype.
-        targets: [samples, length] token ids.
-    """
+    """Return the cross-entropy [samples, length] in float32, of logits [samples, length, vocabulary] of any dtype."""
     losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return losses.view_as(targets)
 
@@ -308,11 +284,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def seed_dropout(batch: Batch, part: int = 0) -> None:
     """Seed dropout of the next forward by the batch, whatever was drawn before.
 
-    Tensor-parallel ranks have the same batch, and so the same dropout.
-
-    Args:
-        batch: What is computed next.
-        part: Which part of it, where ranks compute different parts; these drop independently.
+    Tensor-parallel ranks have the same batch, and so the same dropout; ranks that compute different parts drop
+    independently.
     """
     torch.manual_seed(batch.dropout_seed + part)  # accelerators too
 
@@ -322,10 +295,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build AdamW or SGD, with groups with weight decay (matrices) and without (norms, biases, embeddings).
 
-    Args:
-        model: Whose parameters are updated.
-        options: Which optimizer, and how.
-        undecayed: Further names without weight decay, such as a head that is a copy of the embeddings.
+    `undecayed` are further names without weight decay, such as a head that is a copy of the embeddings.
     """
     parameters = dict(model.named_parameters())
     decay, keep = split_for_decay(model)

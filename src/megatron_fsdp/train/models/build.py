@@ -19,15 +19,7 @@ from megatron_fsdp.train.options.options import ModelOptions
 
 
 def model_shape(options: ModelOptions, vocab_size: int) -> ModelShape:
-    """Return the shape of the decoder.
-
-    Args:
-        options: About the model; `check_model` has seen them.
-        vocab_size: Token ids of the data, before it is rounded up.
-
-    Raises:
-        ConfigurationError: A size is missing, or sizes do not fit each other.
-    """
+    """Return the shape of the decoder; the vocabulary of the data is rounded up."""
     num_layers, dim, num_heads = _required_sizes(options)
     positions = options.max_position_embeddings or options.seq_length or 0
     is_learned = options.position_embedding_type == "learned_absolute"
@@ -69,14 +61,8 @@ def build_decoder(job: Job, vocab_size: int, device: torch.device) -> Decoder:
 def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
     """Return the configuration of a transformers model: that of a file or folder, or one with the shape of the options.
 
-    A shape becomes Llama, with experts Mixtral; with normalised queries and keys Qwen3, with experts Qwen3-MoE.
-
-    Args:
-        options: About the model; `check_model` has seen them.
-        vocab_size: Token ids of the data; rounded up where the shape comes from options.
-
-    Raises:
-        ConfigurationError: There is no such file, it is no configuration, or a size is missing.
+    A shape becomes Llama, with experts Mixtral; with normalised queries and keys Qwen3, with experts Qwen3-MoE. Its
+    vocabulary is that of the data, rounded up.
     """
     source = options.hf_model or options.hf_config
     if source is None:
@@ -88,16 +74,7 @@ def transformers_config(options: ModelOptions, vocab_size: int) -> Any:
 
 
 def check_fits(config: Any, vocab_size: int, seq_length: int) -> None:
-    """Check the data against a model of transformers.
-
-    Args:
-        config: Of the model.
-        vocab_size: Token ids of the data.
-        seq_length: Tokens of a sample.
-
-    Raises:
-        ConfigurationError: The data has ids that it does not know, or samples have more tokens than it has positions.
-    """
+    """Check the data against a model of transformers."""
     text = config.get_text_config()
     if vocab_size > text.vocab_size:
         raise ConfigurationError(
@@ -117,10 +94,6 @@ def model_flops(job: Job, vocab_size: int) -> float:
     A multiply-add is two; causal attention counts as if every position saw every other, and nothing that is recomputed
     counts, as in "model FLOPs utilization" (Chowdhery et al. 2022, PaLM, appendix B). Attention is counted as its plain
     products, whichever kernel the run uses; experts as if every one got as many tokens as any other.
-
-    Args:
-        job: The run.
-        vocab_size: Token ids of the data.
     """
     model: nn.Module
     if uses_transformers(job.options.model):

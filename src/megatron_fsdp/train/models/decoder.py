@@ -37,9 +37,6 @@ class ModelShape:
         has_bias: Linear layers but the last have a bias.
         ties_embeddings: The output layer uses the matrix of the embeddings.
         init_std: Standard deviation of initial matrices.
-
-    Raises:
-        ConfigurationError: Heads do not fit the width, groups not the heads, or rotary positions not the heads' width.
     """
 
     vocab_size: int
@@ -237,14 +234,9 @@ class Decoder(nn.Module):
 
 
 def recompute(decoder: Decoder, granularity: Literal["full", "selective"], num_layers: int | None) -> None:
-    """Recompute activations in backward: those of whole blocks, or those of the core of attention.
+    """Recompute the first `num_layers` blocks (None: all) in backward, or of every block the core of attention.
 
     The core is everything between the projections: norms, rotary positions, products and softmax.
-
-    Args:
-        decoder: Changed in place.
-        granularity: `full` or `selective`, as in Megatron-LM.
-        num_layers: How many of the first blocks, with `full`; None: all.
     """
     blocks = [block for block in decoder.blocks if isinstance(block, Block)]
     if granularity == "selective":
@@ -256,12 +248,7 @@ def recompute(decoder: Decoder, granularity: Literal["full", "selective"], num_l
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats per token, computed in float32.
-
-    Args:
-        logits: [batch, length, vocab_size], any floating dtype.
-        targets: [batch, length] token ids.
-    """
+    """Return the mean cross-entropy in nats per token, in float32, of logits [batch, length, vocab_size]."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 

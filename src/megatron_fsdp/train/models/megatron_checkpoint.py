@@ -76,13 +76,8 @@ def view_for(
     """Return the view through which a model loads checkpoints: Megatron's under our names, others unchanged.
 
     It raises a CheckpointError where `strict` and the vocabularies differ, and for what is still to be converted.
-
-    Args:
-        model: Holds this package's decoder; any other sees all checkpoints unchanged.
-        samples_per_step: Of the run, for the samples consumed where the checkpoint does not say how many.
-        extra: State, by name, that a fresh run of the trainer saves beside the model; Megatron's iteration replaces
-            that of the loop.
-        strict: Refuse a checkpoint with a vocabulary of another size.
+    `extra` is the state that a fresh run saves beside the model, by name; Megatron's iteration replaces that of the
+    loop, and `samples_per_step` stands in where the checkpoint does not say how many samples were consumed.
     """
     decoder = next((module for module in model.modules() if isinstance(module, Decoder)), None)
 
@@ -165,22 +160,12 @@ def _by_kind(key: str, shape: ModelShape) -> Iterator[Rows]:
 
 
 class RearrangedFolder(CheckpointFolder):
-    """A checkpoint under other names: its tensors are rows of stored ones, its objects are given.
-
-    Attributes:
-        stored: The checkpoint on disk.
-    """
+    """A checkpoint under other names: its tensors are rows of those in `stored`, its objects are given."""
 
     def __init__(
         self, stored: CheckpointFolder, tensors: Mapping[str, Sequence[Rows]], objects: Mapping[str, object]
     ) -> None:
-        """Show tensors and objects; nothing is read (so the base class, which opens a folder, is not initialised).
-
-        Args:
-            stored: Opened.
-            tensors: The stored rows that make up each tensor, in order.
-            objects: By key.
-        """
+        """Show tensors and objects; nothing is read (so the base class, which opens a folder, is not initialised)."""
         self.stored, self.path, self._values = stored, stored.path, dict(objects)
         self._sources: dict[str, list[tuple[str, Box]]] = {}
         self.tensors = {key: self._entry(key, rows) for key, rows in tensors.items()}

@@ -7,13 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optional_packages import require_installed
 from megatron_fsdp.train.options.job import Job, Sizes, World, parse_split
 from megatron_fsdp.train.options.options import OPTIONS, ModelOptions, Options, flag_for
 
 _SMALLEST_BPE = 257  # 256 bytes and the end of a text
 _MOST_IDS = 2**31  # of the widest type that token files have, int32
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb", "mlflow_tracking_uri": "mlflow"}
 _ONLY_ROTARY = "--transformer-impl transformers builds Llama, Qwen3, Mixtral and Qwen3-MoE, which have"
 
 SHAPE = frozenset(field.name for field in fields(ModelOptions)) - {
@@ -57,8 +58,6 @@ ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("use_torch_fsdp2", "use_megatron_fsdp", "one engine shards the model"),
     ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32", "gradients travel in one dtype"),
     ("grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "both say the dtype that gradients travel in"),
-    ("bf16", "auto_bf16", "both say the dtype that the model computes in"),
-    ("fp16", "auto_bf16", "both say the dtype that the model computes in"),
 )
 """(option, option, why): contradictory pairs; where a preset has one and the user the other, the user's holds."""
 
@@ -80,11 +79,7 @@ _TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
 
 
 def check_options(options: Options) -> None:
-    """Check that options fit together, and that none is given that has no effect.
-
-    Raises:
-        ConfigurationError: Names the option, what was given, what is allowed.
-    """
+    """Check that options fit together, and that none is given that has no effect."""
     parts = (_idle, _contradictory, _wrong_data, _wrong_ids, _wrong_training, _wrong_model, _wrong_recomputation)
     for problems in parts:
         _raise_first(problems(options))
@@ -216,6 +211,15 @@ def needs_transformers(options: Options) -> str | None:
     return "--use-torch-fsdp2" if options.parallel.use_torch_fsdp2 else None
 
 
+def require_packages(options: Options) -> None:
+    """Check that the packages that options ask for are installed (else MissingPackageError); nothing is imported."""
+    if (flag := needs_transformers(options)) is not None:
+        require_installed("transformers", flag)
+    for name, package in _TRACKERS.items():
+        if getattr(options.reporting, name) is not None:
+            require_installed(package, flag_for(name), instead="leave it out")
+
+
 def _wrong_model(options: Options) -> Iterator[str]:
     """Refuse options that the model cannot honour, or that have no effect."""
     model = options.model
@@ -293,10 +297,7 @@ def _wrong_recomputation(options: Options) -> Iterator[str]:
 def check_sizes(options: Options, sizes: Sizes) -> None:
     """Refuse sizes that the model or other options rule out, as far as options tell.
 
-    What only the configuration of a model of transformers tells, such as its heads, is checked when it is built.
-
-    Raises:
-        ConfigurationError: Names the size and what to give in place of it.
+    Layers, heads and experts are checked when the model is cut.
     """
     _raise_first(_wrong_sizes(options, sizes))
 
@@ -333,46 +334,16 @@ def _wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
             f"--seq-length {length} is no multiple of --tensor-model-parallel-size {sizes.tensor}, over which "
             "--sequence-parallel cuts it: give a multiple"
         )
-    if model.source is None and model.num_layers is not None and model.num_layers < sizes.pipeline:
-        yield (
-            f"--pipeline-model-parallel-size {sizes.pipeline} is more than --num-layers {model.num_layers}: every "
-            "stage needs a layer"
-        )
-    if model.source is None and sizes.expert > 1 and (model.num_experts is None or model.num_experts % sizes.expert):
-        yield (
-            f"--expert-model-parallel-size {sizes.expert} does not divide --num-experts {model.num_experts}: give a "
-            "number of experts that it divides"
-        )
 
 
 def check_environment(environment: Mapping[str, str], job: Job, world: World) -> tuple[str, ...]:
-    """Check the environment variables that the user guide warns of.
-
-    Args:
-        environment: Such as `os.environ`.
-        job: The run.
-        world: Ranks and hardware.
-
-    Returns:
-        What has no effect on this device, in words.
-
-    Raises:
-        ConfigurationError: A variable has a value that a flag of the run cannot live with; names both.
-    """
-    problems = {}
-    if environment.get(_CONNECTIONS) == "1" and job.engine != "ddp":
-        flag = "--use-megatron-fsdp" if job.engine == "megatron_fsdp" else "--use-torch-fsdp2"
-        problems[_CONNECTIONS] = (
-            f"puts all kernels into one queue, where gathers and reductions of {flag} wait behind compute: "
-            f"`unset {_CONNECTIONS}`, or give 8 or more"
-        )
-    for name in _ALLOCATOR:
-        settings = [part.strip().lower() for part in environment.get(name, "").split(",")]
-        if "expandable_segments:true" in settings and job.options.ddp.nccl_ub:
-            problems[name] = (
-                "contradicts --use-nccl-ub: memory that NCCL registers must not grow; leave expandable_segments:True "
-                "or --use-nccl-ub out"
-            )
-    if world.device_type == "cuda":
-        _raise_first(f"{name}={environment[name]} {problem}" for name, problem in problems.items())
-    return tuple(f"{name}={environment[name]} has no effect on {world.device_type}" for name in problems)
+    """Refuse one connection to a GPU with full sharding; return what has no effect on other devices, in words."""
+    if environment.get(_CONNECTIONS) != "1" or job.engine == "ddp":
+        return ()
+    if world.device_type != "cuda":
+        return (f"{_CONNECTIONS}=1 has no effect on {world.device_type}",)
+    flag = "--use-megatron-fsdp" if job.engine == "megatron_fsdp" else "--use-torch-fsdp2"
+    raise ConfigurationError(
+        f"{_CONNECTIONS}=1 puts all kernels into one queue, where gathers and reductions of {flag} wait behind "
+        f"compute: `unset {_CONNECTIONS}`, or give 8 or more"
+    )

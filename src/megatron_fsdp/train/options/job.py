@@ -11,7 +11,6 @@ import torch
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.options import Options
 
 EngineName = Literal["megatron_fsdp", "ddp", "torch_fsdp2"]
@@ -19,32 +18,16 @@ EngineName = Literal["megatron_fsdp", "ddp", "torch_fsdp2"]
 
 @dataclass(frozen=True)
 class World:
-    """The ranks and hardware of a run.
-
-    Attributes:
-        ranks: Processes.
-        device_type: Such as `cpu` or `cuda`.
-        multiplies_bf16: Whether the hardware multiplies bfloat16.
-        restarts: How often the ranks were started again.
-    """
+    """The ranks and hardware of a run, and how often its ranks were started again."""
 
     ranks: int
     device_type: str
-    multiplies_bf16: bool = False
     restarts: int = 0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Ranks of each kind of parallelism; their product is the number of ranks, experts lie across data ranks.
-
-    Attributes:
-        data: Data-parallel ranks.
-        tensor: Ranks that a matrix is cut over.
-        pipeline: Ranks that layers are shared out to.
-        context: Ranks that a sequence is cut over.
-        expert: Ranks that experts are shared out to.
-    """
+    """Ranks of each kind of parallelism; their product is the number of ranks, experts lie across data ranks."""
 
     data: int
     tensor: int = 1
@@ -60,12 +43,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the samples of a step, the same for any number of ranks, are cut into microbatches; a remainder is filled up.
+    """How the `total` samples of a step are cut into microbatches of `micro` on data-parallel ranks.
 
-    Attributes:
-        micro: Samples per rank and microbatch.
-        total: Samples of a step.
-        ranks: Data-parallel ranks.
+    A remainder is filled up, so that a step has the same samples on any number of ranks.
     """
 
     micro: int
@@ -104,11 +84,7 @@ class BatchPlan:
 
 
 def plan_batch(micro: int, total: int | None, ranks: int) -> BatchPlan:
-    """Plan `--micro-batch-size` and `--global-batch-size` for a number of data-parallel ranks.
-
-    Raises:
-        ConfigurationError: A size is not 1 or more, or a microbatch is larger than the whole.
-    """
+    """Plan `--micro-batch-size` and `--global-batch-size` for a number of data-parallel ranks."""
     total = micro * ranks if total is None else total
     if total < micro:
         raise ConfigurationError(
@@ -119,13 +95,7 @@ def plan_batch(micro: int, total: int | None, ranks: int) -> BatchPlan:
 
 @dataclass(frozen=True)
 class Split:
-    """Shares of a text, which add up to 1.
-
-    Attributes:
-        training: To train on.
-        held_out: To evaluate on.
-        aside: For a later test; not read.
-    """
+    """Shares of a text, which add up to 1: to train on, to hold out, and for a later test, which is not read."""
 
     training: float
     held_out: float
@@ -133,11 +103,7 @@ class Split:
 
 
 def parse_split(text: str) -> Split:
-    """Parse `--split`: two or three numbers, in any unit.
-
-    Raises:
-        ConfigurationError: They are not numbers, or leave nothing to train on or to hold out.
-    """
+    """Parse `--split`: two or three numbers, in any unit."""
     try:
         parts = [float(part) for part in text.split(",")]
     except ValueError:
@@ -153,23 +119,58 @@ def parse_split(text: str) -> Split:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A complete, checked description of a run.
+class Schedule:
+    """How the learning rate rises and falls.
 
     Attributes:
-        options: What was said.
-        engine: What shards the model.
-        ddp: How, completed; for the engines of this package.
-        sizes: Ranks of each kind.
-        batch: How samples are cut.
-        dtype: What the model computes in.
-        schedule: The learning rate.
-        train_iters: Optimizer steps in all.
-        seq_length: Tokens of a sample.
-        load_is_optional: Whether there may be nothing to load yet.
-        notices: What was adjusted, and what has no effect, in words.
-        restarts: How often the ranks were started again.
+        peak: Largest rate.
+        final: Rate at the end of the decay.
+        style: `constant`, `linear`, `cosine`, `inverse-square-root` or `WSD`.
+        warmup_steps: Steps in which it rises; fewer than `decay_steps`. Those that were said in samples may be no whole
+            number.
+        decay_steps: Steps after which it has fallen all the way.
+        wsd_steps: With style WSD, the steps of the linear fall at the end.
+        initial: Rate that the warmup rises from.
     """
+
+    peak: float
+    final: float
+    style: str
+    warmup_steps: float
+    decay_steps: float
+    wsd_steps: float = 0
+    initial: float = 0.0
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of step `step` (0-based).
+
+        Rises linearly and reaches the peak in the last step of the warmup, so that the first step has a rate above 0.
+        Falls so that the last step of the decay has the final rate: along half a cosine (Loshchilov and Hutter 2017),
+        a line, or the inverse root of the step (Vaswani et al. 2017); WSD stays at the peak and falls at the end (Hu et
+        al. 2024).
+        """
+        if step + 1 <= self.warmup_steps:
+            return self.initial + (self.peak - self.initial) * (step + 1) / self.warmup_steps
+        if self.style == "constant":
+            return self.peak
+        if step + 1 >= self.decay_steps:
+            return self.final
+        if self.style == "inverse-square-root":
+            start = max(1, self.warmup_steps)
+            return max(self.final, self.peak * math.sqrt(start / max(start, step + 1)))
+        return self.final + (self.peak - self.final) * self._share_left(step)
+
+    def _share_left(self, step: int) -> float:
+        """Return the fraction of the way from the final rate up to the peak."""
+        if self.style == "WSD":
+            return min(1.0, (self.decay_steps - step - 1) / self.wsd_steps) if self.wsd_steps else 1.0
+        fallen = (step - self.warmup_steps + 1) / (self.decay_steps - self.warmup_steps)
+        return 1.0 - fallen if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * fallen))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A complete, checked description of a run."""
 
     options: Options
     engine: EngineName
@@ -180,7 +181,7 @@ class Job:
     schedule: Schedule
     train_iters: int
     seq_length: int
-    load_is_optional: bool
+    load_is_optional: bool  # there may be nothing to load yet
     notices: tuple[str, ...]
     restarts: int = 0
 
@@ -189,6 +190,12 @@ class Job:
         """Seconds after which a hanging run is ended."""
         minutes = self.options.recovery.hang_timeout_minutes
         return 60.0 * (self.options.parallel.distributed_timeout_minutes if minutes is None else minutes)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of training after which the run ends."""
+        minutes = self.options.training.exit_duration_in_mins
+        return math.inf if minutes is None else 60.0 * minutes
 
     @property
     def tokens_per_step(self) -> int:
@@ -212,7 +219,5 @@ class Job:
 
     @property
     def fsdp2_reduce_dtype(self) -> torch.dtype:
-        """The dtype in which FSDP2 reduces gradients; hardware without bfloat16 products uses float32."""
-        training = self.options.training
-        is_spared = training.auto_bf16 and self.dtype == torch.float32
-        return torch.bfloat16 if training.grad_reduce_in_bf16 and not is_spared else torch.float32
+        """The dtype in which FSDP2 reduces gradients."""
+        return torch.bfloat16 if self.options.training.grad_reduce_in_bf16 else torch.float32

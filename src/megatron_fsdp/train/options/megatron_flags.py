@@ -152,61 +152,51 @@ FIXED: Mapping[str, FixedFlag] = {
 """Flags that are accepted with these values, with a notice, and refused with others."""
 
 _NOT_HERE: Mapping[str, str] = {
+    "it is not offered here; leave it out": (
+        "--gtp-remat-reduce-scatter-with-fp32-accumulation --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub "
+        "--hybrid-context-parallel --hierarchical-context-parallel-sizes --use-tp-pp-dp-mapping "
+        "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank "
+        "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--enable-cuda-graph --external-cuda-graph --cuda-graph-scope --optimizer-cpu-offload "
+        "--optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d --distribute-saved-activations --fp4-format "
+        "--fp8-format --fp8-recipe --fp8-amax-history-len --fp8-amax-compute-algo --fp8-margin "
+        "--fp16-lm-cross-entropy --fp32-residual-connection --apply-query-key-layer-scaling "
+        "--data-parallel-random-init --load-main-params-from-ckpt --ckpt-drop-redundant-extra-state "
+        "--dist-ckpt-save-pre-mcore-014 --reset-position-ids --reset-attention-mask --rampup-batch-size "
+        "--recompute-modules --mtp-num-layers --mtp-loss-scaling-factor --moe-router-bias-update-rate "
+        "--moe-router-dtype --moe-router-force-load-balancing --moe-expert-capacity-factor "
+        "--moe-pad-expert-input-to-capacity --moe-single-grouped-weight --moe-single-grouped-bias"
+    ),
+    "the scale of the loss follows by itself; give --initial-loss-scale": (
+        "--loss-scale --min-loss-scale --loss-scale-window --hysteresis"
+    ),
     "nothing ever read it; give --outer-dp-sharding-strategy optim": "--enable-full-sharding-in-hsdp",
     "gathers begin when the optimizer has stepped; give --overlap-param-gather": (
         "--overlap-param-gather-with-optimizer-step"
     ),
-    "weights are not cut over an axis of their own here; leave it out": (
-        "--gtp-remat-reduce-scatter-with-fp32-accumulation --gtp-remat-nccl-ub --gtp-expert-remat-nccl-ub"
-    ),
-    "sequences are cut over all context-parallel ranks alike; leave it out": "--hybrid-context-parallel",
-    "context-parallel ranks are one group; leave it out": "--hierarchical-context-parallel-sizes",
-    "ranks lie pipeline by data by context by tensor, always; leave it out": "--use-tp-pp-dp-mapping",
     "`mfsdp plan --check` runs one rank of many without the others": "--fake-process-group",
-    "interleaved pipelines are not offered by the trainer; leave it out": (
-        "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-    ),
-    "layers are shared out evenly by PyTorch's pipeline; leave it out": (
-        "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-    ),
-    "CUDA graphs are not implemented; leave it out": "--enable-cuda-graph --external-cuda-graph --cuda-graph-scope",
     "states of the optimizer have the dtype of the main weights; give --megatron-fsdp-main-params-dtype": (
         "--use-precision-aware-optimizer"
     ),
-    "states of the optimizer stay on the device; leave it out": (
-        "--optimizer-cpu-offload --optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d"
-    ),
-    "4-bit weights are not implemented; leave it out": "--fp4-format",
-    "float8 weights are not implemented; leave it out": (
-        "--fp8-format --fp8-recipe --fp8-amax-history-len --fp8-amax-compute-algo --fp8-margin"
-    ),
-    "the scale of the loss follows by itself from --initial-loss-scale; leave it out": (
-        "--loss-scale --min-loss-scale --loss-scale-window --hysteresis"
-    ),
-    "the loss is computed in float32; leave it out": "--fp16-lm-cross-entropy",
-    "a model computes in one dtype; leave it out": "--fp32-residual-connection",
-    "the kernels of attention add up in float32; leave it out": "--apply-query-key-layer-scaling",
-    "initial weights are the same for any number of ranks here; leave it out": "--data-parallel-random-init",
     "give MFSDP_VERIFY_RANKS=step, which compares ranks each step": "--check-weight-hash-across-dp-replicas-interval",
     "give PyTorch's own settings: CUBLAS_WORKSPACE_CONFIG=:4096:8 for matrix products": "--deterministic-mode",
-    "weights are drawn from a normal distribution; give --init-method-std": "--init-method-xavier-uniform",
-    "there would be nothing to train; give --skip-train to evaluate": "--freeze-all-layers",
-    "main weights are what a checkpoint holds, so they are always loaded; leave it out": "--load-main-params-from-ckpt",
+    "weights are drawn from a normal distribution; give --init-method-std": (
+        "--init-method-xavier-uniform --embedding-init-method-std"
+    ),
+    "give --skip-train to evaluate": "--freeze-all-layers",
     "convert with `mfsdp checkpoint convert`": (
         "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format"
     ),
-    "no extra state is saved that could be dropped; leave it out": "--ckpt-drop-redundant-extra-state",
-    "nothing ever read it; leave it out": "--dist-ckpt-save-pre-mcore-014",
     "name the checkpoint's folder: --load FOLDER/iter_0000010": "--override-ckpt-iteration --ckpt-step",
     "give --load FOLDER --finetune": "--pretrained-checkpoint",
     "give the same flags again, or keep them in a --config file": (
         "--use-checkpoint-args --use-mp-args-from-checkpoint-args --use-checkpoint-opt_param-scheduler"
     ),
     "give --ckpt-format fsdp_dtensor": "--use-dist-ckpt --dist-ckpt-format",
-    "give --keep-last": "--save-retain-interval",
     "give --save-interval and --keep-last": (
-        "--non-persistent-save-interval --non-persistent-ckpt-type --non-persistent-local-ckpt-dir"
+        "--save-retain-interval --non-persistent-save-interval --non-persistent-ckpt-type "
+        "--non-persistent-local-ckpt-dir"
     ),
     "SIGTERM saves and ends, and --load of the same folder goes on": "--adlr-autoresume",
     "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH (a tokenizer.json)": (
@@ -216,17 +206,12 @@ _NOT_HERE: Mapping[str, str] = {
         "--train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path"
     ),
     "leave it and --data-path out: the source of the Python standard library is the text then": "--mock-data",
-    "samples are packed, and attention sees all of a sample; leave it out": (
-        "--reset-position-ids --reset-attention-mask"
-    ),
     "give --eval-iters, the global batches of an evaluation": "--full-validation",
-    "the batch has one size in a run; leave it out": "--rampup-batch-size",
     "weight decay stays the same; give --weight-decay": "--start-weight-decay --end-weight-decay",
-    "all weights have one learning rate; give --lr": "--decoupled-lr",
-    "all weights have one learning rate; give --min-lr": "--decoupled-min-lr",
-    "--recompute-granularity selective recomputes the core of attention; leave it out": "--recompute-modules",
-    "activations are kept whole; leave it out": "--distribute-saved-activations",
-    "activations stay on the device; give --recompute-granularity": "--cpu-offloading --cpu-offloading-num-layers",
+    "all weights have one learning rate; give --lr and --min-lr": "--decoupled-lr --decoupled-min-lr",
+    "activations stay on the device; give --recompute-granularity full": (
+        "--cpu-offloading --cpu-offloading-num-layers --moe-layer-recompute"
+    ),
     "give `mfsdp trace`, or PyTorch's profiler around `megatron_fsdp.train`": (
         "--log-straggler --profile --use-pytorch-profiler --profile-step-start --profile-step-end --profile-ranks"
     ),
@@ -234,7 +219,6 @@ _NOT_HERE: Mapping[str, str] = {
     "give --transformer-impl local or transformers": "--transformer-engine --spec",
     "give --normalization LayerNorm or RMSNorm": "--apply-layernorm-1p",
     "give --swiglu, or leave it out for GELU": "--squared-relu --openai-gelu --quick-geglu",
-    "give --init-method-std, which holds for all matrices": "--embedding-init-method-std",
     "give --position-embedding-type": "--no-position-embedding",
     "such models come as a configuration: give --hf-config FILE, the config.json of the model": (
         "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
@@ -242,15 +226,6 @@ _NOT_HERE: Mapping[str, str] = {
         "--rope-scaling-factor --moe-layer-freq --moe-shared-expert-intermediate-size --moe-shared-expert-overlap "
         "--moe-router-score-function --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor "
         "--moe-router-pre-softmax --moe-router-enable-expert-bias"
-    ),
-    "the layer that predicts a second token is not trained; leave it out": "--mtp-num-layers --mtp-loss-scaling-factor",
-    "give --recompute-granularity full": "--moe-layer-recompute",
-    "biases of the router stay as they are; leave it out": "--moe-router-bias-update-rate",
-    "the model's own classes decide the dtype of its router; leave it out": "--moe-router-dtype",
-    "tokens go where the router sends them; leave it out": "--moe-router-force-load-balancing",
-    "no token is dropped; leave it out": "--moe-expert-capacity-factor --moe-pad-expert-input-to-capacity",
-    "experts have the weights of the model's own classes; leave it out": (
-        "--moe-single-grouped-weight --moe-single-grouped-bias"
     ),
 }
 """Reason and remedy -> flags."""

@@ -12,24 +12,15 @@ from megatron_fsdp.config.ddp_config_flags import flag_of
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
-from megatron_fsdp.train.learning_rate import Schedule
 from megatron_fsdp.train.options.checks import check_options, check_sizes, idle_notices
-from megatron_fsdp.train.options.job import BatchPlan, EngineName, Job, Sizes, World, plan_batch
+from megatron_fsdp.train.options.job import BatchPlan, EngineName, Job, Schedule, Sizes, World, plan_batch
 from megatron_fsdp.train.options.options import DDP_FIELDS, Options, flag_for, in_flags
 
 _UNREGISTERED = "buffers are not registered with NCCL by this version"
 
 
 def resolve(options: Options, world: World) -> Job:
-    """Complete and check a run.
-
-    Args:
-        options: What was said.
-        world: Ranks and hardware.
-
-    Raises:
-        ConfigurationError: Options contradict each other, do nothing, or do not fit the ranks.
-    """
+    """Complete and check a run."""
     notices = list(options.explained)
     options = _with_tokenizer_of_model(options, notices)
     check_options(options)
@@ -37,7 +28,7 @@ def resolve(options: Options, world: World) -> Job:
     engine: EngineName = "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
     engine = "torch_fsdp2" if options.parallel.use_torch_fsdp2 else engine
     sizes = _sizes(options, world)
-    dtype = _dtype(options, world)
+    dtype = _dtype(options)
     micro = _require(options.training.micro_batch_size, "--micro-batch-size", "samples per rank and microbatch")
     batch = plan_batch(micro, options.training.global_batch_size, sizes.data)
     train_iters = _train_iters(options, batch)
@@ -64,11 +55,7 @@ def resolve(options: Options, world: World) -> Job:
 
 
 def with_samples_of_step(job: Job, total: int) -> Job:
-    """Return a job with another number of samples in a step, and what follows from it.
-
-    Raises:
-        ConfigurationError: A microbatch has more samples.
-    """
+    """Return a job with another number of samples in a step, and what follows from it."""
     batch = plan_batch(job.batch.micro, total, job.batch.ranks)
     others = tuple(notice for notice in job.notices if notice not in job.batch.notices())
     train_iters = _train_iters(job.options, batch)
@@ -106,11 +93,7 @@ def _with_uniform_recompute(options: Options) -> Options:
 
 
 def check_backend(options: Options, device_type: str) -> None:
-    """Check that the requested backend supports the devices; torchrun's ranks call this before they join.
-
-    Raises:
-        ConfigurationError: It does not support them.
-    """
+    """Check that the requested backend supports the devices; torchrun's ranks call this before they join."""
     if options.parallel.distributed_backend == "nccl" and device_type == "cpu":
         raise ConfigurationError(
             "--distributed-backend nccl does not go with --device cpu, which it cannot reach: give gloo, or leave it "
@@ -138,12 +121,11 @@ def _sizes(options: Options, world: World) -> Sizes:
     return sizes
 
 
-def _dtype(options: Options, world: World) -> torch.dtype:
+def _dtype(options: Options) -> torch.dtype:
     training = options.training
     if training.fp16:
         return torch.float16
-    has_bf16 = training.bf16 or (training.auto_bf16 and world.multiplies_bf16)
-    return torch.bfloat16 if has_bf16 else torch.float32
+    return torch.bfloat16 if training.bf16 else torch.float32
 
 
 # ---- steps and the learning rate -------------------------------------------------------------------------------------
@@ -250,12 +232,9 @@ def _gradient_dtypes(
     is_float32, in_float32 = dtype == torch.float32, config.grad_reduce_in_fp32
     comm, main = config.megatron_fsdp_grad_comm_dtype, config.megatron_fsdp_main_grads_dtype
     if training.grad_reduce_in_bf16 and not options.is_given("megatron_fsdp_grad_comm_dtype"):
-        # Hardware that cannot multiply a dtype need not send it.
-        comm = None if is_float32 and training.auto_bf16 else torch.bfloat16
-        if is_float32 and not training.auto_bf16:
+        comm = torch.bfloat16
+        if is_float32:
             notices.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
-        elif is_float32 and options.is_chosen("grad_reduce_in_bf16"):
-            notices.append("--grad-reduce-in-bf16 has no effect: --auto-bf16 found no bfloat16 on this hardware")
     elif not (options.is_given("megatron_fsdp_grad_comm_dtype") or in_float32 or is_float32):
         comm = torch.float32
     if options.is_given("accumulate_allreduce_grads_in_fp32") and not training.grad_reduce_in_bf16:

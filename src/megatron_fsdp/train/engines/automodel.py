@@ -1,0 +1,386 @@
+"""Engines over `megatron_fsdp.automodel`: models of transformers, in all kinds of parallelism, and PyTorch's FSDP2.
+
+Importing this imports transformers. Pipelines run all microbatches of a step in one call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.automodel import (
+    AutoModelForCausalLM,
+    FSDP2Config,
+    Pipeline,
+    PipelineConfig,
+    accumulation_context,
+    build_mesh_context,
+    clip_grad_norm_,
+    connect_optimizer,
+)
+from megatron_fsdp.automodel.architecture import find_layers
+from megatron_fsdp.automodel.auto_model import adopt_generation_config, refuse_quantised
+from megatron_fsdp.automodel.context_parallel import enable_context_parallel
+from megatron_fsdp.automodel.expert_parallel import parallelize_experts
+from megatron_fsdp.automodel.forwards import recompute_in_backward
+from megatron_fsdp.automodel.gradients import count_zero_gradients, gather_gradients, norm_of_parameters
+from megatron_fsdp.automodel.initial_values import allocate, draw_missing
+from megatron_fsdp.automodel.managers import shard_by_layers
+from megatron_fsdp.automodel.meshes import MeshContext
+from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
+from megatron_fsdp.automodel.pipeline_parallel.stages import tied_embeddings
+from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
+from megatron_fsdp.checkpoint.hf import load_hf
+from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
+from megatron_fsdp.engine.wrap import EMPTY
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.plan.models import build_from_config
+from megatron_fsdp.train.data.batches import Batch
+from megatron_fsdp.train.engines.sharded import ShardedModel, wrap
+from megatron_fsdp.train.engines.trained import (
+    ContextCut,
+    MicrobatchModel,
+    Place,
+    Trained,
+    build_optimizer,
+    call_transformers,
+    seed_dropout,
+    to_device,
+    token_losses,
+)
+from megatron_fsdp.train.models.build import build_decoder, check_fits, transformers_config
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.options import TrainingOptions
+from megatron_fsdp.train.ranks import Rank
+
+_EP = "ep"
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+class LossInOrder:
+    """The loss function of the schedule, which calls it for the microbatches in their order.
+
+    Attributes:
+        factors: [samples, length] of each microbatch to come; if empty, all losses count alike.
+        seen: [samples, length] losses of each microbatch so far, without gradients.
+    """
+
+    def __init__(self) -> None:
+        self.factors: list[Tensor] = []
+        self.seen: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum over tokens of factor times loss."""
+        losses = token_losses(logits, labels)
+        self.seen.append(losses.detach())
+        return (losses * self.factors.pop(0)).sum() if self.factors else losses.sum()
+
+
+def pipeline_config(job: Job, loss: LossInOrder) -> PipelineConfig:
+    """Choose 1F1B if there are enough microbatches to fill the stages, else GPipe."""
+    fills = job.batch.microbatches >= job.sizes.pipeline
+    return PipelineConfig("1f1b" if fills else "gpipe", pp_microbatch_size=job.batch.micro, loss_fn=loss)
+
+
+class _ByAutomodel(Trained):
+    """Measures and clips by automodel's functions, which take sharded models and pipelines of them."""
+
+    sharded: Any
+
+    def _scale_gradients(self, factor: float) -> None:
+        gather_gradients(self.sharded).scale(factor)
+
+    def _clip(self, max_norm: float) -> Tensor:
+        return clip_grad_norm_(self.sharded, max_norm)
+
+    def norm_of_parameters(self) -> float:
+        """Return the norm of all weights (see `Trained`)."""
+        return norm_of_parameters(self.sharded)
+
+    def count_zero_gradients(self) -> int:
+        """Return the number of zeros (see `Trained`)."""
+        return count_zero_gradients(self.sharded)
+
+
+class PipelineModel(_ByAutomodel):
+    """A pipeline with one stage per rank, each sharded by FSDP2 or a wrapped model of this package."""
+
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        pipeline: Pipeline,
+        loss: LossInOrder,
+        stage: DistributedDataParallel | None = None,
+    ) -> None:
+        """Take a pipeline, made with `pipeline_config` and `loss`; `stage` is None where FSDP2 shards it."""
+        part = pipeline.parts[0]  # under the names of the whole model
+        optimizer = build_optimizer(part, job.options.optimizer, undecayed=pipeline.tied_copies)
+        connected = connect_optimizer(pipeline, optimizer) if stage is None else DistributedOptimizer(optimizer, stage)
+        super().__init__(job, place, part if stage is None else stage, connected)
+        self._pipeline, self._loss, self._stage = pipeline, loss, stage
+        self.sharded = pipeline
+        self._fewest = pipeline.pp_mesh.size() if pipeline.config.pp_schedule == "1f1b" else 1
+        if stage is not None and self._defers:
+            pipeline.finish_gradients = stage.finish_grad_sync
+
+    def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
+        """Run all microbatches through the pipeline (see `Trained`); strategies 0 and 1 reduce gradients once."""
+        weight = self._loss_weight
+        self._loss.factors = [self._place.cut.take(to_device(factor, self.device)) * weight for factor in factors]
+        stage = self._pipeline.pp_mesh.get_local_rank()
+        seed_dropout(batches[0], stage * self._place.cut.size + self._place.cut.index)
+        with self._stage.no_sync() if self._stage is not None and self._defers else nullcontext():
+            loss = self._run(self._pipeline.step, batches)
+        self._loss.seen.clear()
+        return self._place.cut.add_up(loss / weight)
+
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Return token losses (see `Trained`); copies of the microbatch fill the pipeline."""
+        self._run(self._pipeline.eval_step, [batch] * self._fewest)
+        length = batch.inputs.shape[1] // self._place.cut.size
+        found = torch.empty(batch.inputs.shape[0], length, device=self.device)
+        if self._pipeline.has_last_stage:
+            found = self._loss.seen[0].contiguous()
+        self._loss.seen.clear()
+        group = self._pipeline.pp_mesh.get_group()
+        dist.broadcast(found, group=group, group_src=self._pipeline.num_stages - 1)
+        return self._place.cut.join(found)
+
+    def logits(self, tokens: Tensor) -> None:
+        """Return None: only the last stage has logits."""
+
+    def _run(self, step: Callable[..., Tensor], batches: Sequence[Batch]) -> Tensor:
+        cut, device = self._place.cut, self.device
+        inputs = cut.take(torch.cat([to_device(batch.inputs, device) for batch in batches]))
+        targets = cut.take(torch.cat([to_device(batch.targets, device) for batch in batches]))
+        positions = cut.positions(inputs.shape[0], batches[0].inputs.shape[1], device)
+        others: dict[str, Any] = {} if positions is None else {"position_ids": positions}
+        return step(inputs, shift_labels=targets, num_label_tokens=1, **others)
+
+
+# ---- this package's engine -------------------------------------------------------------------------------------------
+
+
+def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
+    """Build a model of transformers without memory, make it parallel, and fill its shards; collective."""
+    sizes, options = job.sizes, job.options
+    config = transformers_config(options.model, vocab_size)
+    check_fits(config, vocab_size, job.seq_length)
+    context = build_mesh_context(
+        FSDP2Config(backend=backend_of(rank)), tp_size=sizes.tensor, pp_size=sizes.pipeline, cp_size=sizes.context
+    )
+    twin = build_from_config(config, job.dtype)
+    refuse_quantised(twin)
+    if options.model.hf_model is not None:
+        adopt_generation_config(twin, options.model.hf_model)
+    torch.manual_seed(options.training.seed)
+    place = place_in(context)
+    if sizes.pipeline > 1:
+        return _pipeline(job, place, twin, context)
+    model = _parallelize(job, context, copy.deepcopy(twin))
+    _fill(twin, model, options.model.hf_model, context.device)
+    return ShardedModel(job, place, model)
+
+
+def _pipeline(job: Job, place: Place, twin: nn.Module, context: MeshContext) -> PipelineModel:
+    """Cut the model into stages, and shard and fill the stage of this rank."""
+    if tied_embeddings(twin) is not None and context.sizes.dp_cp > 1:
+        raise ConfigurationError(
+            f"the embeddings and the head of {type(twin).__name__} are tied, and lie in two stages that this package's "
+            f"engine cuts over {context.sizes.dp_cp} data- and context-parallel ranks at different places: give "
+            "--untie-embeddings-and-output-weights (or a configuration that says so), --use-torch-fsdp2, or only "
+            "pipeline-parallel ranks"
+        )
+    wrapped: list[DistributedDataParallel] = []
+
+    def shard(stage: nn.Module) -> nn.Module:
+        wrapped.append(_parallelize(job, context, stage))
+        return stage
+
+    loss = LossInOrder()
+    pipeline = build_pipeline(
+        copy.deepcopy(twin),
+        context.axis("pp"),
+        pipeline_config(job, loss),
+        parallelize_stage=shard,
+        device=context.device,
+        activation_dtype=job.dtype,
+    )
+    (stage,) = wrapped
+    _fill(twin, stage, job.options.model.hf_model, context.device, pipeline.tied_copies)
+    pipeline.equalize_tied()
+    stage.install_optimized_model_weights()
+    return PipelineModel(job, place, pipeline, loss, stage)
+
+
+def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> DistributedDataParallel:
+    """Parallelize a model on the meta device, or a stage, in place and in the only order that works; wrap it."""
+    sizes, mesh = job.sizes, context.device_mesh
+    assert mesh is not None  # only DDPConfig has none
+    dim = "dp_shard_cp" if sizes.context > 1 else "dp_shard"
+    cuts: dict[str, Any] = {"tp_dim": "tp"}
+    if sizes.expert > 1:
+        experts = _expert_mesh(context, sizes.expert, dim)
+        _divide_experts(model, experts)
+        cuts = {"expt_device_mesh": experts}  # experts have no tensor-parallel ranks
+    if sizes.tensor > 1:
+        parallelize_tensors(model, context.axis("tp"), sequence_parallel=job.options.parallel.sequence_parallel)
+    if sizes.context > 1:
+        enable_context_parallel(model, context.axis("cp"))
+    recompute_layers(model, job.options.training)
+    wrapped = wrap(job, model, mesh, dim, init_meta=EMPTY, **cuts)
+    allocate(wrapped, context.device)
+    return wrapped
+
+
+def _expert_mesh(context: MeshContext, expert: int, dim: str) -> DeviceMesh:
+    """Make the mesh of expert-parallel ranks, which are neighbours in one pipeline stage; collective.
+
+    The data-parallel dimension has the name that it has for everything else.
+    """
+    sizes = context.sizes
+    shape = (sizes.pp, sizes.dp_cp * sizes.tp // expert, expert)
+    return init_device_mesh(context.device.type, shape, mesh_dim_names=("pp_of_experts", dim, _EP))[dim, _EP]
+
+
+def _divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's experts as plain parameters, and send tokens to the ranks of their experts; in place."""
+    for name in parallelize_experts(model, mesh[_EP]):
+        experts = model.get_submodule(name)
+        for key, param in list(experts.named_parameters(recurse=False)):
+            assert isinstance(param, DTensor)
+            own = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+            own.__dict__.update(param.__dict__)
+            experts.register_parameter(key, own)
+
+
+def _fill(
+    twin: nn.Module, model: nn.Module, folder: Path | None, device: torch.device, copies: Collection[str] = ()
+) -> None:
+    """Load the shards' values from a folder, or draw them; collective.
+
+    `twin` is the whole model on the meta device, and is used up; `copies` get their values from another stage.
+    """
+    filled = set(copies)
+    if folder is not None:
+        report: Any = load_hf(model, folder, strict=False)
+        if set(report.missing) - filled or report.unexpected or report.reshaped:
+            raise CheckpointError(
+                f"{folder} does not fit {type(twin).__name__}: {report}\nnothing can be trained from it"
+            )
+        filled.update(report.loaded)
+    draw_missing(twin, model, [model], filled, device)
+
+
+def place_in(context: MeshContext) -> Place:
+    """Return the position of this rank, for a model of transformers."""
+    cut = ContextCut(context.axis("cp")) if context.sizes.cp > 1 else ContextCut()
+    return Place(context.device, context.data_rank, context.sizes.dp, call_transformers, cut)
+
+
+def backend_of(rank: Rank) -> str:
+    """Return the backend name for the configurations of automodel."""
+    return "gloo" if rank.device.type == "cpu" else "nccl"
+
+
+def recompute_layers(model: nn.Module, training: TrainingOptions) -> None:
+    """Recompute the first `--recompute-num-layers` decoder layers of a model, or of a stage, in backward; in place."""
+    if training.recompute_granularity is None:
+        return
+    first = training.recompute_num_layers
+    for name, layer in find_layers(model).named():
+        if first is None or int(name.rpartition(".")[2]) < first:
+            recompute_in_backward(layer)
+
+
+# ---- PyTorch's FSDP2 -------------------------------------------------------------------------------------------------
+
+
+class Fsdp2Model(_ByAutomodel, MicrobatchModel):
+    """A model that FSDP2 shards."""
+
+    def __init__(self, job: Job, place: Place, model: nn.Module) -> None:
+        """Take a sharded model with its weights."""
+        optimizer = connect_optimizer(model, build_optimizer(model, job.options.optimizer))
+        super().__init__(job, place, model, optimizer)
+        self.sharded = model
+
+    def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        return accumulation_context(self.model, is_last, defer_grad_sync=True)
+
+
+def policy_of(job: Job) -> MixedPrecisionPolicy:
+    """Return the dtypes: weights and optimizer in float32, compute and gradient reduction as the job says."""
+    return MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.fsdp2_reduce_dtype, output_dtype=None)
+
+
+def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model:
+    """Shard the decoder of this package, data-parallel over all ranks."""
+    decoder = build_decoder(job, vocab_size, rank.device)
+    is_meta = job.options.parallel.init_model_with_meta_device
+    twin = copy.deepcopy(decoder) if is_meta else None
+    mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=("dp",))
+    shard_by_layers(decoder, mesh, mp_policy=policy_of(job), offload_policy=None)
+    if twin is not None:
+        allocate(decoder, rank.device)
+        torch.manual_seed(job.options.training.seed)
+        draw_missing(twin, decoder, [decoder], set(), rank.device)
+    _reshard_as_told(decoder, job)
+    return Fsdp2Model(job, Place(rank.device, rank.index, rank.count), decoder)
+
+
+def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model | PipelineModel:
+    """Build a model of transformers without memory, make it parallel, and fill its shards; collective."""
+    config = transformers_config(job.options.model, vocab_size)
+    check_fits(config, vocab_size, job.seq_length)
+    torch.manual_seed(job.options.training.seed)
+    loss = LossInOrder()
+    model = _build(job, rank, config, loss)
+    for part in model.parts if job.sizes.pipeline > 1 else [model]:
+        recompute_layers(part, job.options.training)
+        _reshard_as_told(part, job)
+    place = place_in(model.mesh_context)
+    return PipelineModel(job, place, model, loss) if job.sizes.pipeline > 1 else Fsdp2Model(job, place, model)
+
+
+def _build(job: Job, rank: Rank, config: Any, loss: LossInOrder) -> Any:
+    sizes, parallel = job.sizes, job.options.parallel
+    arguments: dict[str, Any] = {
+        "distributed_config": FSDP2Config(
+            sequence_parallel=parallel.sequence_parallel, mp_policy=policy_of(job), backend=backend_of(rank)
+        ),
+        "tp_size": sizes.tensor,
+        "pp_size": sizes.pipeline,
+        "cp_size": sizes.context,
+        "ep_size": sizes.expert,
+        "dtype": torch.float32,
+    }
+    if sizes.pipeline > 1:
+        arguments["pipeline_config"] = pipeline_config(job, loss)
+    folder = job.options.model.hf_model
+    if folder is not None:
+        return AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    return AutoModelForCausalLM.from_config(config, **arguments)
+
+
+def _reshard_as_told(model: nn.Module, job: Job) -> None:
+    """With `--torch-fsdp2-no-reshard-after-forward`, keep every unit unsharded from forward to backward."""
+    if not job.options.parallel.torch_fsdp2_no_reshard_after_forward:
+        return
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_reshard_after_forward(False, recurse=False)

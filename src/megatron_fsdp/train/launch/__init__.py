@@ -1,1 +1,0 @@
-"""Starting ranks, their process group, and how they end."""

@@ -1,0 +1,167 @@
+"""Joins the process group; agrees, reduces and works with the other ranks. Every function here is collective."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.failures import EXIT_FAILED, LAUNCHER_VARIABLE, OutOfMemoryError
+
+STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
+"""Names the file through which ranks of one machine meet; no port is opened for that."""
+_WATCH_S = 0.5
+_STORE_TIMEOUT = timedelta(minutes=30)
+_BEAT_S = 5.0  # well below the time limit of a collective, which the work of `work_on_machines` may exceed by far
+_TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigurationError, OutOfMemoryError)}
+"""Errors whose messages are for the user."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among its peers, where it computes, and the process that started it."""
+
+    index: int
+    count: int
+    device: torch.device
+    launcher_pid: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes files."""
+        return self.index == 0
+
+    def require_launcher(self) -> None:
+        """Check that the launcher is alive."""
+        if os.getppid() != self.launcher_pid:
+            raise RuntimeError(f"the process {self.launcher_pid} that started rank {self.index} is gone")
+
+
+@contextmanager
+def join_ranks(
+    device_type: str, timeout: timedelta | None = None, backend: Literal["auto", "nccl", "gloo"] = "auto"
+) -> Iterator[Rank]:
+    """Join the process group of all ranks; destroy it if the block ends well.
+
+    Ranks that our launcher started meet by way of a file, others as torchrun says. Where all of them are on
+    one machine, back ends use its loopback interface only, unless the user has named another.
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(local)
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        for name, interface in loopback_interface().items():
+            os.environ.setdefault(name, interface)
+    chosen = dist.get_default_backend_for_device(device) if backend == "auto" else backend
+    launcher = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
+    with _ending_with(launcher):
+        _meet(chosen, timeout)
+    yield Rank(dist.get_rank(), dist.get_world_size(), device, launcher)
+    dist.barrier()  # no rank leaves while a peer still needs the connection
+    dist.destroy_process_group()
+
+
+def _meet(backend: str, timeout: timedelta | None) -> None:
+    """Join the process group."""
+    file = os.environ.get(STORE_FILE_VARIABLE)
+    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: dist.Store  # type: ignore[name-defined]  # public, and not in torch's list of names
+    if file is not None:
+        store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # likewise
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        # torchrun's agent keeps one store over restarts, in torch 2.13 with the addresses of ranks that are gone.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        shared = dist.TCPStore(*address, is_master=False, timeout=timeout or _STORE_TIMEOUT)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)  # type: ignore[attr-defined]
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
+
+
+def loopback_interface() -> dict[str, str]:
+    """Return the variables that keep backend traffic on the loopback; empty if there is no known loopback."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return {} if loopback is None else dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
+
+
+@contextmanager
+def _ending_with(launcher: int) -> Iterator[None]:
+    """End this process if its launcher is gone while the block runs: nobody would end a wait for missing peers."""
+    is_over = threading.Event()
+
+    def end_without_launcher() -> None:
+        if os.getppid() != launcher:
+            os._exit(EXIT_FAILED)
+
+    def watch() -> None:
+        while not is_over.wait(_WATCH_S):
+            end_without_launcher()
+
+    # The launcher may have removed the folder of the store; torch then waits for it and lets no other thread run.
+    end_without_launcher()
+    threading.Thread(target=watch, name="launcher watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"]) -> list[float]:
+    """All-reduce each value by sum or maximum, in float64 where the device has it."""
+    op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
+    tensor = torch.tensor(values, dtype=torch.float64, device=rank.device)
+    dist.all_reduce(tensor, op)
+    return [float(value) for value in tensor.tolist()]
+
+
+def is_first_here(rank: Rank) -> bool:
+    """Return whether this is the first rank of its machine (torchrun's LOCAL_RANK), or without it, of all."""
+    return int(os.environ.get("LOCAL_RANK", rank.index)) == 0
+
+
+def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
+    """Run `work` on the first rank of each machine; collective, and over when all have finished.
+
+    The ranks meet every few seconds, so that no collective runs into its time limit however long the work takes.
+    """
+    pool = ThreadPoolExecutor(1, "preparation")
+    task = pool.submit(work) if is_first_here(rank) else None
+    pool.shutdown(wait=False)
+    while True:
+        if task is not None:
+            wait([task], _BEAT_S)
+        rank.require_launcher()
+        is_pending = task is not None and not task.done()
+        if reduce_values(rank, [float(is_pending)], "max") == [0.0]:
+            break
+    error = None if task is None else task.exception()
+    kind = next((name for name, each in _TOLD.items() if isinstance(error, each)), "")
+    said = None if error is None else (kind, str(error) if kind else f"rank {rank.index}: {error!r}")
+    for name, words in filter(None, gather_objects(said)):
+        raise _TOLD.get(name, RuntimeError)(words) from error
+
+
+def goes_on_without_others(*, is_asked: bool) -> bool:
+    """Return whether ranks that saved end only because another machine leaves; collective.
+
+    torchrun takes ranks that exit with 0 for finished. Those of a machine whose agent was not asked to end must not, or
+    the run would be over; restarted, they go on without the machine that leaves. The answer is the same on all ranks
+    of a machine, and False where its agent would not start them again.
+    """
+    agent = os.environ.get("GROUP_RANK", "0")
+    found = gather_objects((agent, is_asked))
+    starts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return starts < limit and not any(was_asked for theirs, was_asked in found if theirs == agent)

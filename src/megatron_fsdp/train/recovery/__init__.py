@@ -1,1 +1,0 @@
-"""Recovery: failures of a run, and what is done about them."""

@@ -1,1 +1,0 @@
-"""Reporting: what a person sees of a run, while it goes on and afterwards."""

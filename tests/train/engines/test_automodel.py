@@ -1,0 +1,144 @@
+"""Weights of a folder or drawn from the seed, with every engine, and layers that are computed again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.train.engines.automodel import policy_of
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.options import TrainingOptions
+from tests.conftest import RunRanks
+from tests.train.engines.runs import DECODER, IDS, LLAMA, job_of, plain_model, prepare, whole_weights
+
+UNITS = {"use_megatron_fsdp": True}
+FSDP2 = {"use_torch_fsdp2": True}
+RUN = {name: LLAMA[name] for name in ("seq_length", "micro_batch_size", "train_iters", "lr")}
+
+
+def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
+    return whole_weights(prepare(values).trained.model)
+
+
+def refusal(values: dict[str, Any]) -> str:
+    with pytest.raises(Exception) as caught:
+        prepare(values)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model: Any = plain_model(job_of({**LLAMA, "seed": 5}, 1))
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.full(short=["engine0", "engine3"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        UNITS,
+        {},
+        {**UNITS, "tensor_model_parallel_size": 2},
+        FSDP2,
+        {**FSDP2, "pipeline_model_parallel_size": 2},
+        {**UNITS, "pipeline_model_parallel_size": 2},
+    ],
+)
+def test_weights_are_those_of_the_folder(run_ranks: RunRanks, folder: Path, engine: dict[str, Any]) -> None:
+    stored = load_file(folder / "model.safetensors")
+    for found in run_ranks(2, initial_weights, {**RUN, **engine, "hf_model": str(folder)}):
+        assert found.keys() == stored.keys()
+        assert all(torch.equal(found[name], value) for name, value in stored.items())
+
+
+@pytest.mark.parametrize("engine", [UNITS, FSDP2])
+def test_weights_of_a_configuration_are_drawn_from_the_seed(
+    run_ranks: RunRanks, folder: Path, engine: dict[str, Any]
+) -> None:
+    drawn = dict(plain_model(job_of({**LLAMA, "seed": 3}, 1)).named_parameters())
+    for found in run_ranks(2, initial_weights, {**RUN, **engine, "hf_config": str(folder), "seed": 3}):
+        assert all(torch.equal(found[name], value) for name, value in drawn.items())
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(run_ranks: RunRanks, folder: Path) -> None:
+    assert IDS < 64
+    told = run_ranks(2, refusal, {**RUN, **UNITS, "hf_model": str(folder), "seq_length": 9})
+    assert [text.split(":")[0] for text in told] == ["--seq-length 9 is more than the 8 positions of the model"] * 2
+    told = run_ranks(2, refusal, {**LLAMA, **UNITS, "tensor_model_parallel_size": 2, "num_query_groups": 1})
+    assert told[0] == told[1]
+    heads = "the model has num_key_value_heads=1, which 2 tensor-parallel ranks cannot share evenly"
+    assert all(text.startswith(heads) for text in told)
+
+
+pytest.importorskip("transformers")
+
+
+def kept_and_gradients(options: TrainingOptions) -> tuple[int, list[Tensor]]:
+    """Elements that autograd keeps, and all gradients."""
+    from megatron_fsdp.train.engines.automodel import recompute_layers
+
+    model = plain_model(job_of({**LLAMA, "num_layers": 3}, 1)).train()
+    recompute_layers(model, options)
+    kept, known = [], {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in known:
+            kept.append(tensor.numel())
+        return tensor
+
+    tokens = torch.arange(8)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return sum(kept), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_the_first_layers_are_recomputed() -> None:
+    all_kept, gradients = kept_and_gradients(TrainingOptions())
+    one, two, three = (
+        kept_and_gradients(TrainingOptions(recompute_granularity="full", recompute_num_layers=layers))
+        for layers in (1, 2, None)
+    )
+    assert all_kept > one[0] > two[0] > three[0]
+    assert two[0] < 0.7 * all_kept
+    for _, recomputed in (one, two, three):
+        assert all(torch.equal(mine, plain) for mine, plain in zip(recomputed, gradients, strict=True))
+
+
+def dtypes(job: Job) -> tuple[torch.dtype | None, torch.dtype | None]:
+    policy = policy_of(job)
+    return policy.param_dtype, policy.reduce_dtype
+
+
+def test_gradients_travel_in_float32_unless_told() -> None:
+    assert dtypes(job_of({**DECODER, **FSDP2}, 2)) == (torch.float32, torch.float32)
+    assert dtypes(job_of({**DECODER, **FSDP2, "bf16": True}, 2)) == (torch.bfloat16, torch.float32)
+    told = job_of({**DECODER, **FSDP2, "bf16": True, "grad_reduce_in_bf16": True}, 2)
+    assert dtypes(told) == (torch.bfloat16, torch.bfloat16)
+
+
+def kept_gathered(values: dict[str, Any]) -> bool:
+    """Whether the first block has whole weights after a forward that a backward follows."""
+    run = prepare({**values, **FSDP2})
+    (first, *_) = run.feed.batches(0)
+    model = run.trained.model
+    _ = run.trained.accumulate([first], [first.weights])  # a backward first: FSDP2 sets itself up lazily
+    output = model(first.inputs)
+    block = next(module for name, module in model.named_modules() if name.endswith(("blocks.0", "layers.0")))
+    is_kept = not any(isinstance(parameter, DTensor) for parameter in block.parameters())
+    del output
+    return is_kept
+
+
+@pytest.mark.full(short=["model0"])
+@pytest.mark.parametrize("model", [DECODER, LLAMA])
+def test_weights_stay_gathered_only_where_told(run_ranks: RunRanks, model: dict[str, Any]) -> None:
+    assert run_ranks(2, kept_gathered, model) == [False, False]
+    told = {**model, "torch_fsdp2_no_reshard_after_forward": True}
+    assert run_ranks(2, kept_gathered, told) == [True, True]

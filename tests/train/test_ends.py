@@ -1,0 +1,141 @@
+"""Every way in which a run ends has its exit code and its words, in whole runs."""
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp.train.faults import is_out_of_memory, memory_told
+from tests.conftest import RunRanks
+from tests.support.forked_programs import Program, children_of, trainer
+from tests.support.train_program import (
+    LIMIT_S,
+    OPTIONS,
+    environment,
+    job_of,
+    metrics,
+    run,
+    start,
+    steps_done,
+    this_rank,
+    wait_for,
+    write_text,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return "--data-path", str(write_text(tmp_path_factory.mktemp("data") / "text.txt"))
+
+
+@pytest.mark.full
+def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(data: tuple[str, str], tmp_path: Path) -> None:
+    wild = (
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "1e30",
+        "--lr-warmup-iters",
+        "0",
+        "--max-nan-steps",
+        "2",
+        "--log-interval",
+        "1",
+    )
+    shown, errors = run(
+        *data, *wild, "--max-restarts", "3", "--save", str(tmp_path / "s"), "--out", str(tmp_path), code=4
+    )
+    skipped = [record["skipped"] for record in metrics(tmp_path)]
+    assert skipped[-2:] == [1, 2]
+    shown = " ".join(shown.split())
+    assert (shown.count("of at most 2 in a row"), shown.count("starting all ranks again")) == (2, 0)
+    assert "3 steps in a row could not be taken, and --max-nan-steps is 2; lower --lr" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
+def test_a_hung_run_is_explained_ended_and_started_again(data: tuple[str, str], tmp_path: Path) -> None:
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    options = ("--hang-timeout-minutes", "0.1", "--max-restarts", "1", "--save", str(saved), "--save-interval", "100")
+    process = start(*data, *options, "--train-iters", "1000000", "--out", str(out))
+    wait_for(lambda: steps_done(out) >= 102, process)  # far from a save, where silence is no standstill
+    first = children_of(process.pid)
+    os.kill(first[1], signal.SIGSTOP)
+    wait_for(lambda: "starting all ranks again, 1 of at most 1" in process.shown("err"), process)
+    report = (out / "hang" / "report.txt").read_text()
+    assert "nothing has happened for" in report
+    assert "rank 1" in report.partition("\n")[2]
+    assert "in train_step" in (out / "hang" / "stack_rank0.txt").read_text()
+    assert [pid for pid in first if Path(f"/proc/{pid}").exists()] == []
+    before = metrics(out)[-1]["step"]
+    wait_for(lambda: metrics(out)[-1]["step"] > before + 2, process)
+    os.kill(children_of(process.pid)[1], signal.SIGSTOP)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 5
+    assert errors.count("nothing has happened for") == 2
+    assert "Traceback" not in errors
+
+
+def limited(argv: Sequence[str]) -> int:
+    """The trainer in a process that may have 16 GiB of addresses: far more than it needs, far less than it asks for."""
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    return trainer(argv)
+
+
+@pytest.mark.full
+def test_out_of_memory_names_rank_step_peak_and_ways_out(data: tuple[str, str], tmp_path: Path) -> None:
+    huge = ("--micro-batch-size", "1024", "--global-batch-size", "2048", "--seq-length", "128")
+    wide = ("--make-vocab-size-divisible-by", str(1 << 16), "--out", str(tmp_path))
+    process = Program(limited, [*OPTIONS, *data, *huge, *wide], environment())
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 3, errors
+    assert "out of memory on rank " in errors
+    assert " in step 1 on cpu: " in errors
+    assert "GiB resident" in errors
+    assert "--micro-batch-size 512 --global-batch-size 2048 (the same steps); --recompute-granularity full" in errors
+    assert "mfsdp plan tiny --ranks 2 --sequence-length 128 --micro-batch-size 1024 --strategy auto" in errors
+    assert "Traceback" not in errors
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    wrapped = RuntimeError("in unit 3")
+    wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    for error in (wrapped, MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
+        assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'",
+    ],
+)
+def test_what_drivers_and_libraries_say_counts_as_out_of_memory(words: str) -> None:
+    assert is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(ValueError(words))
+
+
+def test_other_errors_of_a_device_are_none_of_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(RuntimeError("NCCL error: remote process exited or there was a network error"))
+
+
+def told_before_the_first_step() -> str:
+    return memory_told(MemoryError("no room"), job_of("--micro-batch-size", "1"), this_rank(), 0)
+
+
+def test_memory_that_ran_out_before_the_first_step(run_ranks: RunRanks) -> None:
+    told = run_ranks(2, told_before_the_first_step)
+    assert told[1].startswith("out of memory on rank 1 before the first step on cpu: no room\n")
+    assert "--init-model-with-meta-device; more ranks" in told[0]
+    assert "--micro-batch-size 0" not in told[0]

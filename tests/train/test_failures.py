@@ -1,0 +1,153 @@
+"""What ended a rank on its way to the person who started the run, over streams that may be closed, full, or unread."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.failures import (
+    Failure,
+    HungError,
+    find_cause,
+    let_go,
+    report_failure,
+    tell,
+    write_failure,
+)
+
+
+def failed(local_rank: int, path: Path, exitcode: int = 1) -> ProcessFailure:
+    return ProcessFailure(local_rank=local_rank, pid=1, exitcode=exitcode, error_file=str(path))
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:  # noqa: BLE001  # only to give it a traceback
+        return caught
+
+
+def test_cause_is_the_first_error_and_not_its_echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = 1_700_000_000 * 10**9
+    for rank, now_ns, error in [(0, second + 900, RuntimeError("connection closed")), (1, second + 100, KeyError("w"))]:
+        monkeypatch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
+        write_failure(raised(error), tmp_path / f"{rank}.json")
+    cause = find_cause({rank: failed(rank, tmp_path / f"{rank}.json") for rank in (0, 1)})
+    assert (cause.rank, cause.code, cause.time_ns) == (1, 1, second + 100)
+    assert cause.text.startswith("Traceback")
+    assert cause.text.endswith("KeyError: 'w'\n")
+
+
+def test_wrong_setting_is_one_line(tmp_path: Path) -> None:
+    write_failure(raised(ConfigurationError("no text")), tmp_path / "0.json")
+    cause = find_cause({0: failed(0, tmp_path / "0.json")})
+    assert (cause.text, cause.code, cause.is_worth_repeating) == ("no text", 2, False)
+
+
+def test_killed_rank_is_the_cause_and_its_peers_are_echoes(tmp_path: Path) -> None:
+    write_failure(raised(RuntimeError("connection closed by peer")), tmp_path / "0.json")
+    failures = {0: failed(0, tmp_path / "0.json"), 1: failed(1, tmp_path / "missing.json", exitcode=-9)}
+    cause = find_cause(failures)
+    words = "it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out"
+    assert cause == Failure(1, words, 7, cause.time_ns)
+    assert cause.is_worth_repeating
+    assert find_cause({0: failures[0]}).text.endswith("RuntimeError: connection closed by peer\n")
+
+
+def test_what_only_one_thing_can_cause_comes_before_what_follows_from_it(tmp_path: Path) -> None:
+    write_failure(raised(RuntimeError("connection closed by peer")), tmp_path / "0.json")
+    write_failure(raised(HungError("rank 2 is away")), tmp_path / "1.json")
+    aborted = failed(2, tmp_path / "missing.json", exitcode=-6)
+    cause = find_cause({0: failed(0, tmp_path / "0.json"), 1: failed(1, tmp_path / "1.json"), 2: aborted})
+    assert (cause.rank, cause.code, cause.text, cause.is_worth_repeating) == (1, 5, "rank 2 is away", True)
+
+
+def test_error_goes_to_the_file_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert report_failure(raised(ConfigurationError("no text")), rank=1) == 2
+    assert report_failure(raised(OSError("disk")), rank=1) == 1
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "disk"
+
+
+def test_exit_code_survives_where_the_error_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gone" / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert report_failure(raised(HungError("rank 2 is away")), rank=1) == 5
+    assert capsys.readouterr().err == "rank 1: rank 2 is away\n"
+    cause = find_cause({0: failed(0, path, exitcode=1), 1: failed(1, path, exitcode=5)})
+    assert (cause.rank, cause.code, cause.text) == (1, 5, "it ended with exit code 5 and without a word")
+
+
+def test_half_an_error_file_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_disk(_: object, path: Path) -> None:
+        path.write_text('{"mess')
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_fsdp.train.failures.write_failure", fill_disk)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert report_failure(raised(HungError("rank 2 is away")), rank=1) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_torchrun_a_wrong_setting_is_shown_by_the_first_rank_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    report_failure(raised(ConfigurationError("no text")), rank=1)
+    assert capsys.readouterr().err == ""
+    report_failure(raised(ConfigurationError("no text")), rank=0)
+    assert capsys.readouterr().err == "error: no text\n"
+
+
+def test_torchrun_is_told_a_sentence_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delenv("MEGATRON_FSDP_LAUNCHER_PID", raising=False)
+    for error, shown in ((ConfigurationError("no text"), "error: no text\n"), (HungError("hung"), "rank 0: hung\n")):
+        report_failure(raised(error), rank=0)
+        assert capsys.readouterr().err == shown
+        assert failed(0, tmp_path / "error.json").message["extraInfo"]["py_callstack"] == f"error: {error}"  # type: ignore[index]
+    report_failure(raised(OSError("disk")), rank=0)
+    assert capsys.readouterr().err == ""
+    assert failed(0, tmp_path / "error.json").message["extraInfo"]["py_callstack"].startswith("Traceback")  # type: ignore[index]
+    monkeypatch.setenv("MEGATRON_FSDP_LAUNCHER_PID", "1")  # our own launcher says it
+    report_failure(raised(ConfigurationError("no text")), rank=0)
+    assert capsys.readouterr().err == ""
+
+
+def test_words_are_told_on_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("one\ntwo\n\n")
+    assert capsys.readouterr().err == "one\ntwo\n"
+
+
+def test_a_stream_that_was_closed_from_the_start_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "stdout", None)
+    tell("one")
+    let_go()
+
+
+def test_a_reader_that_has_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        tell("one")
+        pipe.write("two")
+        pipe.flush()  # goes nowhere now
+
+
+def test_what_cannot_be_written_at_the_end_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123  # a device
+        monkeypatch.setattr(sys, "stdout", full)
+        full.write("one")
+        let_go()
+        full.flush()

@@ -1,0 +1,279 @@
+"""Peaks, memory and exposed communication as they are measured, and beside the formulas."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.describe.model import MemoryUse
+from megatron_fsdp.sharding.accounting import GroupFootprint
+from megatron_fsdp.trace.recorder import Recorder
+from megatron_fsdp.train.engines.sharded import build
+from megatron_fsdp.train.loop import Run, train
+from megatron_fsdp.train.measure import (
+    Evaluation,
+    ExposedCommunication,
+    Progress,
+    Speed,
+    StepRecord,
+    compare,
+    optimizer_bytes,
+    peak_by_name,
+    peak_tflops,
+)
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.ranks import Rank
+from tests.conftest import RunRanks
+from tests.support.array_tokens import feed_of, token_data
+
+
+def group(unit: int, numel: int, *, outer_ranks: int = 1, outer_shares: bool = False) -> GroupFootprint:
+    return GroupFootprint(
+        outer_ranks=outer_ranks,
+        outer_shares=outer_shares,
+        unit=unit,
+        numel=numel,
+        num_shards=2,
+        compute=torch.bfloat16,
+        main_params=torch.float32,
+        main_grads=torch.float32,
+        grad_comm=torch.bfloat16,
+        requires_grad=True,
+    )
+
+
+def formulas(
+    strategy: ShardingStrategy,
+    *,
+    microbatches: int = 1,
+    exchanges_pairwise: bool = False,
+    outer_ranks: int = 1,
+    outer_shares: bool = False,
+) -> list[int]:
+    sizes = (100, 400, 400, 400)
+    groups = tuple(
+        group(unit, numel, outer_ranks=outer_ranks, outer_shares=outer_shares) for unit, numel in enumerate(sizes)
+    )
+    model: Any = SimpleNamespace(
+        memory=lambda: MemoryUse(1, 0, 0, 2, 0),
+        footprints=lambda: groups,
+        resolved=SimpleNamespace(strategy=strategy),
+        parameter_groups=lambda: [SimpleNamespace(exchanges_inner=exchanges_pairwise)],
+    )
+    rows = compare(model, torch.optim.AdamW([torch.zeros(1)]), Traffic(4, 5, 6, 7), microbatches)
+    assert [row.measured for row in rows] == [4, 6 + 7, 1 + 2]
+    return [row.formula for row in rows]
+
+
+HELD = 650 * (2 + 4 + 4) + 650 * 8  # a bf16 weight, float32 main weight and gradient per owned element, and Adam's two
+
+
+def test_fully_sharded_formulas_are_worked_out_by_hand() -> None:
+    assert formulas(ShardingStrategy.optim_grads_params) == [
+        5,  # root and three units, and the unit that gave way to the last two again in backward
+        (50 + 4 * 200) * 2 + 650 * 2,
+        HELD + 2 * (256 + 2 * 896),  # the root and two units, gathered; a bucket for the root and two for units
+    ]
+
+
+def test_pairwise_exchange_takes_one_more_bucket() -> None:
+    plain = formulas(ShardingStrategy.optim_grads_params)
+    pairwise = formulas(ShardingStrategy.optim_grads_params, exchanges_pairwise=True)
+    assert [after - before for before, after in zip(plain, pairwise, strict=True)] == [0, 0, 896]
+
+
+def test_each_microbatch_reduces_again() -> None:
+    once, thrice = (formulas(ShardingStrategy.optim_grads, microbatches=number) for number in (1, 3))
+    assert thrice[1] - once[1] == 2 * 1300
+
+
+def test_where_gradients_are_not_sharded_microbatches_are_reduced_together() -> None:
+    once, thrice = (formulas(ShardingStrategy.optim, microbatches=number) for number in (1, 3))
+    assert once == thrice
+
+
+def test_the_outer_axis_is_counted_too() -> None:
+    inside = formulas(ShardingStrategy.optim_grads, microbatches=3)
+    hybrid = formulas(ShardingStrategy.optim_grads, microbatches=3, outer_ranks=2)
+    part = 650 * 2  # bytes of the bfloat16 weights, or gradients, that an inner rank stands for
+    assert hybrid[0] == inside[0]
+    assert hybrid[1] == inside[1] + 3 * (2 * part // 2)  # an all-reduce of each group after each microbatch
+    shared = formulas(ShardingStrategy.optim_grads, microbatches=3, outer_ranks=2, outer_shares=True)
+    assert shared[0] == inside[0] + 4
+    assert shared[1] == inside[1] + part // 2 + 3 * (part // 2)
+
+
+def test_counters_subtract() -> None:
+    assert Traffic(5, 7, 9, 11).since(Traffic(1, 2, 3, 4)) == Traffic(4, 5, 6, 7)
+
+
+def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 5))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3, 5)
+    optimizer.step()
+    assert optimizer_bytes(optimizer) == 2 * 15 * 4
+
+
+def test_speeds_of_a_step_of_half_a_second() -> None:
+    speed = Speed(tokens=1000, flops=6e12, ranks=4, peak_tflops=12.0)
+    assert (speed.tokens_per_s(0.5), speed.tflops(0.5), speed.mfu(0.5)) == (2000.0, 3.0, 0.25)
+
+
+def test_what_is_not_known_makes_nothing_known() -> None:
+    assert math.isnan(Speed(1000).tflops(0.5))
+    assert math.isnan(Speed(1000, flops=1e12).mfu(0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+    ],
+)
+def test_peaks_go_by_the_name_of_the_device(name: str, tflops: float) -> None:
+    assert peak_by_name(name) == tflops
+
+
+def test_peaks_of_other_devices_and_dtypes_are_not_known() -> None:
+    assert math.isnan(peak_by_name("NVIDIA RTX A1000"))
+    job = resolve(parse_options(["--preset", "tiny"]), World(2, "cpu"))
+    told = resolve(parse_options(["--preset", "tiny", "--peak-tflops", "2.5"]), World(2, "cpu"))
+    assert math.isnan(peak_tflops(job, torch.device("cpu")))
+    assert math.isnan(peak_tflops(job, torch.device("cuda")))  # which computes in float32
+    assert peak_tflops(told, torch.device("cpu")) == 2.5
+
+
+def test_perplexity_of_any_loss() -> None:
+    assert Evaluation(1, 2.0).perplexity == math.exp(2.0)
+    assert Evaluation(1, 1e4).perplexity == math.inf
+    assert math.isnan(Evaluation(1, math.nan).perplexity)
+
+
+SIZES = {"--seq-length": 16, "--micro-batch-size": 2, "--train-iters": 7, "--log-interval": 3}
+FLAGS = ("--preset", "tiny", *(str(word) for item in SIZES.items() for word in item))
+BUCKETS = (
+    "--no-use-megatron-fsdp",
+    "--data-parallel-sharding-strategy",
+    "no_shard",
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+)
+
+
+class Notes:
+    """A watcher and a keeper that only take notes."""
+
+    is_interrupted = False
+
+    def __init__(self) -> None:
+        self.began: list[int] = []
+        self.calls: list[list[StepRecord]] = []
+
+    def start(self, progress: Progress | None = None) -> Any:
+        if progress is not None:
+            self.began.append(progress.steps)
+        return Progress()
+
+    def on_steps(self, records: Sequence[StepRecord]) -> None:
+        self.calls.append(list(records))
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Not looked at."""
+
+    def say(self, text: str) -> None:
+        raise AssertionError(text)
+
+    def lacks_evaluation(self, step: int) -> bool:  # noqa: ARG002
+        return False
+
+    def is_due(self, step: int) -> bool:  # noqa: ARG002
+        return False
+
+    def save(self, progress: Progress) -> None:
+        """Nothing."""
+
+
+class HereRank(Rank):
+    """A rank whose launcher is not looked for."""
+
+    def require_launcher(self) -> None:
+        """It lives."""
+
+
+def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], int, list[torch.Tensor]]:
+    """What a run tells its watcher, how often it recorded, and this rank's weights at its end."""
+    rank = HereRank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), 0)
+    job = resolve(parse_options([*FLAGS, *flags]), World(rank.count, "cpu"))
+    tokens = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
+    data = token_data(tokens, tokens[:400], 400)
+    built = build(job, data.vocabulary.vocab_size, rank)
+    feed = feed_of(data, job, built.data_index)
+    notes = Notes()
+    speed = Speed(job.tokens_per_step, flops=2e9, ranks=rank.count, peak_tflops=0.5)
+    with patch.object(Recorder, "start", autospec=True, side_effect=Recorder.start) as started:
+        train(Run(job, built, data, feed, rank, speed), notes, notes)
+    weights = [parameter.to_local().detach().clone() for parameter in built.model.parameters()]  # type: ignore[operator]
+    return notes.calls, notes.began, started.call_count, weights
+
+
+@pytest.mark.full(short=["units"])
+@pytest.mark.parametrize("flags", [(), BUCKETS], ids=["units", "buckets"])
+def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: RunRanks, flags: tuple[str, ...]) -> None:
+    measured = run_ranks(2, trained, flags)
+    plain = run_ranks(2, trained, (*flags, "--no-log-exposed-communication"))
+    calls, began, recordings, _ = measured[0]
+    assert began == [0]
+    assert (recordings, plain[0][2]) == (3, 0)
+    steps = [[record.step for record in call] for call in calls]
+    shares = {record.step: record.exposed_share for call in calls for record in call}
+    assert steps == [[1, 2, 3], [4, 5, 6], [7]]
+    assert all(0 < shares[step] < 1 for step in (3, 6, 7))
+    assert all(math.isnan(shares[step]) for step in (1, 2, 4, 5))
+    assert {r.step: r.exposed_share for call in measured[1][0] for r in call if r.step in (3, 6, 7)} == {
+        step: shares[step] for step in (3, 6, 7)
+    }
+    assert all(math.isnan(record.exposed_share) for call in plain[0][0] for record in call)
+    for (with_it, *_, ours), (without, *_, theirs) in zip(measured, plain, strict=True):
+        losses = [[(r.loss, r.grad_norm) for call in calls for r in call] for calls in (with_it, without)]
+        assert losses[0] == losses[1]
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_each_step_has_its_own_speed(run_ranks: RunRanks) -> None:
+    calls, *_ = run_ranks(2, trained, ("--no-log-exposed-communication",))[0]
+    records = [record for call in calls for record in call]
+    assert len({record.step_s for record in records}) == len(records)
+    for before, record in zip([None, *records], records, strict=False):
+        assert record.step_s == record.elapsed_s - (0.0 if before is None else before.elapsed_s)
+        assert math.isclose(record.tokens_per_s, 2 * 2 * 16 / record.step_s)
+        assert math.isclose(record.tflops, 2e9 / record.step_s / 2 / 1e12)
+        assert math.isclose(record.mfu, record.tflops / 0.5)
+
+
+class _Foreign:
+    """An engine that cannot be observed."""
+
+    inside = None
+    device = torch.device("cpu")
+
+
+def test_an_engine_without_phases_is_not_measured() -> None:
+    meter = ExposedCommunication(_Foreign(), is_wanted=True)  # type: ignore[arg-type]
+    with meter.step(is_measured=True), nullcontext():
+        pass
+    assert math.isnan(meter.take_share())

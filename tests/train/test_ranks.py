@@ -1,0 +1,180 @@
+"""Work that the first rank of each machine does: all wait for it, and all hear of what went wrong."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train import ranks
+from megatron_fsdp.train.failures import OutOfMemoryError
+from megatron_fsdp.train.program import agree_on_restarts
+from megatron_fsdp.train.ranks import Rank, goes_on_without_others, is_first_here, work_on_machines
+from tests.conftest import RunRanks
+from tests.support.forked_programs import children_of
+from tests.support.hosts import start_agent, two_hosts
+from tests.support.train_program import LIMIT_S, by_step, differences, metrics, run, wait_for, write_text
+
+
+def this_rank() -> Rank:
+    return Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), os.getppid())
+
+
+def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tuple[bool, str | None]:
+    """Work as `local` says; returns whether this rank worked, and what was raised."""
+    rank, done = this_rank(), []
+    os.environ["LOCAL_RANK"] = local.split(",")[rank.index]
+
+    def work() -> None:
+        time.sleep(seconds)
+        done.append(rank.index)
+        if rank.index in failing:
+            raise {"usage": ConfigurationError, "memory": OutOfMemoryError, "bug": KeyError}[failing[rank.index]](
+                "no text"
+            )
+
+    beat, ranks._BEAT_S = ranks._BEAT_S, 0.05
+    try:
+        work_on_machines(rank, work)
+    except (ConfigurationError, OutOfMemoryError, RuntimeError) as error:
+        return bool(done), f"{type(error).__name__} {error}"
+    finally:
+        ranks._BEAT_S = beat
+        del os.environ["LOCAL_RANK"]
+    return bool(done), None
+
+
+def test_the_first_rank_of_each_machine_works(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, on_two_machines, "0,1,0", 0.0, {}) == [(True, None), (False, None), (True, None)]
+
+
+def test_all_wait_longer_than_a_beat(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, on_two_machines, "0,1,2", 0.4, {}) == [(True, None), (False, None), (False, None)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("usage", "ConfigurationError no text"),
+        ("memory", "OutOfMemoryError no text"),
+        ("bug", "RuntimeError rank 2: KeyError('no text')"),
+    ],
+)
+def test_what_goes_wrong_on_one_machine_is_raised_on_all(run_ranks: RunRanks, kind: str, said: str) -> None:
+    found = run_ranks(3, on_two_machines, "0,1,0", 0.0, {2: kind})
+    assert found == [(True, said), (False, said), (True, said)]
+
+
+def test_without_torchrun_all_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert [is_first_here(Rank(index, 2, torch.device("cpu"), 1)) for index in (0, 1)] == [True, False]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert is_first_here(Rank(8, 16, torch.device("cpu"), 1))
+
+
+def agreed(counts: list[str]) -> int:
+    rank = this_rank()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[rank.index]
+    try:
+        return agree_on_restarts(rank)
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, agreed, ["1", "0"]) == [1, 1]
+    assert run_ranks(2, agreed, ["0", "0"]) == [0, 0]
+
+
+def goes_on(agents: list[str], asked: list[bool], starts: str) -> bool:
+    rank = this_rank()
+    told = {"GROUP_RANK": agents[rank.index], "TORCHELASTIC_RESTART_COUNT": starts, "TORCHELASTIC_MAX_RESTARTS": "1"}
+    os.environ.update(told)
+    try:
+        return goes_on_without_others(is_asked=asked[rank.index])
+    finally:
+        for name in told:
+            del os.environ[name]
+
+
+@pytest.mark.parametrize(
+    ("agents", "asked", "starts", "expected"),
+    [
+        (["0", "0", "1"], [False, False, True], "0", [True, True, False]),  # the second machine leaves
+        (["0", "0", "1"], [False, False, True], "1", [False, False, False]),  # and no start is left
+        (["0", "0", "1"], [True, False, True], "0", [False, False, False]),  # the whole job is asked to end
+        (["0", "0", "0"], [False, True, False], "0", [False, False, False]),  # one rank of a single machine is
+    ],
+)
+def test_ranks_are_to_start_again_where_another_machine_leaves(
+    run_ranks: RunRanks, agents: list[str], asked: list[bool], starts: str, expected: list[bool]
+) -> None:
+    assert run_ranks(3, goes_on, agents, asked, starts) == expected
+
+
+STEPS = 60
+NUMBERS = ("loss", "grad_norm", "samples", "data_checksum")
+GONE_S = 8.0  # the others notice after three missed signs of life, a second each
+LAST = f"iter_{STEPS:07}"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="uses network namespaces")
+def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
+    text = str(write_text(tmp_path / "text.txt"))
+    same: tuple[str, ...] = ("--data-path", text, "--train-iters", str(STEPS), "--save-interval", "5")
+    same = (*same, "--num-distributed-optimizer-instances", "2", "--micro-batch-size", "1")
+    alone, out, saved = tmp_path / "alone", tmp_path / "out", tmp_path / "saved"
+    run(*same, "--nproc", "4", "--save", str(alone / "saved"), "--out", str(alone))
+    with two_hosts() as (first, second):
+        options = (*same, "--save", str(saved), "--out", str(out))
+        agent = start_agent(first, first, "2:2", 3, *options)
+        lost = start_agent(second, first, "2:2", 3, *options)
+        wait_for(lambda: (saved / "iter_0000010").exists(), agent)
+        meshes = [(out / f"mesh{rank}.txt").read_text().split(maxsplit=1) for rank in range(4)]
+        ranks = children_of(lost.pid)
+        for pid in (lost.pid, *ranks):  # a host that loses its power
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(GONE_S)
+        back = start_agent(second, first, "2:2", 3, *options)
+        ended = [program.communicate(timeout=LIMIT_S) for program in (agent, back)]
+    assert (agent.returncode, back.returncode) == (0, 0), [errors[-3000:] for _, errors in ended]
+    assert {mesh for _, mesh in meshes} == {"[[0, 1], [2, 3]]"}  # inner groups are rows
+    assert meshes[0][0] == meshes[1][0] != meshes[2][0] == meshes[3][0] or not first.name
+    assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
+    assert by_step(out, *NUMBERS) == by_step(alone, *NUMBERS)
+    assert differences(saved / LAST, alone / "saved" / LAST) == []
+
+
+STEPS_OF_TWO = 80
+SAME = ("learning_rate", "samples", "data_checksum")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="uses network namespaces")
+def test_the_run_goes_on_without_a_host_that_leaves_in_good_order(tmp_path: Path) -> None:
+    data = ("--data-path", str(write_text(tmp_path / "text.txt")), "--train-iters", str(STEPS_OF_TWO))
+    alone, out, saved = tmp_path / "alone", tmp_path / "out", tmp_path / "saved"
+    run(*data, "--nproc", "2", "--out", str(alone))
+    with two_hosts() as (first, second):
+        options = (*data, "--save", str(saved), "--load", str(saved), "--save-interval", "10", "--out", str(out))
+        stays = start_agent(first, first, "1:2", 1, *options)
+        leaves = start_agent(second, first, "1:2", 1, *options)
+        wait_for(lambda: (saved / "iter_0000010").exists(), stays)
+        ranks = children_of(leaves.pid)
+        os.kill(leaves.pid, signal.SIGTERM)
+        left = leaves.communicate(timeout=LIMIT_S)
+        assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == [], left
+        shown, errors = stays.communicate(timeout=LIMIT_S)
+    assert stays.returncode == 0, errors[-3000:]
+    assert "stopped and saved after " in " ".join(shown.split())
+    assert list(by_step(out, "loss")) == list(range(1, STEPS_OF_TWO + 1)), (shown[-3000:], errors[-3000:])
+    assert [record["step"] for record in metrics(out)] == list(range(1, STEPS_OF_TWO + 1))  # none came twice
+    assert by_step(out, *SAME) == by_step(alone, *SAME)
+    for step, (loss,) in by_step(alone, "loss").items():
+        assert by_step(out, "loss")[step][0] == pytest.approx(loss, rel=2e-3)

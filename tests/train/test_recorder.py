@@ -1,0 +1,301 @@
+"""What was applied, and what a run keeps of its steps over restarts."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.ranks import Rank
+from megatron_fsdp.train.recorder import (
+    JsonLines,
+    Recorder,
+    applied,
+    applied_rows,
+    engine_words,
+    from_line,
+    preset_rows,
+    read_lines,
+    to_json,
+    to_line,
+)
+from tests.support.array_tokens import token_data
+from tests.train.records import record
+
+
+def job_of(*flags: str, ranks: int = 2) -> Job:
+    return resolve(parse_options(["--preset", "tiny", *flags]), World(ranks, "cpu"))
+
+
+def row_of(job: Job, name: str) -> str:
+    """A line of the header."""
+    return dict(rows_of(job))[name]
+
+
+def rows_of(job: Job) -> list[tuple[str, str]]:
+    tokens = np.zeros(1000, dtype=np.uint16)
+    data = token_data(tokens, tokens[:100], 100)
+    rank = Rank(0, 2, torch.device("cpu"), 0)
+    speed = Speed(job.tokens_per_step, 4.09e8, 2, 0.2)
+    return applied_rows(job, rank, data, Path("runs/x"), speed)
+
+
+def test_header_says_what_was_given_by_whom_and_what_became_of_it(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("lr: 0.25\nqk_layernorm: false\n")
+    job = job_of("--config", str(config), "--train-iters", "20", "--no-overlap-grad-reduce", "--use-sharp")
+    assert rows_of(job) == [
+        ("engine", "megatron_fsdp, optim_grads_params"),
+        ("ranks", "2 on cpu"),
+        ("batch", "global 8 = 2 ranks x 1 microbatch x 4"),
+        (
+            "dtypes",
+            "compute float32, main weights float32, main gradients float32, gradient communication float32",
+        ),
+        ("text", "source of the Python standard library"),
+        ("tokens", "1,000 to train on, 100 held out"),
+        ("steps", "20 of 512 tokens and 0.000409 TFLOP"),
+        ("peak", "0.2 TFLOP/s per rank"),
+        ("results", "runs/x"),
+        ("as applied", f"--no-qk-layernorm --lr 0.25 (config {config})"),
+        ("as applied", "--train-iters 20 --no-overlap-grad-reduce (command line)"),
+        *(("notice", notice) for notice in job.notices),
+    ]
+    assert any("--use-sharp has no effect" in notice for notice in job.notices)
+    ((name, line),) = preset_rows(job.options)
+    assert name == "preset tiny"
+    assert "--num-layers 2 --hidden-size 64" in line
+    assert "--min-lr 0.0003 " in line
+    assert "--train-iters" not in line  # the command line won
+
+
+def test_words_with_spaces_are_quoted() -> None:
+    job = job_of("--prompt", "def main", "--data-path", "a b")
+    assert ("as applied", "--prompt 'def main' --data-path 'a b' (command line)") in rows_of(job)
+    assert ("as applied", "--prompt '' (command line)") in rows_of(job_of("--prompt", ""))
+
+
+def test_batch_arithmetic_comes_out_even_or_says_what_fills_up() -> None:
+    assert row_of(job_of("--global-batch-size", "24"), "batch") == "global 24 = 2 ranks x 3 microbatches x 4"
+    assert row_of(job_of("--global-batch-size", "10"), "batch") == (
+        "global 10 = 2 ranks x 2 microbatches x 4 - 6 that only fill up"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--bf16", "--grad-reduce-in-bf16"), ("bfloat16", "float32", "float32", "bfloat16")),
+        (
+            ("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"),
+            ("bfloat16", "bfloat16", "float32", "float32"),
+        ),
+        (("--fp16",), ("float16", "float32", "float32", "float32")),
+        (
+            ("--bf16", "--accumulate-allreduce-grads-in-fp32"),
+            ("bfloat16", "float32", "float32", "float32"),
+        ),
+    ],
+)
+def test_dtypes_are_those_that_the_engine_will_use(flags: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    names = ("compute", "main weights", "main gradients", "gradient communication")
+    assert row_of(job_of(*flags), "dtypes") == ", ".join(map(" ".join, zip(names, expected, strict=True)))
+
+
+def test_engines_and_sizes_in_words() -> None:
+    replicated = ("--no-use-megatron-fsdp", "--data-parallel-sharding-strategy", "no_shard")
+    assert engine_words(job_of(*replicated)) == "ddp, buckets"
+    assert engine_words(job_of(*replicated, "--use-distributed-optimizer")) == "ddp, buckets, distributed optimizer"
+    cut = job_of(
+        "--use-torch-fsdp2",
+        "--no-use-megatron-fsdp",
+        "--transformer-impl",
+        "transformers",
+        "--tensor-model-parallel-size",
+        "2",
+        ranks=4,
+    )
+    assert engine_words(cut) == "torch FSDP2"
+    assert row_of(cut, "ranks") == "2 on cpu: data 2 x tensor 2"
+    assert row_of(job_of(), "ranks") == "2 on cpu"
+
+
+def test_the_file_has_every_option_with_its_value_and_origin() -> None:
+    job = job_of("--train-iters", "20", "--bf16", "--grad-reduce-in-bf16", "--ddp-bucket-size", "1000")
+    found = json.loads(to_json(applied(job)), parse_constant=pytest.fail)
+    assert found["options"]["train_iters"] == 20
+    assert found["options"]["ddp_bucket_size"] == 1000
+    assert found["options"]["log_interval"] == 5
+    assert found["origins"]["train_iters"] == "command line"
+    assert found["origins"]["hidden_size"] == "preset tiny"
+    assert "log_interval" not in found["origins"]
+    assert found["batch"] == {"micro": 4, "total": 8, "ranks": 2, "microbatches": 1, "filled": 0}
+    assert (found["engine"], found["dtype"], found["train_iters"]) == ("megatron_fsdp", "bfloat16", 20)
+    assert found["ddp"]["megatron_fsdp_grad_comm_dtype"] == "bfloat16"
+
+
+def test_passwords_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET_TOKEN", "zq7secret")
+    job = job_of("--mlflow-tracking-uri", "https://user:zq7secret@host:5000/path")
+    for text in (to_json(applied(job)), str(rows_of(job))):
+        assert "zq7secret" not in text
+        assert "https://host:5000/path" in text
+    for address in ("runs/mlflow", "sqlite:///runs.db"):
+        assert applied(job_of("--mlflow-tracking-uri", address))["options"]["mlflow_tracking_uri"] == address
+
+
+def test_a_record_comes_back_as_it_was_written() -> None:
+    assert from_line(to_line(record(3, loss_scale=1024.0)), StepRecord) == record(3, loss_scale=1024.0)
+    assert from_line(to_line(Evaluation(7, 1.25)), Evaluation) == Evaluation(7, 1.25)
+
+
+def test_lines_are_strict_json_and_what_is_not_finite_is_null() -> None:
+    line = to_line(record(1, loss=math.inf, mfu=math.nan, exposed_share=math.nan))
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert (found["loss"], found["mfu"], found["exposed_share"], found["tflops"]) == (None, None, None, 1.25)
+    again = from_line(line, StepRecord)
+    assert again is not None
+    assert math.isnan(again.loss)
+    assert math.isnan(again.mfu)
+    assert json.loads(to_json({"a": [1.0, math.nan], "p": Path("x")})) == {"a": [1.0, None], "p": "x"}
+
+
+@pytest.mark.parametrize("line", ["", "{}", "[1]", '{"step": 3', '{"step": null}', '{"step": 3}', "7\n"])
+def test_a_torn_line_is_no_record(line: str) -> None:
+    assert from_line(line, StepRecord) is None
+
+
+def test_reading_leaves_out_what_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = to_line(record(1)) + "not a record\n" + to_line(record(2))
+    path.write_bytes(whole.encode() + b"\xff\x00\n" + to_line(record(3)).encode()[:-1])
+    assert read_lines(path, StepRecord) == [record(1), record(2)]
+    assert read_lines(tmp_path / "nothing", StepRecord) == []
+
+
+def test_fields_of_other_versions_are_left_out_and_filled_in() -> None:
+    found = json.loads(to_line(record(2)))
+    del found["mfu"]
+    again = from_line(json.dumps({**found, "another": 1}), StepRecord)
+    assert again is not None
+    assert math.isnan(again.mfu)
+    assert again.loss == 2.5
+
+
+class Display:
+    """Takes note of what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def start(self, progress: Progress) -> None:
+        self.seen.append(progress.steps)
+
+    def on_steps(self, records: Sequence[StepRecord]) -> None:
+        self.seen.append([found.step for found in records])
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.seen.append(evaluation)
+
+    def say(self, text: str) -> None:
+        self.seen.append(text)
+
+
+def started(folder: Path, steps: int) -> tuple[Recorder, Display]:
+    display = Display()
+    recorder = Recorder(display, folder, {"metrics.jsonl": lambda progress: JsonLines(folder, progress)})
+    recorder.start(Progress(steps=steps))
+    return recorder, display
+
+
+def test_every_step_stands_once_after_restarts_and_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, display = started(tmp_path, 0)
+    first.on_steps([record(1), record(2)])
+    first.on_evaluation(Evaluation(2, 1.5))
+    first.on_steps([record(3), record(4)])
+    first.on_evaluation(Evaluation(4, 1.25))
+    first.close()
+    assert display.seen == [0, [1, 2], Evaluation(2, 1.5), [3, 4], Evaluation(4, 1.25)]
+    with path.open("a") as file:
+        file.write('{"step": 5, "sam')  # killed while it wrote
+    second, _ = started(tmp_path, 3)
+    assert second.records == [record(1), record(2), record(3)]
+    assert second.evaluations == [Evaluation(2, 1.5)]
+    second.on_steps([record(4, loss=9.0), record(5)])
+    second.close()
+    expected = [record(1), record(2), record(3), record(4, loss=9.0), record(5)]
+    assert second.records == expected
+    assert read_lines(path, StepRecord) == expected
+    assert len(path.read_text().splitlines()) == 5
+    assert read_lines(tmp_path / "evaluations.jsonl", Evaluation) == [Evaluation(2, 1.5)]
+
+
+def test_a_run_from_the_start_begins_anew(tmp_path: Path) -> None:
+    first, _ = started(tmp_path, 0)
+    first.on_steps([record(1)])
+    second, _ = started(tmp_path, 0)
+    assert second.records == []
+    assert read_lines(tmp_path / "metrics.jsonl", StepRecord) == []
+
+
+def test_other_ranks_keep_and_write_nothing(tmp_path: Path) -> None:
+    first, _ = started(tmp_path, 0)
+    first.on_steps([record(1)])
+    other = Recorder(Display())
+    other.start(Progress(steps=1))
+    other.on_steps([record(2)])
+    other.close()
+    assert other.records == [record(2)]
+    assert read_lines(tmp_path / "metrics.jsonl", StepRecord) == [record(1)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+def test_a_full_disk_is_said_once_and_does_not_end_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder, display = started(tmp_path, 0)
+    path.symlink_to("/dev/full")
+    recorder.on_steps([record(1)])
+    recorder.on_steps([record(2)])
+    path.unlink()  # there is room again
+    recorder.on_steps([record(3)])
+    recorder.close()
+    said = [text for text in display.seen if isinstance(text, str)]
+    assert len(said) == 1
+    assert said[0].startswith("metrics.jsonl cannot be written ([Errno 28] No space left on device)")
+    assert read_lines(path, StepRecord) == [record(1), record(2), record(3)]
+
+
+def test_a_writer_that_cannot_even_begin_is_left_out() -> None:
+    display = Display()
+
+    def fail(_: Progress) -> JsonLines:
+        raise RuntimeError("no connection")
+
+    recorder = Recorder(display, makers={"W&B": fail})
+    recorder.start(Progress())
+    recorder.on_steps([record(1)])
+    recorder.on_evaluation(Evaluation(1, 1.0))
+    recorder.close()
+    assert display.seen == [
+        "W&B cannot be written (no connection): training goes on, with gaps in it or without it",
+        0,
+        [1],
+        Evaluation(1, 1.0),
+    ]
+
+
+def test_passwords_in_what_a_tracker_says_are_not_shown() -> None:
+    def fail(_: Progress) -> JsonLines:
+        raise ConnectionError("no answer from 'https://me:zq7@secret@host:5000/api', nor from http://host/a@b")
+
+    display = Display()
+    Recorder(display, makers={"MLflow": fail}).start(Progress())
+    assert "(no answer from 'https://host:5000/api', nor from http://host/a@b)" in str(display.seen[0])

@@ -1,0 +1,138 @@
+"""Results of a run that was ended at a bad moment: nothing is lost, nothing is overwritten, nothing is shared."""
+
+import contextlib
+import io
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.train.loop import Outcome
+from megatron_fsdp.train.measure import Progress
+from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.recorder import METRICS_FILE
+from megatron_fsdp.train.results import SUMMARY_FILE, Results, _take, _take_saves, new_folder, show
+from megatron_fsdp.train.run_job import early_words, stopped_words
+from tests.conftest import RunRanks
+from tests.support.train_program import job_of, refusal, train, write_text
+
+
+def output_of(*options: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        train(*options)
+    return "".join(shown.getvalue().split())  # lines are broken anywhere in a long path
+
+
+def take(job: Job, *, goes_on: bool = False) -> Path:
+    with ExitStack() as held:
+        return _take(job, held, goes_on=goes_on)
+
+
+@pytest.mark.full
+def test_a_run_that_was_ended_after_its_last_save_gets_its_results(run_ranks: RunRanks, tmp_path: Path) -> None:
+    saved, out = tmp_path / "[red]saved[", tmp_path / "[bold]out" / "[x]"  # markup, if it were taken for such
+    data = ("--data-path", str(write_text(tmp_path / "text.txt")), "--eval-interval", "4")
+    same = (*data, "--save", str(saved), "--load", str(saved), "--out", str(out))
+    (told,) = run_ranks(1, output_of, *same, "--exit-interval", "4")
+    assert f"{saved}holdsnocheckpointyet" in told
+    (out / "evaluations.jsonl").unlink()  # as if it had been ended between the save of step 4 and its evaluation
+    (told,) = run_ranks(1, output_of, *same)
+    assert f"metrics,sampleandsummary:{out}" in told
+    whole, evaluated = json.loads((out / "summary.json").read_text()), (out / "evaluations.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in evaluated.splitlines()] == [4, 8]
+
+    (out / "summary.json").write_text(json.dumps({"progress": {"steps": 4}}))  # of the first part
+    (out / "evaluations.jsonl").write_text(evaluated.splitlines(keepends=True)[0])
+    (out / "sample.txt").unlink()
+    (told,) = run_ranks(1, output_of, *same)
+    assert "hasall8steps:thetrainingisdone" in told
+    again = json.loads((out / "summary.json").read_text())
+    assert (again["held_out_loss"], again["sample"]) == (whole["held_out_loss"], whole["sample"])
+    assert (out / "evaluations.jsonl").read_text() == evaluated
+    assert (out / "sample.txt").read_text() == whole["sample"]
+    (told,) = run_ranks(1, output_of, *same)
+    assert f"itsresultsarethere:{out}" in told
+    assert "held-outloss" not in told
+
+    other = tmp_path / "measured"
+    for measuring in ((*data, "--load", str(saved), "--out", str(other)), same):
+        (told,) = run_ranks(1, output_of, *measuring, "--skip-train")
+        assert f"held-outloss{whole['held_out_loss']:.3f}" in told
+    assert json.loads((other / "summary.json").read_text())["held_out_loss"] == whole["held_out_loss"]
+
+    shutil.rmtree(saved)
+    metrics = (out / METRICS_FILE).read_bytes()
+    (told,) = run_ranks(1, refusal, *same)
+    assert f"holds an earlier run, and {saved} holds no checkpoint to go on from: give a new folder" in told
+    assert (out / METRICS_FILE).read_bytes() == metrics
+
+
+def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+    job = job_of("--out", str(tmp_path / "out"))
+    again = job_of("--out", str(tmp_path / "out"), "--save", str(tmp_path / "saved"), restarts=1)
+    with ExitStack() as held:
+        folder = _take(job, held, goes_on=False)
+        with pytest.raises(ConfigurationError, match="another run writes into it now; give another folder"):
+            take(job)
+        assert take(again, goes_on=True) == folder  # its ranks may be just ending
+    assert take(job) == folder
+    (folder / METRICS_FILE).touch()
+    with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
+        take(job)
+    assert take(job, goes_on=True) == folder
+    (folder / METRICS_FILE).rename(folder / SUMMARY_FILE)  # as after a run that took no step
+    with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
+        take(job)
+
+
+def test_one_run_at_a_time_saves_into_a_folder(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    job = job_of("--out", str(saves), "--save", str(saves))
+    again = job_of("--out", str(saves), "--save", str(saves), restarts=1)
+    with ExitStack() as held:
+        _take_saves(saves, job, held)
+        with ExitStack() as other, pytest.raises(ConfigurationError, match="another run saves into it now; give anoth"):
+            _take_saves(saves, job, other)
+        with ExitStack() as other:
+            _take_saves(saves, again, other)
+        assert take(job) == saves  # results of the same run may lie there
+    with ExitStack() as held:
+        _take_saves(saves, job, held)
+
+
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [new_folder(tmp_path / "runs" / "20260102-030405").name for _ in range(3)]
+    assert names == ["20260102-030405", "20260102-030405-2", "20260102-030405-3"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert len({take(job_of()) for _ in range(3)}) == 3
+
+
+def test_a_loss_beyond_all_floats_is_shown() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    results = Results(1000.0, 1.0, "", (), (1,), "peak [/x]")
+    show(console, Path("[/y]"), Outcome(Progress(3), None, is_interrupted=False), results)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "held-out loss 1000.000 nats per token, perplexity inf" in shown
+    assert "peak memory per rank (peak [/x])" in shown
+    assert "summary: [/y]" in shown
+
+
+def test_a_run_that_ends_early_says_why() -> None:
+    job = job_of("--exit-interval", "5")
+    assert early_words(job, 5) == "ended after 5 of 8 steps, as --exit-interval 5 says (from the command line)"
+    assert early_words(job, 4) == "ended after 4 of 8 steps, as --exit-duration-in-mins 5 says (from the preset tiny)"
+    assert early_words(job, 8) == ""
+    assert early_words(job_of("--skip-train"), 0) == ""
+
+
+def test_a_run_that_is_asked_to_end_in_its_last_step_says_how_to_get_results() -> None:
+    job = job_of("--save", "a")
+    assert stopped_words(job, 7) == "stopped and saved after 7 steps; --load a goes on from there"
+    assert stopped_words(job, 8).startswith("stopped and saved after all 8 steps; --load a --skip-train measures")

@@ -1,0 +1,336 @@
+"""The trainer's checkpoints: a run in two parts equals a run in one, an interrupted run is kept, misuse is refused."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.train.checkpoints import in_options
+from megatron_fsdp.train.options.command_line import parse_options
+from megatron_fsdp.train.options.job import World
+from megatron_fsdp.train.options.resolve import resolve
+from tests.conftest import RunRanks
+from tests.support.chaos import Chaos
+from tests.support.forked_programs import children_of
+from tests.support.train_program import (
+    LIMIT_S,
+    OPTIONS,
+    by_step,
+    differences,
+    environment,
+    metrics,
+    refusal,
+    run,
+    start,
+    steps_done,
+    train,
+    wait_for,
+    write_text,
+)
+
+POINTER = "latest_checkpointed_iteration.txt"
+NUMBERS = ("loss", "grad_norm", "learning_rate", "samples", "data_checksum")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return "--data-path", str(write_text(tmp_path_factory.mktemp("data") / "text.txt"))
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("iter_*"))
+
+
+@pytest.mark.full(short=["optim-saving1"])
+@pytest.mark.parametrize(("strategy", "saving"), [("optim_grads_params", ("--async-save",)), ("optim", ())])
+def test_a_run_in_two_parts_equals_a_run_in_one(
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, strategy: str, saving: tuple[str, ...]
+) -> None:
+    base = (*data, "--data-parallel-sharding-strategy", strategy, "--log-interval", "3")
+    run_ranks(2, train, *base, "--out", str(tmp_path / "whole"), "--save", str(tmp_path / "all"))
+    kept = ("--save", str(tmp_path / "saved"), "--save-interval", "2", "--keep-last", "2", *saving)
+    dumping = ("--dump-param-to-param-group-map", str(tmp_path / "map"))
+    run_ranks(2, train, *base, *kept, *dumping, "--exit-interval", "5", "--out", str(tmp_path / "first"))
+    assert saved(tmp_path / "saved") == ["iter_0000004", "iter_0000005"]
+    loading = ("--load", str(tmp_path / "saved"), "--verify-integrity")
+    run_ranks(2, train, *base, *kept, *loading, "--out", str(tmp_path / "second"))
+    first, second = by_step(tmp_path / "first", *NUMBERS), by_step(tmp_path / "second", *NUMBERS)
+    assert (list(first), list(second)) == ([1, 2, 3, 4, 5], [6, 7, 8])
+    assert first | second == by_step(tmp_path / "whole", *NUMBERS)
+    assert differences(tmp_path / "saved" / "iter_0000008", tmp_path / "all" / "iter_0000008") == []
+    assert metrics(tmp_path / "second")[0]["elapsed_s"] > metrics(tmp_path / "first")[-1]["elapsed_s"]
+    assert saved(tmp_path / "saved") == ["iter_0000006", "iter_0000008"]
+    groups = json.loads(export_group_map_json(tmp_path / "map").read_text())
+    assert set(groups.values()) == {0, 1}  # with and without weight decay
+    assert all((index == 1) == ("norm" in name or "embed" in name) for name, index in groups.items()), groups
+
+
+@pytest.mark.full
+def test_a_folder_that_does_not_fit_is_refused(run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    short = (*data, "--train-iters", "2")
+    # Not there yet: a run that is started again and again with the same options begins with the first step.
+    same = ("--save", folder, "--load", folder, "--no-save-optim")
+    run_ranks(2, train, *short, *same, "--out", str(tmp_path / "0"))
+    (tmp_path / "file").touch()
+    cases = {
+        "CheckpointError: ": ("--load", str(tmp_path / "nowhere")),
+        "has 2 steps already: give --train-iters above 2": ("--load", folder, "--no-load-optim"),
+        "holds a checkpoint of step 2, and this run begins after step 0": ("--save", folder),
+        "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim": ("--load", folder),
+        "file cannot be written (File exists): give a folder that can be": ("--save", str(tmp_path / "file")),
+    }
+    for number, (words, options) in enumerate(cases.items()):
+        told = run_ranks(2, refusal, *short, *options, "--out", str(tmp_path / f"refused{number}"))
+        assert words in told[0]
+        assert told[0] == told[1]
+        assert "strict=False" not in told[0]
+        assert not list((tmp_path / f"refused{number}").glob("metrics*"))  # before the first step
+    fitting = ("--load", folder, "--no-load-optim", "--no-load-rng", "--train-iters", "3")
+    run_ranks(2, train, *data, *fitting, "--out", str(tmp_path / "1"))
+    assert list(by_step(tmp_path / "1", "loss")) == [3]
+
+
+def output_of(*options: str, restarts: int = 0) -> str:
+    """What a run shows, on lines so wide that no path in them is folded, however long it is."""
+    wide = mock.patch.dict(os.environ, COLUMNS="1000")
+    with wide, contextlib.redirect_stdout(io.StringIO()) as shown:
+        train(*options, restarts=restarts)
+    return " ".join(shown.getvalue().split())
+
+
+def output_after_restart(*options: str) -> str:
+    return output_of(*options, restarts=1)
+
+
+@pytest.mark.full
+def test_a_job_that_is_started_again_and_again_ends_well(
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    base = (*data, "--train-iters", "4", "--save", str(folder), "--load", str(folder), "--save-interval", "2")
+    left = folder / "iter_0000002"
+    left.mkdir(parents=True)
+    (left / "x").write_text("half a copy")
+    run_ranks(2, train, *base, "--out", str(tmp_path / "0"))
+    assert not (left / "x").exists()  # replaced by what the run has saved itself
+    (folder / POINTER).write_text("2")  # as after a kill between the name of a checkpoint and the pointer
+    run_ranks(2, train, *base, "--out", str(tmp_path / "1"))
+    first, second = by_step(tmp_path / "0", *NUMBERS), by_step(tmp_path / "1", *NUMBERS)
+    assert second == {step: first[step] for step in (3, 4)}
+    assert (folder / POINTER).read_text().strip() == "4"
+    told, _ = run_ranks(2, output_of, *base, "--out", str(tmp_path / "2"))
+    assert "has all 4 steps: the training is done" in told
+    assert not (tmp_path / "2" / "metrics.jsonl").exists()
+
+
+@pytest.mark.full
+def test_ranks_that_start_again_go_on_from_what_they_saved_and_not_from_what_they_loaded(
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
+) -> None:
+    base, folder = str(tmp_path / "base"), str(tmp_path / "saved")
+    run_ranks(2, train, *data, "--train-iters", "2", "--save", base, "--out", str(tmp_path / "0"))
+    tuning = (*data, "--load", base, "--finetune", "--save", folder, "--save-interval", "3")
+    whole = (*data, "--load", base, "--finetune", "--save", str(tmp_path / "all"), "--out", str(tmp_path / "whole"))
+    run_ranks(2, train, *whole)
+    told, _ = run_ranks(2, output_after_restart, *tuning, "--exit-interval", "4", "--out", str(tmp_path / "1"))
+    assert "holds no checkpoint yet" not in told  # nothing saved yet: it loads what it was told to load
+    told, _ = run_ranks(2, output_after_restart, *tuning, "--out", str(tmp_path / "1"))
+    assert "loaded" in told
+    assert list(by_step(tmp_path / "1", "loss")) == list(range(1, 9))
+    assert by_step(tmp_path / "1", *NUMBERS) == by_step(tmp_path / "whole", *NUMBERS)
+    assert differences(tmp_path / "saved" / "iter_0000008", tmp_path / "all" / "iter_0000008") == []
+
+
+@pytest.mark.full
+def test_another_number_of_ranks_trains_on_the_same_samples(
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
+) -> None:
+    without_batch = [word for word in OPTIONS if word not in ("--global-batch-size", "6")]
+    assert len(without_batch) == len(OPTIONS) - 2
+    folder = str(tmp_path / "saved")
+    run_ranks(2, train, *data, "--global-batch-size", "4", "--out", str(tmp_path / "whole"))
+    parts = [(2, "3"), (3, "6"), (1, "8")]
+    told = []
+    for ranks, until in parts:
+        options = (*data, "--save", folder, "--load", folder, "--train-iters", "8", "--exit-interval", until)
+        told += run_ranks(ranks, output_without_batch, *options, "--out", str(tmp_path / "parts"))[:1]
+    assert "--global-batch-size" not in told[0]
+    for text, ranks in ((told[1], 3), (told[2], 1)):
+        assert f"--global-batch-size 4, as in the run that saved {folder}" in text
+        assert f"would follow from {ranks} data-parallel ranks" in text
+    whole, found = (by_step(tmp_path / name, *NUMBERS) for name in ("whole", "parts"))
+    assert list(found) == list(range(1, 9))
+    for step, (loss, norm, rate, samples, checksum) in whole.items():
+        assert found[step][2:] == (rate, samples, checksum)
+        assert found[step][0] == pytest.approx(loss, rel=1e-4)
+        assert found[step][1] == pytest.approx(norm, rel=2e-3)  # rounding, which Adam's first steps make larger
+
+
+def output_without_batch(*options: str) -> str:
+    """As `output_of`, but with a batch that follows from the ranks."""
+    from tests.support import train_program
+
+    kept, before = OPTIONS.index("--global-batch-size"), train_program.OPTIONS
+    train_program.OPTIONS = (*OPTIONS[:kept], *OPTIONS[kept + 2 :])
+    try:
+        return output_of(*options)
+    finally:
+        train_program.OPTIONS = before
+
+
+@pytest.mark.full
+def test_a_batch_that_was_saved_and_is_too_small_is_refused(
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    small = ("--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1")
+    run_ranks(1, train, *data, *small, "--save", folder, "--out", str(tmp_path / "0"))
+    told = run_ranks(2, refusal_without_batch, *data, "--load", folder, "--out", str(tmp_path / "1"))
+    assert told[0] == told[1]
+    assert "--global-batch-size 1 is less than --micro-batch-size 2: give a microbatch that fits in" in told[0]
+
+
+def refusal_without_batch(*options: str) -> str:
+    try:
+        return output_without_batch(*options)
+    except ConfigurationError as error:
+        return str(error)
+
+
+def test_an_error_names_options_and_no_arguments() -> None:
+    with pytest.raises(CheckpointError, match="move it away") as caught, in_options():
+        raise CheckpointError("a exists; pass overwrite=True to replace it, or save another iteration")
+    assert "overwrite" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"^as it is$"), in_options():
+        raise CheckpointError("as it is")
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--save-interval does nothing without --save", ("--save-interval", "3")),
+        ("--verify-integrity does nothing without --load", ("--no-verify-integrity",)),
+        ("invalid --keep-last 0: give 1 or more", ("--save", "a", "--keep-last", "0")),
+        ("--ckpt-format torch_dist is not written or read", ("--ckpt-format", "torch_dist")),
+        ("--max-restarts does nothing without --save", ("--max-restarts", "2")),
+    ],
+)
+def test_options_that_do_nothing_or_do_not_exist_are_refused(words: str, options: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        resolve(parse_options([*OPTIONS, *options]), World(2, "cpu"))
+
+
+@pytest.mark.full
+def test_an_interrupted_run_is_saved_and_goes_on(run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path) -> None:
+    folder, first = tmp_path / "saved", tmp_path / "first"
+    same = (*data, "--lr-decay-iters", "4000", "--log-interval", "100000")
+    process = start(
+        *same,
+        *("--save", str(folder), "--train-iters", "1000000", "--out", str(first), "--save-interval", "9"),
+        env=environment(COLUMNS="1000"),
+    )
+    wait_for(lambda: steps_done(first) >= 9, process)
+    process.send_signal(signal.SIGTERM)
+    shown, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (143, "stopped; what was written so far is kept\n")
+    done = len(metrics(first))
+    assert f"stopped and saved after {done} steps; --load {folder} goes on from there" in " ".join(shown.split())
+    assert (folder / POINTER).read_text().strip() == str(done)
+    more = ("--train-iters", str(done + 3), "--save", str(tmp_path / "second"))
+    shown, _ = run(*same, *more, "--load", str(folder), "--out", str(tmp_path / "second_out"))
+    assert " 0 missing, 0 unexpected, 0 of another shape" in shown
+    assert "random states: restored for every logical rank" in shown
+    assert "not as it was saved" not in shown
+    whole = (*same, "--train-iters", str(done + 3), "--out", str(tmp_path / "whole"))
+    run_ranks(2, train, *whole)
+    both = by_step(first, *NUMBERS) | by_step(tmp_path / "second_out", *NUMBERS)
+    assert both == by_step(tmp_path / "whole", *NUMBERS)
+
+
+@pytest.mark.full
+def test_one_rank_that_is_asked_to_end_is_enough(data: tuple[str, str], tmp_path: Path) -> None:
+    folder, out = tmp_path / "saved", tmp_path / "out"
+    process = start(*data, "--save", str(folder), "--train-iters", "1000000", "--out", str(out))
+    wait_for(lambda: steps_done(out) >= 2, process)
+    os.kill(children_of(process.pid)[1], signal.SIGTERM)
+    shown, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (0, "")
+    assert "stopped and saved after" in shown
+    assert (folder / POINTER).read_text().strip() == str(len(metrics(out)))
+
+
+# ---- ranks that are killed at random moments, also while they save --------------------------------------------------
+
+STEPS = 200
+LAST = f"iter_{STEPS:07}"
+KILLS = 2
+
+
+@pytest.fixture(scope="module")
+def long_data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    text = write_text(tmp_path_factory.mktemp("data") / "text.txt")
+    return "--data-path", str(text), "--train-iters", str(STEPS), "--save-interval", "10", "--keep-last", "3"
+
+
+@pytest.fixture(scope="module")
+def quiet(long_data: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbs."""
+    place = tmp_path_factory.mktemp("quiet")
+    run(*long_data, "--save", str(place / "saved"), "--out", str(place / "out"))
+    return place
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
+@pytest.mark.parametrize(("seed", "background"), [(1, ()), (2, ("--async-save",))])
+def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
+    long_data: tuple[str, ...], quiet: Path, tmp_path: Path, seed: int, background: tuple[str, ...]
+) -> None:
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    options = (*long_data, *background, "--save", str(saved), "--out", str(out), "--max-restarts", str(KILLS))
+    program = start(*options)
+    chaos = Chaos(seed, kills=KILLS, during_saves=1)
+    chaos.torment(program, out, saved)
+    _, errors = program.communicate(timeout=LIMIT_S)
+    assert program.returncode == 0, errors
+    assert errors.count("starting all ranks again") == len(chaos.killed) == KILLS
+    assert any(chaos.killed)
+    assert by_step(out, *NUMBERS) == by_step(quiet / "out", *NUMBERS)
+    assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
+    assert differences(saved / LAST, quiet / "saved" / LAST) == []
+    assert sorted(path.name for path in saved.iterdir()) == sorted(path.name for path in (quiet / "saved").iterdir())
+
+
+FEW_STEPS = 12
+LAST_OF_FEW = f"iter_{FEW_STEPS:07}"
+FEW = ("--nproc", "2", "--train-iters", str(FEW_STEPS), "--save-interval", "4", "--keep-last", "3", "--async-save")
+STAGES = ("--transformer-impl", "transformers", "--use-torch-fsdp2", "--pipeline-model-parallel-size", "2")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
+@pytest.mark.parametrize("more", [(), (*STAGES, "--num-layers", "2")], ids=["ranks", "stages"])
+def test_one_kill_while_a_checkpoint_is_saved_changes_nothing(
+    run_ranks: RunRanks, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*FEW, *more, "--data-path", str(write_text(tmp_path / "text.txt")))
+    run_ranks(2, train, *options, "--save", str(tmp_path / "quiet"), "--out", str(tmp_path / "quiet_out"))
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    program = start(*options, "--save", str(saved), "--out", str(out), "--max-restarts", "1")
+    chaos = Chaos(3, kills=1, during_saves=1)
+    chaos.torment(program, out, saved)
+    _, errors = program.communicate(timeout=LIMIT_S)
+    assert program.returncode == 0, errors
+    assert errors.count("starting all ranks again") == len(chaos.killed) == 1
+    assert by_step(out, *NUMBERS) == by_step(tmp_path / "quiet_out", *NUMBERS)
+    assert list(by_step(out, "loss")) == list(range(1, FEW_STEPS + 1))
+    assert differences(saved / LAST_OF_FEW, tmp_path / "quiet" / LAST_OF_FEW) == []
