@@ -143,7 +143,7 @@ def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> Non
 
 def note_left_out(match: Match, folder: CheckpointFolder, asked: Collection[str]) -> None:
     """Note which sections of the checkpoint were not requested."""
-    # No section has a dot in its name; a first part that has is a flat name, such as `mfsdp checkpoint edit` makes.
+    # No section has a dot in its name; a first part that has is a flat name.
     sections = {path_of(folder, key)[0].partition(".")[0] for key in [*folder.tensors, *folder.objects]}
     left = sorted(sections - {*asked, ITERATION, RNG})
     if left:

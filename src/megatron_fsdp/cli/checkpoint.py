@@ -22,7 +22,6 @@ from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
-from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import (
     Inspection,
     ListedEntry,
@@ -41,7 +40,7 @@ from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME, Parse
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
 
-_DESCRIPTION = "Look into checkpoints, compare, edit and convert them. One process on the CPU is enough for all of it."
+_DESCRIPTION = "Look into checkpoints, compare and convert them. One process on the CPU is enough for all of it."
 
 _OPTIMIZERS = {
     "none": "no optimizer state",
@@ -63,7 +62,7 @@ Run = Callable[[argparse.Namespace], int]
 
 def add_parser(commands: Any) -> None:
     """Add `checkpoint` and all below it to the sub-commands of a parser."""
-    parser = commands.add_parser("checkpoint", help="inspect, compare, edit and convert", description=_DESCRIPTION)
+    parser = commands.add_parser("checkpoint", help="inspect, compare and convert", description=_DESCRIPTION)
     add_commands(parser)
 
 
@@ -74,7 +73,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         _add_inspect,
         _add_diff,
         _add_verify,
-        _add_edit,
         _add_torch,
         _add_hf,
         _add_map,
@@ -378,40 +376,6 @@ def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
     if not chosen and problem is None:
         raise CheckpointError(f"{given} holds no checkpoint: neither {METADATA} nor {POINTER} nor iter_* folders")
     return chosen, problem
-
-
-# ---- edit ------------------------------------------------------------------------------------------------------------
-
-
-def _add_edit(commands: Any) -> None:
-    text = (
-        "Write a copy of a checkpoint with keys removed or renamed and tensors in another dtype. Operations are "
-        "applied in the order they are given, to all keys that contain a match of their regular expression; one that "
-        "matches nothing is an error, and so are two keys that become the same. One chunk is in memory at a time."
-    )
-    parser = _add(commands, "edit", _edit, text, "a copy with other keys or dtypes", ["modify-state-dict"])
-    _add_folder(parser, "input_dir", "SRC")
-    parser.add_argument("output_dir", metavar="DST", type=Path, help="the copy; must not exist, or be empty")
-    parser.add_argument(
-        "--op",
-        metavar="OP",
-        action="append",
-        default=[],
-        help='"remove REGEX", "rename REGEX REPLACEMENT" or "cast REGEX DTYPE"; may be given several times; quote '
-        "a part that is empty or holds spaces",
-    )
-
-
-def _edit(args: argparse.Namespace) -> int:
-    operations = [parse_operation(text) for text in args.op]
-    found = edit(open_checkpoint(args.input_dir), args.output_dir, operations)
-    changes = f"{len(found.removed)} removed, {found.renamed} renamed, {found.cast} cast"
-    write_line(f"{args.output_dir}: {len(found.kept)} keys ({changes})")
-    if found.copied_files:
-        write_line(f"copied as they are: {', '.join(found.copied_files)}")
-    if found.dropped_files:
-        write_line(f"not copied: {', '.join(found.dropped_files)}")
-    return EXIT_SAME
 
 
 # ---- to-torch and from-torch -----------------------------------------------------------------------------------------
