@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -20,8 +20,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -35,6 +42,7 @@ from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.comm.agreement import by_value, in_short, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
+from megatron_fsdp.sharding.shards import Box
 
 _SEAL = MetadataIndex("\0seal")
 
@@ -70,6 +78,7 @@ class SealingPlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.seal = Seal()
+        self._readable: set[str] = set()
 
     def set_up_planner(
         self,
@@ -108,8 +117,10 @@ class SealingPlanner(DefaultSavePlanner):
         data, key = super().resolve_data(write_item), write_item.index.fqn
         if isinstance(data, io.BytesIO):
             raw = data.getvalue()
-            _require_readable(raw, key)
-            self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
+            digest = self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
+            if digest not in self._readable:
+                _require_readable(raw, key)
+                self._readable.add(digest)
         else:
             described = write_item.tensor_data
             assert described is not None, "torch describes every tensor that it writes"
@@ -244,7 +255,7 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
 def write_planned(
     state: Mapping[str, Any], writer: SealingWriter, planner: SavePlanner, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Call `dcp.save` over the ranks of a group, or in this process if it is alone; collective.
+    """Call `dcp.save` over the ranks of a group, or from this process if it is alone; collective.
 
     Raises:
         CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
@@ -256,6 +267,103 @@ def write_planned(
             save(dict(state), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         raise in_short(error, f"writing {writer.path}") from error
+
+
+# ---- entries that are read when they are written ---------------------------------------------------------------------
+
+KeyPath = tuple[str | int, ...]
+"""Where an entry is in the nested state dict: names in dicts and indices in lists (torch's `planner_data`)."""
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor to write.
+
+    Attributes:
+        key: Its name.
+        shape: Global.
+        dtype: To be written.
+        boxes: Chunks; together the whole tensor, each element once.
+        read: Gives the values of one of the boxes, in that dtype.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Sequence[Box]
+    read: Callable[[Box], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ObjectSource:
+    """An object to write; `read` gives the bytes of one `torch.save`."""
+
+    key: str
+    read: Callable[[], bytes]
+
+
+Source = TensorSource | ObjectSource
+
+
+def write_sources(
+    folder: Path,
+    sources: Iterable[Source],
+    paths: Mapping[str, KeyPath],
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write a checkpoint of entries that are read one chunk at a time; collective.
+
+    Args:
+        folder: Exists; to be published by the caller.
+        sources: What this rank writes, each key once among all ranks.
+        paths: Where each key is in the nested state dict; empty where keys are not nested.
+        group: The ranks; None: all.
+        progress: As of `SealingWriter`.
+
+    Raises:
+        CheckpointError: The disk is full or cannot be written, or reading a source fails; the same on every rank.
+    """
+    write_planned({}, SealingWriter(folder, progress), _SourcePlanner(sources, paths), group)
+
+
+class _SourcePlanner(SealingPlanner):
+    """A planner with one item for each chunk and object, which are read when they are written."""
+
+    def __init__(self, sources: Iterable[Source], paths: Mapping[str, KeyPath]) -> None:
+        super().__init__()
+        self._sources = {source.key: source for source in sources}
+        self._paths = paths
+
+    def create_local_plan(self) -> SavePlan:
+        items = [item for source in self._sources.values() for item in _items(source)]
+        self.plan = SavePlan(items, None, dict(self._paths))
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        source = self._sources[index.fqn]
+        if isinstance(source, ObjectSource):
+            return io.BytesIO(source.read())
+        assert index.index is not None, "given in the plan"
+        return source.read(source.boxes[index.index])
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 (torch's names)
+        return object
+
+
+def _items(source: Source) -> Iterator[WriteItem]:
+    if isinstance(source, ObjectSource):
+        yield WriteItem(MetadataIndex(source.key), WriteItemType.BYTE_IO)
+        return
+    for number, box in enumerate(source.boxes):
+        offsets, sizes = torch.Size(box.offsets), torch.Size(box.lengths)
+        described = TensorWriteData(
+            ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=source.dtype), torch.Size(source.shape)
+        )
+        yield WriteItem(MetadataIndex(source.key, offsets, number), WriteItemType.SHARD, tensor_data=described)
+
+
+# ---- what cannot be saved --------------------------------------------------------------------------------------------
 
 
 def _require_whole(state: Mapping[str, Any]) -> None:

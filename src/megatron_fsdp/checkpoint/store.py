@@ -245,6 +245,19 @@ class RunFolder:
         return f"whole ones in {self.root}: {more}{shown}; ask for one of these"
 
 
+def locate(path: str | Path) -> Path:
+    """Return the folder of one checkpoint: `path` itself, or the latest one in the folder of a run.
+
+    What is neither is returned as it is: opening it says what is wrong with it.
+
+    Raises:
+        CheckpointError: As of `RunFolder.resolve_or_itself`.
+    """
+    run = RunFolder(Path(path))
+    is_run = run.root.is_dir() and ((run.root / POINTER).exists() or run.iterations())
+    return run.resolve_or_itself() if is_run else run.root
+
+
 # ---- publishing ------------------------------------------------------------------------------------------------------
 
 

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
-from megatron_fsdp.checkpoint.folder import METADATA, TensorEntry
+from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder, TensorEntry
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of
+from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.tools.inspect import (
     Inspection,
     ListedEntry,
     Shown,
     inspect_folder,
+    list_checkpoints,
     show,
 )
 from megatron_fsdp.checkpoint.tools.kinds import GROUP_META, as_json, dtype_name
-from megatron_fsdp.checkpoint.tools.locate import list_checkpoints, open_checkpoint
 from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli import checkpoint_convert
@@ -116,6 +116,10 @@ def _add_folder(parser: argparse.ArgumentParser, name: str = "checkpoint_dir", m
     parser.add_argument(name, metavar=metavar, help="folder of one checkpoint, or of a run: its latest one")
 
 
+def _opened(path: str) -> CheckpointFolder:
+    return CheckpointFolder(locate(path))
+
+
 def _add_filter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
 
@@ -180,7 +184,7 @@ def _inspect(args: argparse.Namespace) -> int:
         ]
         write_table(["checkpoint", "bytes", ""], rows, right=["bytes"])
         write_line()
-    found = inspect_folder(open_checkpoint(args.checkpoint_dir), args.filter, with_statistics=args.stats)
+    found = inspect_folder(_opened(args.checkpoint_dir), args.filter, with_statistics=args.stats)
     if args.json:
         write_json({**found.to_json(), "run": [item._asdict() for item in run]})
     else:
@@ -242,7 +246,7 @@ def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = show(open_checkpoint(args.checkpoint_dir), args.key, args.slice, with_hash=args.hash)
+    found = show(_opened(args.checkpoint_dir), args.key, args.slice, with_hash=args.hash)
     if found.entry is not None:
         _write_tensor(found, found.entry, as_data=args.json)
     elif args.json:
@@ -307,7 +311,7 @@ def _diff(args: argparse.Namespace) -> int:
     given = (args.rtol, args.atol)
     rtol, atol = (0.0, 0.0) if args.bitwise and given == (_REFERENCE_RTOL, _REFERENCE_ATOL) else given
     tolerance = Tolerance(rtol, atol, args.bitwise)
-    found = diff(open_checkpoint(args.checkpoint_1), open_checkpoint(args.checkpoint_2), tolerance, args.filter)
+    found = diff(_opened(args.checkpoint_1), _opened(args.checkpoint_2), tolerance, args.filter)
     if args.json:
         write_json(found.to_json())
     elif found.is_same:
@@ -413,7 +417,7 @@ def _add_torch(commands: Any) -> None:
 
 
 def _to_torch(args: argparse.Namespace) -> int:
-    report = to_torch_save(open_checkpoint(args.checkpoint_dir), args.file, tensors_only=args.tensors_only)
+    report = to_torch_save(_opened(args.checkpoint_dir), args.file, tensors_only=args.tensors_only)
     return _write_repacked(args.file, report)
 
 
@@ -455,7 +459,7 @@ def _add_hf(commands: Any) -> None:
 
 def _to_hf(args: argparse.Namespace) -> int:
     files = export_hf(
-        open_checkpoint(args.checkpoint_dir),
+        _opened(args.checkpoint_dir),
         args.output_dir,
         args.config,
         max_shard_bytes=args.max_shard_bytes,

@@ -122,18 +122,18 @@ def test_verification_finds_one_changed_element_and_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC))
-    write = module.write_planned
+    write = module.write_sources
 
-    def write_and_damage(state: Any, writer: Any, *arguments: Any) -> None:
-        write(state, writer, *arguments)
-        entry = CheckpointFolder(writer.path).tensors["model.module.output_layer.weight"].chunks[0].span
-        path = Path(writer.path, entry.file)
+    def write_and_damage(folder: Path, *arguments: Any) -> None:
+        write(folder, *arguments)
+        entry = CheckpointFolder(folder).tensors["model.module.output_layer.weight"].chunks[0].span
+        path = folder / entry.file
         raw = bytearray(path.read_bytes())
         weight = make_truth(SPEC).masters["output_layer.weight"].numpy().tobytes()
         raw[raw.index(weight, entry.offset) + 5] ^= 1
         path.write_bytes(raw)
 
-    monkeypatch.setattr(module, "write_planned", write_and_damage)
+    monkeypatch.setattr(module, "write_sources", write_and_damage)
     with pytest.raises(ConversionMismatchError, match=r"model\.module\.output_layer\.weight holds other"):
         convert(source, tmp_path / "out", steps=Steps(verify=True))
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]

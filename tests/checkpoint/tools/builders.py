@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.repack import TensorSource, write_folder
+from megatron_fsdp.checkpoint.save import TensorSource, write_sources
 from megatron_fsdp.sharding.shards import Box
 
 COMMON = {
@@ -55,7 +55,7 @@ def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Pa
     for key, (values, boxes) in tensors.items():
         read = partial(_box_of, values)
         sources.append(TensorSource(key, tuple(values.shape), values.dtype, boxes, read))
-    write_folder(path, sources, None)
+    write_sources(path, sources, {})
     return CheckpointFolder(path)
 
 

@@ -11,16 +11,17 @@ from hypothesis import given
 
 from megatron_fsdp.checkpoint.checksum import checksum_box
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.checkpoint.tools.inspect import (
     BLOCK,
     inspect_folder,
+    list_checkpoints,
     natural_order,
     parse_part,
     show,
     statistics_of,
 )
 from megatron_fsdp.checkpoint.tools.kinds import recognise
-from megatron_fsdp.checkpoint.tools.locate import list_checkpoints, locate
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.tools import builders
 from tests.support import json_schema

@@ -6,9 +6,9 @@ import torch
 
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.checkpoint.tools.diff import diff
 from megatron_fsdp.checkpoint.tools.inspect import inspect_folder
-from megatron_fsdp.checkpoint.tools.locate import open_checkpoint
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import require_sound
 from tests.checkpoint.test_load import contents, step, wrap
@@ -44,7 +44,7 @@ def load(roots: list[str]) -> list[dict[str, torch.Tensor]]:
 def test_our_own_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(3, save, str(tmp_path / "three"))
     run_ranks(1, resave, str(tmp_path / "three"), str(tmp_path / "one"))
-    three, one = open_checkpoint(tmp_path / "three"), open_checkpoint(tmp_path / "one")
+    three, one = CheckpointFolder(locate(tmp_path / "three")), CheckpointFolder(locate(tmp_path / "one"))
 
     found = inspect_folder(three)
     assert (found.kind.format, found.kind.optimizer, found.kind.has_manifest) == ("fsdp_dtensor", "per_parameter", True)

@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
+from megatron_fsdp.checkpoint.store import RELEASE, RunFolder, is_whole, iteration_of
 from megatron_fsdp.checkpoint.tools.kinds import (
     Kind,
     as_json,
@@ -186,6 +187,47 @@ def natural_order(keys: Iterable[str]) -> list[str]:
         return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", key)]
 
     return sorted(keys, key=parts)
+
+
+# ---- the checkpoints of a run ----------------------------------------------------------------------------------------
+
+
+class ListedCheckpoint(NamedTuple):
+    """One folder of a run: its name, iteration (None for `release`), bytes of its files, and its state.
+
+    `is_latest` says that loading the latest one loads it, `is_whole` that it was finished.
+    """
+
+    name: str
+    iteration: int | None
+    nbytes: int
+    is_latest: bool
+    is_whole: bool
+
+
+def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
+    """List the checkpoints of a run, oldest first, `release` before all; unfinished ones too.
+
+    Args:
+        root: Any path; what is not the folder of a run has none.
+
+    Raises:
+        CheckpointError: The pointer to the latest is damaged.
+    """
+    root = Path(root)
+    if is_whole(root) or not root.is_dir():
+        return []
+    latest = RunFolder(root).latest()
+    found = [
+        ListedCheckpoint(path.name, iteration_of(path.name), _nbytes(path), path == latest, is_whole(path))
+        for path in root.iterdir()
+        if path.name == RELEASE or iteration_of(path.name) is not None
+    ]
+    return sorted(found, key=lambda item: -1 if item.iteration is None else item.iteration)
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
