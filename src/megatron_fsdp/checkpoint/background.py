@@ -68,15 +68,8 @@ class StagingBuffers:
         Copies from a device are queued behind what the current stream of the device holds, and may not be done when
         this returns: call `wait_until_copied` before reading.
 
-        Args:
-            state: Nested dicts, lists and tuples of tensors, DTensors and objects; at the top a dict that may also hold
-                what has a `state_dict()`.
-
         Returns:
             The same nesting, with tensors in host memory and deep copies of objects.
-
-        Raises:
-            CheckpointError: A tensor is of a kind that cannot be copied so.
         """
         if isinstance(state, dict):  # torch also calls `state_dict()` of objects at the top level
             state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
@@ -205,12 +198,7 @@ class BackgroundSaver:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
-        """Make the group of the thread; collective over the ranks.
-
-        Args:
-            group: Whose ranks save; None: all, or this process alone where torch.distributed is not initialised.
-            timeout: How long ranks wait for each other while they save; None: torch's default.
-        """
+        """Make the group of the thread; collective over the ranks."""
         self.group = _gloo_twin(group, timeout)
         self._buffers = StagingBuffers()
         self._pool = ThreadPoolExecutor(1, "megatron_fsdp background save")
@@ -260,21 +248,13 @@ class BackgroundSaver:
         self._saves.append(self._pool.submit(self._run, copied, problem, save, device))
 
     def wait(self) -> None:
-        """Wait until nothing is being saved.
-
-        Raises:
-            CheckpointError: The save failed on some rank; the same message on every rank, once.
-        """
+        """Wait until nothing is being saved."""
         if self._saves:
             self._saves[0].exception()  # an interrupted wait can be repeated
             self._saves.pop().result()
 
     def close(self) -> None:
-        """Finish, and free the memory and the group; collective. May be called again.
-
-        Raises:
-            CheckpointError: As `wait`.
-        """
+        """Finish, and free the memory and the group; collective. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True

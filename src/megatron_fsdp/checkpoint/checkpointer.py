@@ -275,19 +275,7 @@ def collect(
     with_rng: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Collect everything that belongs in a checkpoint; only random states are copied.
-
-    Args:
-        model: Sharded or not.
-        optimizer: Of its parameters; None: not saved.
-        iteration: Steps done.
-        extra: More to save, by name.
-        with_rng: Whether to save the random states of this rank.
-        group: The ranks that save.
-
-    Raises:
-        ConfigurationError: A name of `extra` is taken or has a dot, or the optimizer is not that of the model.
-    """
+    """Collect everything that belongs in a checkpoint; only random states are copied."""
     check_names(extra)
     state: dict[str, Any] = {MODEL: model_section(model), ITERATION: iteration}
     if optimizer is not None:

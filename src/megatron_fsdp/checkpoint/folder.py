@@ -628,11 +628,7 @@ def _reason(error: Exception) -> str:
 
 
 def _metadata_bytes(folder: Path) -> bytes:
-    """Return the file with the metadata of a folder.
-
-    Raises:
-        CheckpointError: The folder is missing or no checkpoint, or the file cannot be read.
-    """
+    """Return the file with the metadata of a folder."""
     path = folder / METADATA
     try:
         if not folder.is_dir():

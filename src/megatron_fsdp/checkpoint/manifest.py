@@ -59,11 +59,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Read the manifest of a folder; None if there is none, as in checkpoints of other programs.
-
-        Raises:
-            CheckpointError: It is damaged, or of a newer version of this library.
-        """
+        """Read the manifest of a folder; None if there is none, as in checkpoints of other programs."""
         path = folder / FILE_NAME
         if not path.exists():
             return None

@@ -273,18 +273,7 @@ def match_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
 ) -> OptimizerMatch:
-    """Match the state and options of every parameter of an optimizer.
-
-    Args:
-        match: Collects what to read and what does not fit.
-        folder: The checkpoint.
-        names: Names of the parameters of each group in a checkpoint, without prefixes.
-        optimizer: Live; its tensors are loaded in place, those that it does not have yet are made.
-        model: Whose parameters it has.
-
-    Raises:
-        CheckpointError: The stored options make no sense.
-    """
+    """Match the state and options of every parameter of an optimizer; state that it does not have yet is made."""
     found = OptimizerMatch()
     keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{OPTIMIZER}.")]
     if not keys:

@@ -63,12 +63,7 @@ class LoadReport:
 
 
 def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> LoadReport:
-    """Merge the reports of all pipeline stages; collective.
-
-    Args:
-        own: Of this rank.
-        group: The ranks that load.
-    """
+    """Merge the reports of all pipeline stages; collective."""
     everyone: list[LoadReport] = gather_objects(own, group)
     return replace(
         own,

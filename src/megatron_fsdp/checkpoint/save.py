@@ -48,12 +48,7 @@ _SEAL = MetadataIndex("\0seal")
 
 
 def save_alone(state: Mapping[str, Any], **options: Any) -> None:
-    """Save from this process alone, whether or not there are others.
-
-    Args:
-        state: What to save.
-        **options: Of `dcp.save`.
-    """
+    """Save from this process alone, whether or not there are others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         save(dict(state), no_dist=True, **options)
@@ -98,22 +93,14 @@ class SealingPlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Merge the plans of all ranks, with the paths of every rank's keys.
-
-        Raises:
-            CheckpointError: Ranks give different values for one key, of which torch would write one and drop the rest.
-        """
+        """Merge the plans of all ranks, with the paths of every rank's keys."""
         _require_alike(all_plans)
         plans, metadata = super().create_global_plan(all_plans)
         metadata.planner_data = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of one item.
-
-        Raises:
-            ConfigurationError: An object could not be read again without running code from the checkpoint.
-        """
+        """Return the data of one item."""
         data, key = super().resolve_data(write_item), write_item.index.fqn
         if isinstance(data, io.BytesIO):
             raw = data.getvalue()
@@ -237,16 +224,7 @@ def _manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
 
 
 def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write a nested state into a folder, with its manifest; collective.
-
-    Args:
-        state: Nested dicts; tensors, DTensors (each rank its part) and objects that `safe_read.load_object` can read.
-        folder: The same for every rank.
-        group: The ranks; None: all.
-
-    Raises:
-        CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
-    """
+    """Write a nested state into a folder, with its manifest; collective."""
     if group is None and not dist.is_initialized():
         _require_whole(state)
     write_planned(state, SealingWriter(folder), SealingPlanner(), group)
@@ -255,11 +233,7 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
 def write_planned(
     state: Mapping[str, Any], writer: SealingWriter, planner: SavePlanner, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Call `dcp.save` over the ranks of a group, or from this process if it is alone; collective.
-
-    Raises:
-        CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
-    """
+    """Call `dcp.save` over the ranks of a group, or from this process if it is alone; collective."""
     try:
         if world_size_of(group) == 1:
             save_alone(state, storage_writer=writer, planner=planner)

@@ -67,11 +67,7 @@ def hidden_name(name: str, purpose: Purpose) -> str:
 
 
 def folder_name(iteration: int) -> str:
-    """Return the name of a checkpoint's folder.
-
-    Raises:
-        ConfigurationError: The iteration is no whole number from 0.
-    """
+    """Return the name of a checkpoint's folder."""
     if type(iteration) is not int or not 0 <= iteration < 10**18:
         raise ConfigurationError(f"iteration={iteration!r}: give a whole number from 0")
     return f"iter_{iteration:07d}"
@@ -102,11 +98,7 @@ class RunFolder:
     root: Path
 
     def path_of(self, iteration: int) -> Path:
-        """Return where the checkpoint of an iteration is published, whether it exists or not.
-
-        Raises:
-            ConfigurationError: The iteration is no whole number from 0.
-        """
+        """Return where the checkpoint of an iteration is published, whether it exists or not."""
         return self.root / folder_name(iteration)
 
     def hidden(self) -> list[Hidden]:
@@ -133,14 +125,7 @@ class RunFolder:
         return aside[-1] if aside else None
 
     def pointed(self, pointer: Path | None = None) -> int | str | None:
-        """Read the pointer: an iteration or `release`; None if there is no pointer.
-
-        Args:
-            pointer: Another file than the published pointer.
-
-        Raises:
-            CheckpointError: It has other content, or cannot be read.
-        """
+        """Read the pointer: an iteration or `release`; None if there is no pointer."""
         pointer = self.root / POINTER if pointer is None else pointer
         try:
             with open_file(pointer) as stream:
@@ -159,12 +144,7 @@ class RunFolder:
         return int(number[1])
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that the pointer names; without a pointer the newest; None if there is none.
-
-        Raises:
-            CheckpointError: The root is no folder or a checkpoint itself, the pointer is invalid, or names one that
-                is not there; says which are.
-        """
+        """Return the checkpoint that the pointer names; without a pointer the newest; None if there is none."""
         self._require_folder()
         pointed = self.pointed()
         if pointed is None:
@@ -180,12 +160,7 @@ class RunFolder:
         return found
 
     def resolve(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint of an iteration, or the latest one.
-
-        Raises:
-            CheckpointError: As `latest`, or there is no such checkpoint.
-            ConfigurationError: The iteration is no whole number from 0.
-        """
+        """Return the checkpoint of an iteration, or the latest one."""
         if iteration is None:
             latest = self.latest()
             if latest is None:
@@ -201,12 +176,7 @@ class RunFolder:
         return found
 
     def resolve_or_itself(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint of an iteration, the root if it is itself a checkpoint, or the latest one.
-
-        Raises:
-            CheckpointError: As `resolve`, or the root is a checkpoint and also holds those of a run.
-            ConfigurationError: The iteration is no whole number from 0.
-        """
+        """Return the checkpoint of an iteration, the root if it is itself a checkpoint, or the latest one."""
         if iteration is not None or not is_whole(self.root):
             return self.resolve(iteration)
         others = self.iterations()
@@ -249,9 +219,6 @@ def locate(path: str | Path) -> Path:
     """Return the folder of one checkpoint: `path` itself, or the latest one in the folder of a run.
 
     What is neither is returned as it is: opening it says what is wrong with it.
-
-    Raises:
-        CheckpointError: As of `RunFolder.resolve_or_itself`.
     """
     run = RunFolder(Path(path))
     is_run = run.root.is_dir() and ((run.root / POINTER).exists() or run.iterations())
@@ -339,11 +306,6 @@ def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> 
 
     Kept are the `keep_last` newest up to the one pointed to. What is newer than that belongs to a run that was given
     up for an earlier checkpoint; it is left to the user.
-
-    Args:
-        iterations: All whole ones.
-        pointed: The one that the pointer names.
-        keep_last: How many to keep; None: all.
     """
     if keep_last is None:
         return []
@@ -364,12 +326,7 @@ class Publisher:
         self.claims = ExitStack()
 
     def begin(self, iteration: int, overwrite: bool) -> Path:
-        """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
-
-        Raises:
-            CheckpointError: The root is a checkpoint itself, or the iteration exists and is not to be overwritten.
-            OSError: The folder cannot be made.
-        """
+        """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into."""
         root, target = self.folder.root, self.folder.path_of(iteration)
         if is_whole(root):
             raise CheckpointError(
@@ -393,15 +350,6 @@ class Publisher:
 
         An error before the pointer has moved undoes all of it. Afterwards it is a warning, but for the last step that
         makes the move survive a power failure.
-
-        Args:
-            staging: What `begin` has made.
-            iteration: The one to publish.
-            keep_last: How many to keep; None: all.
-
-        Raises:
-            CheckpointError: The folder is not whole.
-            OSError: As the file system says.
         """
         if not is_whole(staging):
             raise CheckpointError(f"the writer has left no {MARK_OF_WHOLE} in {staging}")
@@ -535,15 +483,7 @@ class CheckpointStore:
         patience_s: float = 10.0,
         ops: FileOps | None = None,
     ) -> None:
-        """Prepare a store; nothing is written yet.
-
-        Args:
-            root: The folder of the run, on a file system that all ranks share.
-            keep_last: How many checkpoints to keep; None: all.
-            group: The ranks.
-            patience_s: Seconds that a rank waits to see the folder that rank 0 has made.
-            ops: Changes to the file system, for tests.
-        """
+        """Prepare a store; nothing is written yet."""
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ConfigurationError(f"keep_last={keep_last!r}: give a whole number from 1, or None to keep all")
         self.root = Path(root)
@@ -564,11 +504,7 @@ class CheckpointStore:
         return self._folder.path_of(iteration)
 
     def iterations(self) -> list[int]:
-        """List the iterations with a whole checkpoint, ascending; collective.
-
-        Raises:
-            CheckpointError: The root cannot be read.
-        """
+        """List the iterations with a whole checkpoint, ascending; collective."""
         return decided_by_first(self._folder.iterations, f"looking into {self.root}", self.group)
 
     def latest(self) -> Path | None:
@@ -634,11 +570,7 @@ class CheckpointStore:
 
 
 def require_seen(folder: Path, patience_s: float) -> None:
-    """Wait until this rank sees a folder that rank 0 has made.
-
-    Raises:
-        CheckpointError: It does not.
-    """
+    """Wait until this rank sees a folder that rank 0 has made."""
     deadline = time.monotonic() + patience_s
     while not folder.is_dir():
         if time.monotonic() >= deadline:

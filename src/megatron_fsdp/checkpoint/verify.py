@@ -88,17 +88,8 @@ def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tu
 def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> str:
     """Verify this rank's share of a checkpoint, and all its names.
 
-    Args:
-        folder: The checkpoint.
-        rank: This one.
-        ranks: How many share the work.
-        without: Sections whose contents are not looked at.
-
     Returns:
         What was done, for the report.
-
-    Raises:
-        CheckpointError: Something is damaged; names it. Or there is no manifest.
     """
     manifest = Manifest.read(folder.path)
     if manifest is None:

@@ -121,11 +121,7 @@ class CommonState:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> CommonState:
-        """Read the groups and the step from a common dict.
-
-        Raises:
-            CheckpointError: Its parameter groups are not a list of dicts.
-        """
+        """Read the groups and the step from a common dict."""
         groups: list[Mapping[str, Any]] = []
         steps: list[float] = []
         _collect(tree.get("optimizer"), groups, steps)
@@ -157,12 +153,7 @@ class CommonState:
         return None if steps else self.common_step
 
     def output_tree(self, weights_only: bool, members: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-        """Build the nested dict to write, parameter groups included.
-
-        Args:
-            weights_only: Leave out what belongs to the optimizer, its schedule and the random generators.
-            members: Names of the parameters of each group, where they are known.
-        """
+        """Build the nested dict to write, parameter groups included."""
         tree = {key: value for key, value in self.tree.items() if key != "optimizer"}
         if weights_only:
             tree = {key: value for key, value in tree.items() if key in _KEPT_WITH_WEIGHTS}

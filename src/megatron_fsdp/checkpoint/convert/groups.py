@@ -72,17 +72,7 @@ def assign(
     how: str,
     written_map: Mapping[str, int] | None = None,
 ) -> Assignment:
-    """Find the group of each parameter.
-
-    Args:
-        parameters: Of the model.
-        groups: Of all optimizers, in order.
-        how: "infer", "map" or "none".
-        written_map: Any spelling of names -> index into `groups`; for "map".
-
-    Raises:
-        CheckpointError: A parameter has no group in the map, or none or several fit it.
-    """
+    """Find the group of each parameter; `how` is "infer", "map" or "none". Refuse parameters that none or several fit."""
     if how == NO_GROUPS:
         return Assignment({})
     if how == MAP:
@@ -246,11 +236,7 @@ def export_group_map_json(
 
 
 def read_group_map(folder: str | Path) -> dict[str, int]:
-    """Read the map from a DCP folder, with the names as stored.
-
-    Raises:
-        CheckpointError: The folder cannot be read, or holds something else than a map.
-    """
+    """Read the map from a DCP folder, with the names as stored."""
     opened = CheckpointFolder(folder)
     found: dict[str, Any] = {key: opened.read_object(key) for key in opened.objects}
     found |= {key: opened.read_tensor(key).tolist() for key, entry in opened.tensors.items() if not entry.shape}
@@ -261,11 +247,7 @@ def read_group_map(folder: str | Path) -> dict[str, int]:
 
 
 def read_group_map_json(path: str | Path) -> dict[str, int]:
-    """Read the map from a JSON file.
-
-    Raises:
-        CheckpointError: It cannot be read, names a parameter twice, or holds something else than names with indices.
-    """
+    """Read the map from a JSON file."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_named_once)
     except (OSError, ValueError, RecursionError) as error:

@@ -103,17 +103,7 @@ def leading_axes(model_key: str) -> int:
 
 
 def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool = False) -> Iterator[Piece]:
-    """Yield the tensors of the output that one tensor of the source becomes.
-
-    Args:
-        model_key: Of the parameter, without an optimizer's prefix.
-        shape: Of the source tensor.
-        gated: Whether this is an fc1 whose rows are the gate's, then the other half's.
-        rename_mtp: Use the live model's name for multi-token prediction layers.
-
-    Raises:
-        CheckpointError: The shape lacks the axes that the name asks for, or has an odd number of rows to halve.
-    """
+    """Yield the tensors of the output that one tensor of the source becomes."""
     leading = leading_axes(model_key)
     if len(shape) < leading + gated:
         raise CheckpointError(
@@ -196,16 +186,7 @@ class Gating:
 
 
 def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> Gating:
-    """Decide for every fc1 whether it is gated.
-
-    Args:
-        shapes: Model key -> shape in the source.
-        scope: "auto", "all", "none", or modules separated by commas: those whose name holds one of them.
-        said: `args.swiglu`, where the checkpoint says.
-
-    Raises:
-        CheckpointError: Shapes contradict what was asked for, do not settle it, or no module has the name given.
-    """
+    """Decide for every fc1 whether it is gated: by `--swiglu`, `args.swiglu` where the checkpoint says, and shapes."""
     modules = {key.rpartition(".")[0] for key in shapes if is_fc1(key)}
     answers = {module: _decide(module, shapes, scope, said) for module in sorted(modules)}
     named = [] if scope in (AUTO, ALL, NONE) else [part for part in scope.split(",") if part]

@@ -177,12 +177,7 @@ def needed_objects(object_keys: Iterable[str]) -> list[str]:
 
 
 def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
-    """Plan a conversion to `fsdp_dtensor`.
-
-    Raises:
-        CheckpointError: The checkpoint holds keys that are not understood, or an optimizer layout that cannot be
-            converted, or contradicts itself or the options; names the keys.
-    """
+    """Plan a conversion to `fsdp_dtensor`."""
     sorted_in = _sort(source, options)
     weights = sorted_in.weights
     gating = decide_gating(

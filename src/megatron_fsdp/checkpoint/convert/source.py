@@ -47,11 +47,7 @@ class Cells:
 
     @classmethod
     def of(cls, key: str, stored: Sequence[int], true_shape: Sequence[int]) -> Cells:
-        """Derive the cells from the stored and the true shape.
-
-        Raises:
-            CheckpointError: The shapes do not fit each other.
-        """
+        """Derive the cells from the stored and the true shape."""
         grid, flat = tuple(stored[:-1]), tuple(stored[-1:])
         fits = len(grid) == len(true_shape) and all(
             count > 0 and size % count == 0 for size, count in zip(true_shape, grid, strict=True)
@@ -122,11 +118,7 @@ class TorchDistSource:
 
     @classmethod
     def open(cls, path: Path) -> TorchDistSource:
-        """Open a checkpoint.
-
-        Raises:
-            CheckpointError: It is not a complete `torch_dist` checkpoint, is damaged, or holds what is not read.
-        """
+        """Open a checkpoint."""
         _require_marker(path)
         folder = CheckpointFolder(path)
         cells = _find_cells(folder)

@@ -77,11 +77,7 @@ def load_hf(
 def load_matched(
     model: nn.Module, match: Match, files: WeightFiles, strict: bool, group: dist.ProcessGroup | None
 ) -> LoadReport:
-    """Check and then load what was matched; collective.
-
-    Raises:
-        CheckpointError: As of `load_hf`.
-    """
+    """Check and then load what was matched; collective."""
     report = report_of_all(match.report(), group)
     unknown_to_all = set.intersection(*gather_objects(set(match.unexpected), group))  # stages and experts differ
     report = replace(report, unexpected=tuple(key for key in report.unexpected if key in unknown_to_all))
@@ -238,11 +234,7 @@ class Match:
 
 
 def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
-    """Return the memory to load into, by name; nothing is written yet.
-
-    Raises:
-        CheckpointError: Something cannot be loaded.
-    """
+    """Return the memory to load into, by name; nothing is written yet."""
     held = {wanted.live.name: wanted.live.pieces() for wanted in match.wanted}
     for wanted in match.wanted:
         _check_memory(wanted.live, held[wanted.live.name])
@@ -300,11 +292,7 @@ def _stored_box(sources: Sequence[Source], box: Box, dtype: torch.dtype, reader:
 
 
 def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: WeightFiles) -> int:
-    """Write everything into the model; return the number of bytes read.
-
-    Raises:
-        CheckpointError: An error occurred after loading began; says so.
-    """
+    """Write everything into the model; return the number of bytes read."""
     reader = FolderReader(files.folder)
     try:
         with torch.no_grad():

@@ -58,16 +58,8 @@ class Cut:
 def lay_out_files(tensors: Mapping[str, FileTensor], dtypes: Mapping[str, torch.dtype], cut: Cut) -> list[FileLayout]:
     """Assign tensors to files in their order, as many to each as fit.
 
-    Args:
-        tensors: What is in files, by key.
-        dtypes: Of the model's tensors, by name.
-        cut: How to cut them into files.
-
     Returns:
         At least one file.
-
-    Raises:
-        CheckpointError: A file tensor would be made of tensors of several dtypes, or of a dtype that cannot be stored.
     """
     files: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
     filled = 0
@@ -165,16 +157,7 @@ class Held:
 def gather_catalog(
     live: Sequence[LiveTensor], pieces: Mapping[str, Sequence[Piece]], group: dist.ProcessGroup | None
 ) -> dict[str, Held]:
-    """Gather the tensors of all ranks' models by name; one collective.
-
-    Args:
-        live: This rank's.
-        pieces: What it holds of each, by name.
-        group: The ranks.
-
-    Raises:
-        CheckpointError: Ranks disagree on a tensor, or elements of one are held by no rank or twice; on every rank.
-    """
+    """Gather the tensors of all ranks' models by name; one collective."""
     mine = []
     for tensor in live:
         boxes = [box for box, _ in pieces[tensor.name]] if tensor.is_saved_here else []
@@ -282,14 +265,7 @@ class Move:
 
 
 def moves_of(target: Box, tensor: FileTensor, catalog: Mapping[str, Held], writer: int) -> Iterator[Move]:
-    """Yield all elements of a portion with their sources, in an order that all ranks agree on.
-
-    Args:
-        target: What is written of the file tensor.
-        tensor: Of which parts it is made.
-        catalog: Who holds what.
-        writer: The rank that writes it.
-    """
+    """Yield all elements of a portion with their sources, in an order that all ranks agree on."""
     for part in tensor.parts:
         wanted = target.meet(part.file_box)
         if wanted is None:
@@ -307,15 +283,6 @@ def write_files(
     """Write all files, each by one rank; collective.
 
     Memory beyond the model: on a writing rank two portions, and on every rank what it gives to the writers at once.
-
-    Args:
-        job: What to write.
-        folder: There already; the same for all ranks.
-        group: The ranks.
-        portion_bytes: What a rank writes at once.
-
-    Raises:
-        CheckpointError: A rank could not write; on every rank.
     """
     shared = share_out_files(job.files, world_size_of(group))
     rank = rank_of(group)
@@ -332,13 +299,7 @@ def write_files(
 
 
 def _bring(job: Job, wanted: Sequence[Portion | None], group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """Return the values of this rank's portion, None if it has none; collective.
-
-    Args:
-        job: What to write.
-        wanted: The portion of every rank, in this round.
-        group: The ranks.
-    """
+    """Return the values of this rank's portion, None if it has none; collective."""
     rank = rank_of(group)
     moves = [
         [] if portion is None else list(moves_of(portion[1], job.tensors[portion[0].key], job.catalog, writer))

@@ -100,18 +100,7 @@ class DiffReport:
 def diff(
     a: CheckpointFolder, b: CheckpointFolder, tolerance: Tolerance | None = None, pattern: str | None = None
 ) -> DiffReport:
-    """Compare all tensors by value, and objects and `common.pt` (the common state of `torch_dist`) by their bytes.
-
-    Args:
-        a: One side, opened.
-        b: The other.
-        tolerance: What counts as equal; None: equal values.
-        pattern: Regular expression that keys must contain; None: all keys.
-
-    Raises:
-        CheckpointError: Either is damaged.
-        ConfigurationError: The pattern is no regular expression.
-    """
+    """Compare all tensors by value, and objects and `common.pt` (the common state of `torch_dist`) by their bytes."""
     wanted = compiled(pattern)
     everything = {*a.tensors, *a.objects, *b.tensors, *b.objects}
     keys = natural_order(key for key in everything if wanted.search(key))
@@ -165,11 +154,7 @@ def _in_words(entry: TensorEntry | ObjectEntry | None) -> str:
 def tensor_difference(
     a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance
 ) -> ValueDifference | None:
-    """Compare the values of a tensor, which has one shape and dtype on both sides, chunk by chunk of `a`.
-
-    Raises:
-        CheckpointError: Bytes are damaged.
-    """
+    """Compare the values of a tensor, which has one shape and dtype on both sides, chunk by chunk of `a`."""
     found: ValueDifference | None = None
     for box, values in pieces(a, key):
         found = _merged(found, compare_piece(values, b.read_box(key, box.offsets, box.lengths), box, tolerance))
@@ -190,14 +175,7 @@ def _values_in_words(found: ValueDifference, numel: int) -> str:
 
 
 def compare_piece(a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Tolerance) -> ValueDifference | None:
-    """Compare the values of one box.
-
-    Args:
-        a: Shaped as the box.
-        b: As a, and of its dtype.
-        box: Where they lie in the global tensor.
-        tolerance: What counts as equal.
-    """
+    """Compare the values of one box."""
     a, b = a.reshape(-1), b.reshape(-1)
     if torch.equal(_bytes(a), _bytes(b)):  # equal in every sense, NaN included
         return None

@@ -123,17 +123,7 @@ class Inspection:
 def inspect_folder(
     folder: CheckpointFolder, pattern: str | None = None, *, with_statistics: bool = False
 ) -> Inspection:
-    """Describe an open checkpoint.
-
-    Args:
-        folder: Opened.
-        pattern: Regular expression that keys must contain; None: all keys.
-        with_statistics: Read all listed tensors, one chunk in memory at a time.
-
-    Raises:
-        CheckpointError: `metadata.json` or a tensor is damaged.
-        ConfigurationError: The pattern is no regular expression.
-    """
+    """Describe an open checkpoint."""
     wanted = compiled(pattern)
     problems = [f"{item.name} is {item.state}: {item.reason}" for item in side_file_problems(folder)]
     problems += [] if folder.tensors else ["it holds no tensors"]
@@ -169,11 +159,7 @@ def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> Listed
 
 
 def compiled(pattern: str | None) -> re.Pattern[str]:
-    """Compile the user's regular expression.
-
-    Raises:
-        ConfigurationError: It is not a regular expression.
-    """
+    """Compile the user's regular expression."""
     try:
         return re.compile(pattern or "")
     except re.error as error:
@@ -206,14 +192,7 @@ class ListedCheckpoint(NamedTuple):
 
 
 def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
-    """List the checkpoints of a run, oldest first, `release` before all; unfinished ones too.
-
-    Args:
-        root: Any path; what is not the folder of a run has none.
-
-    Raises:
-        CheckpointError: The pointer to the latest is damaged.
-    """
+    """List the checkpoints of a run, oldest first, `release` before all; unfinished ones too."""
     root = Path(root)
     if is_whole(root) or not root.is_dir():
         return []
@@ -239,11 +218,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def pieces(folder: CheckpointFolder, key: str, wanted: Box | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Read the chunks of a tensor, or what a box holds of them, one at a time, each with its box.
-
-    Raises:
-        CheckpointError: Bytes are damaged.
-    """
+    """Read the chunks of a tensor, or what a box holds of them, one at a time, each with its box."""
     for index, chunk in enumerate(folder.tensors[key].chunks):
         shared = chunk.box if wanted is None else chunk.box.meet(wanted)
         if shared is not None and shared.numel:
@@ -303,18 +278,7 @@ class Shown:
 
 
 def show(folder: CheckpointFolder, key: str, part: str | None = None, *, with_hash: bool = False) -> Shown:
-    """Read one entry.
-
-    Args:
-        folder: Opened.
-        key: Of a tensor or an object.
-        part: Such as `0:2,:8` or `3,-1`; None: all of a small tensor, the first corner of a large one.
-        with_hash: Also compute the checksum of a tensor, of the part if one is given, else of the whole.
-
-    Raises:
-        CheckpointError: There is no such key (the nearest ones are named), or its bytes are damaged.
-        ConfigurationError: The part does not fit, or is given for an object.
-    """
+    """Read one entry."""
     if key in folder.objects:
         if part is not None:
             raise ConfigurationError(f"{key} is an object; --slice is for tensors, leave it out")
@@ -356,9 +320,6 @@ def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
 
     Returns:
         The box, and the dimensions that were given as one index.
-
-    Raises:
-        ConfigurationError: It is not of this form, or outside of the tensor.
     """
     words = text.strip().strip("[]").split(",")
     if len(words) > len(shape):

@@ -64,14 +64,6 @@ def to_torch_save(folder: CheckpointFolder, target: Path, *, tensors_only: bool 
     """Write the whole state dict of a checkpoint as one file that `torch.load(weights_only=True)` reads.
 
     Meanwhile the tensors lie in a temporary file beside `target`, as large as they are.
-
-    Args:
-        folder: Opened.
-        target: Must not exist; it appears whole or not at all.
-        tensors_only: Leave out everything that is no tensor.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or the file exists or cannot be written.
     """
     notes: list[str] = []
     with new_file(target) as temporary:
@@ -262,11 +254,6 @@ def _some(keys: Sequence[str]) -> str:
 
 def plain(value: Any, key: str, notes: list[str]) -> Any:
     """Turn an object into one of plain containers, numbers, text and tensors.
-
-    Args:
-        value: As `objects.load_object` reads it.
-        key: Names it in notes.
-        notes: Takes a line for each thing that changes its type.
 
     Returns:
         The object, copied where something changed.
