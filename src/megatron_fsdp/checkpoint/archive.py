@@ -45,13 +45,7 @@ def write_archive(value: object, stream: IO[bytes]) -> None:
 
 
 class Window(io.RawIOBase):
-    """Some bytes of a file, as a file.
-
-    Args:
-        file: Open for reading, with a place of its own.
-        start: First byte.
-        length: In bytes.
-    """
+    """Some consecutive bytes of an open file, as a file of their own."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         super().__init__()
@@ -81,7 +75,7 @@ class Window(io.RawIOBase):
 
 
 def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.Tensor:
-    """Read one tensor, all that the stream holds; `check` compares it with the CRC-32 in the file, where there is one."""
+    """Read one tensor, all that the stream holds; `check` compares it with its CRC-32, where there is one."""
     with reading(where):
         found = _ArchiveUnpickler(_Archive(stream, where, check=check)).load()
     if not isinstance(found, torch.Tensor):
@@ -184,13 +178,7 @@ class _Archive:
 
 
 class _ArchiveUnpickler(RestrictedUnpickler):
-    """Reads the pickle of an archive, with the storages around it.
-
-    Args:
-        archive: Whose bytes are read.
-        mapped: All of the archive; tensors are views of it. None: their bytes are read.
-        on_meta: Whether no bytes are read.
-    """
+    """Reads the pickle of an archive; its storages are read, views of what is mapped, or (`on_meta`) without memory."""
 
     def __init__(self, archive: _Archive, *, mapped: torch.UntypedStorage | None = None, on_meta: bool = False) -> None:
         super().__init__(archive.read("data.pkl").numpy().tobytes(), archive.where)

@@ -53,15 +53,11 @@ _KIND = f"{OPTIMIZER}.{KIND}"
 
 @dataclass
 class Match:
-    """What to read, where it goes, and what does not fit.
+    """What to read, where it goes, and what does not fit (as in `LoadReport`).
 
     Attributes:
         tensors: Where tensors go, by key of the checkpoint: live ones, or blank ones to be installed once read.
         objects: Keys of objects to read.
-        missing: As in `LoadReport`.
-        unexpected: As in `LoadReport`.
-        reshaped: As in `LoadReport`.
-        notes: As in `LoadReport`.
         model_keys: Key of each parameter and buffer in the checkpoint, by its name without prefixes.
         prefixes: How many `module.` stand before the names of the checkpoint's model.
     """
@@ -169,10 +165,8 @@ class _ModuleState:
 class ExtraMatch:
     """The stored state of one of the caller's own objects.
 
-    Attributes:
-        target: The object.
-        leaves: By path inside its state, as dicts had their keys when they were saved: the tensor that is read into, or
-            the key of an object. Of a state that is one object in all the path is ().
+    `leaves`, by path inside the state (of a state that is one object in all: ()), are the tensors that are read into,
+    or the keys of objects.
     """
 
     target: Stateful
@@ -241,12 +235,8 @@ def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
 class OptimizerMatch:
     """The state that an optimizer will have once everything is read.
 
-    Attributes:
-        leaves: By parameter and path of the slot (one name unless state is nested): the tensor that is read into, or
-            the key of an object.
-        options: Of each parameter's group, by parameter.
-        kept: Parameters whose live state is left as it is, since the checkpoint has none that fits.
-        rest: Keys of what else is stored.
+    By parameter: `leaves` as in `ExtraMatch`, the options of its group, and in `kept` those whose live state stays,
+    since the checkpoint has none that fits. `rest` are the keys of what else is stored.
     """
 
     leaves: dict[str, dict[KeyPath, torch.Tensor | str]] = field(default_factory=dict)

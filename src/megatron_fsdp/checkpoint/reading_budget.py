@@ -46,11 +46,7 @@ class OverBudgetError(Exception):
 
 
 class ReadingBudget:
-    """Counts what reading one file makes, and its time.
-
-    Args:
-        nbytes: How many bytes are read.
-    """
+    """Counts what reading some bytes makes, and its time."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = SPARE_BYTES + BYTES_PER_BYTE * nbytes

@@ -79,6 +79,12 @@ def _union(keys: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(sorted({key for of_rank in keys for key in of_rank}))
 
 
+def some_of(keys: Sequence[str], shown: int = 8) -> str:
+    """Format keys for a message: the first few, and how many more."""
+    more = f" and {len(keys) - shown} more" if len(keys) > shown else ""
+    return ", ".join(keys[:shown]) + more
+
+
 def listed(title: str, items: Sequence[object], shown: int = 8) -> list[str]:
     """Return lines of a report: a title and the first items below it; nothing without items."""
     more = [f"  ... and {len(items) - shown} more"] if len(items) > shown else []

@@ -28,16 +28,7 @@ from megatron_fsdp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LogicalRank:
-    """A rank's place along tensor, data and pipeline parallelism.
-
-    Attributes:
-        tensor: Index along tensor parallelism.
-        tensor_size: Ranks along it.
-        data: Index among the rest.
-        data_size: How many they are.
-        stage: Index along pipeline parallelism.
-        stages: Ranks along it.
-    """
+    """A rank's place along tensor, data (all the rest) and pipeline parallelism, and how many ranks each has."""
 
     tensor: int
     tensor_size: int

@@ -155,11 +155,7 @@ _AS_USUAL = (
 class Opaque:
     """What is left of an object whose class belongs to a package that is not imported: its name and its data.
 
-    Attributes:
-        qualified_name: Module and class.
-        arguments: What it was made with.
-        state: What was set on it; None if nothing was.
-        items: Elements, where it was a kind of list or dict.
+    These are what it was made with, what was set on it, and the elements of a kind of list or dict.
     """
 
     qualified_name = "unknown"

@@ -56,12 +56,7 @@ def save_alone(state: Mapping[str, Any], **options: Any) -> None:
 
 @dataclass
 class Seal:
-    """The checksums of what one rank has written.
-
-    Attributes:
-        tensors: Sum over the chunks of each tensor.
-        objects: SHA-256 of each object.
-    """
+    """What one rank has written: the sum over the chunks of each tensor, and SHA-256 of each object."""
 
     tensors: dict[str, int] = field(default_factory=dict)
     objects: dict[str, str] = field(default_factory=dict)
@@ -251,15 +246,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to write.
-
-    Attributes:
-        key: Its name.
-        shape: Global.
-        dtype: To be written.
-        boxes: Chunks; together the whole tensor, each element once.
-        read: Gives the values of one of the boxes, in that dtype.
-    """
+    """A tensor to write: its chunks are the boxes, each element once, whose values `read` gives in its dtype."""
 
     key: str
     shape: tuple[int, ...]

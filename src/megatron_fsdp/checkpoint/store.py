@@ -89,11 +89,7 @@ def is_whole(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, read by one process.
-
-    Attributes:
-        root: The folder.
-    """
+    """The folder of a run, read by one process."""
 
     root: Path
 
@@ -314,12 +310,7 @@ def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> 
 
 
 class Publisher:
-    """Writes to the folder of a run, on rank 0. What a save writes is locked until `claims` is closed.
-
-    Args:
-        folder: The folder of the run.
-        ops: Changes to the file system.
-    """
+    """Writes to the folder of a run, on rank 0. What a save writes is locked until `claims` is closed."""
 
     def __init__(self, folder: RunFolder, ops: FileOps) -> None:
         self.folder, self.ops = folder, ops

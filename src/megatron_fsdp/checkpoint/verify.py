@@ -108,13 +108,7 @@ def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Coll
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a checkpoint.
-
-    Attributes:
-        kind: What it is.
-        name: Key of a tensor or object, or name of a file.
-        reason: In words.
-    """
+    """One problem of a checkpoint: what is wrong with a key, or with a file."""
 
     kind: Literal["tensor", "object", "file"]
     name: str

@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint.convert.convert import (
     Steps,
     convert,
 )
-from megatron_fsdp.checkpoint.convert.entries import Move
+from megatron_fsdp.checkpoint.convert.plan import Move
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest

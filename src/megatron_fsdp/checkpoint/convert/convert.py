@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.convert.entries import Value
-from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, make_plan
+from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, Value, make_plan
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.new_folder import new_shared_folder, require_apart
@@ -33,15 +32,7 @@ class ConversionMismatchError(CheckpointError):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of a conversion, or with `dry_run` what it would do.
-
-    Attributes:
-        source: The folder that was read.
-        plan: All moves and values.
-        written: Whether the output exists now.
-        verified: Whether it was read back and compared.
-        ranks: How many shared the work.
-    """
+    """The result of a conversion, or with `dry_run` what it would do; `ranks` is how many shared the work."""
 
     source: Path
     plan: ConversionPlan

@@ -44,15 +44,9 @@ class ObjectName:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the output, as a box of a source tensor.
+    """One tensor of the output (`name`, with `_w` or `_v` for a half), as a box of a source tensor.
 
-    Attributes:
-        parameter: Name before halves are told apart: what an optimizer's parameter is called.
-        name: Name in the output; with `_w` or `_v` for a half.
-        offsets: Of the box.
-        lengths: Of the box.
-        shape: Of the output.
-        parameter_ndim: Dimensions of the parameter.
+    `parameter` is its name before halves are told apart: what an optimizer's parameter is called.
     """
 
     parameter: str
@@ -174,12 +168,7 @@ def _halves(shape: tuple[int, ...], gated: bool) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class Gating:
-    """The fc1 modules that are gated.
-
-    Attributes:
-        gated: Keys (in the source's spelling) of weights and biases that hold two halves.
-        decisions: Module -> what was decided and why, for people.
-    """
+    """The keys (in the source's spelling) of fc1 that hold two halves, and for people why, by module."""
 
     gated: frozenset[str]
     decisions: Mapping[str, str]

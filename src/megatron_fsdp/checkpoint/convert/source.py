@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
-from megatron_fsdp.checkpoint.convert.plan import Source, needed_objects
+from megatron_fsdp.checkpoint.convert.plan import CommonState, Entry, Move, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, stretch_of
 from megatron_fsdp.checkpoint.safe_read import Opaque
 from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
@@ -30,12 +29,7 @@ _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class Cells:
-    """How a tensor of the true shape is cut into cells.
-
-    Attributes:
-        grid: Number of cells per axis.
-        block: Length of a cell per axis.
-    """
+    """How a tensor of the true shape is cut into cells: how many along each axis, and how long they are."""
 
     grid: tuple[int, ...]
     block: tuple[int, ...]
@@ -104,13 +98,7 @@ def _rows(shape: Sequence[int], box: Box) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class TorchDistSource:
-    """An opened `torch_dist` checkpoint.
-
-    Attributes:
-        folder: Its metadata, tensors and objects.
-        content: What a plan is made from.
-        cells: Key -> how it was cut, for tensors that are stored as flattened cells.
-    """
+    """An opened `torch_dist` checkpoint; `cells` tells how tensors were cut that are stored as flattened cells."""
 
     folder: CheckpointFolder
     content: Source

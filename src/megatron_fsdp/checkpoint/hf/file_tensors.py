@@ -79,12 +79,7 @@ class CannotFollowError(CheckpointError):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file, composed of parts of model tensors.
-
-    Attributes:
-        shape: In the file.
-        parts: They do not overlap and cover it.
-    """
+    """A tensor in a file, covered by disjoint parts of model tensors."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -104,11 +99,7 @@ class FileTensor:
 class Followed(TorchFunctionMode):
     """Follows what is made of a model's tensors inside of the block: slices, and slices that are put together.
 
-    Args:
-        shapes: Of the model's tensors, by name.
-
-    Attributes:
-        tensors: They, on the meta device.
+    `tensors` are those of the model, on the meta device.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -59,14 +59,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file.
-
-    Attributes:
-        key: Its name in the file.
-        file: Name of the file, inside of the folder.
-        dtype: As stored.
-        shape: As stored.
-    """
+    """One tensor in a file of the folder, as it is stored."""
 
     key: str
     file: str
@@ -81,13 +74,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder.
-
-    Attributes:
-        folder: The folder.
-        tensors: All tensors by key.
-        sizes: Size in bytes of every file, by name.
-    """
+    """The tensors of a folder by key, and the bytes of every file by name."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -213,12 +200,7 @@ def portions(box: Box, itemsize: int, limit: int | None = None) -> Iterator[Box]
 
 
 class FolderReader:
-    """Reads boxes of the tensors of a folder; keeps the file of the latest tensor mapped.
-
-    Attributes:
-        folder: The folder.
-        bytes_read: Of all boxes so far.
-    """
+    """Reads boxes of the tensors of a folder; keeps the file of the latest tensor mapped, and counts `bytes_read`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -246,14 +228,7 @@ class FolderReader:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file as it will be written.
-
-    Attributes:
-        name: Of the file.
-        head: Everything before the data.
-        tensors: In the order of the data, which has no holes.
-        nbytes: Size of the file.
-    """
+    """A file as it will be written: `head` is all before the data, which has the tensors in order and no holes."""
 
     name: str
     head: bytes

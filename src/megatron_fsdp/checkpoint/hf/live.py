@@ -25,14 +25,7 @@ _COPIES = {"modules_to_save", "original_module", "token_adapter", "trainable_tok
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A parameter or persistent buffer.
-
-    Attributes:
-        name: Its first name in the unwrapped model.
-        aliases: All its names, the first included; several where weights are tied.
-        tensor: What the model holds.
-        is_parameter: Rather than a buffer.
-    """
+    """A parameter or persistent buffer of an unwrapped model; several names, the first among them, where it is tied."""
 
     name: str
     aliases: tuple[str, ...]

@@ -96,13 +96,7 @@ def load_matched(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of the model and the stored tensors that hold it.
-
-    Attributes:
-        live: The tensor.
-        sources: Parts of it, each in a stored tensor.
-        doubles: Where the same tied weight is stored once more, by the name that it has there.
-    """
+    """A tensor of the model and the stored ones that hold its parts; `doubles` where a tied one is stored once more."""
 
     live: LiveTensor
     sources: tuple[Source, ...]
@@ -114,19 +108,7 @@ class Match:
 
     A tensor is searched for as transformers would store it (experts one by one), then under its own name, each with and
     without the prefix of the base model, and at last under names that transformers renames. A tied weight may be
-    stored under any of its names.
-
-    Args:
-        module: The unwrapped model.
-        live: Its tensors.
-        stored: What is stored, by key.
-
-    Attributes:
-        wanted: What can be loaded.
-        missing: Names of tensors that are not stored, or not completely.
-        unexpected: Stored keys that nothing in the model is made of.
-        reshaped: Stored keys of another shape, with the stored shape and the one wanted.
-        notes: For the report.
+    stored under any of its names. What does not fit is noted as in `LoadReport`.
     """
 
     def __init__(self, module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> None:

@@ -39,13 +39,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How two tensors of one shape and dtype differ.
+    """How two tensors of one shape and dtype differ: in how many elements, where first and by what values.
 
-    Attributes:
-        count: Elements that differ.
-        index: Of the first of them, in order of the flattened tensor.
-        values: There, of both sides.
-        largest: Largest |a - b| over differing elements that are finite on both sides; 0 where there are none.
+    `largest` is the largest |a - b| over differing elements that are finite on both sides; 0 where there are none.
     """
 
     count: int
@@ -56,13 +52,9 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs about one key.
+    """What differs about one key, in words.
 
-    Attributes:
-        key: Its name.
-        kind: `only in A`, `only in B`, `type` (tensor and object), `dtype`, `shape`, `values` or `object`.
-        told: In words.
-        values: How values differ; of kind `values` only.
+    `kind` is `only in A`, `only in B`, `type` (tensor and object), `dtype`, `shape`, `values` or `object`.
     """
 
     key: str
@@ -73,12 +65,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """What differs between two checkpoints.
-
-    Attributes:
-        compared: Keys that both have and that were compared.
-        differences: `common.pt` first, then in the natural order of keys: the first is the first to differ.
-    """
+    """How many keys were compared, and what differs: `common.pt` first, then in the natural order of keys."""
 
     compared: int
     differences: tuple[Difference, ...]

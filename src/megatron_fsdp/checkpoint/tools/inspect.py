@@ -42,14 +42,8 @@ BLOCK = 1 << 18
 class TensorStatistics:
     """Statistics of one tensor; of complex numbers, of their magnitudes.
 
-    Attributes:
-        minimum: Of the finite elements; None where there are none.
-        maximum: Of the finite elements; None where there are none.
-        mean: Of the finite elements; None where there are none.
-        norm: Square root of the sum of squares of the finite elements, computed in float64; None where it
-            overflows. So is the mean.
-        non_finite: Elements that are infinite or not a number.
-        zeros: Elements that are zero.
+    All but the counts are of the finite elements, None where there are none; mean and norm (the root of the sum of
+    squares) are computed in float64, None where they overflow.
     """
 
     minimum: float | None
@@ -62,18 +56,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class ListedEntry:
-    """One listed key.
-
-    Attributes:
-        type: `tensor` or `object`.
-        key: Its name.
-        nbytes: Of the tensor's elements, or of the stored object.
-        shape: Global; None for an object.
-        dtype: Such as `bfloat16`; None for an object.
-        chunks: How many boxes it is cut into; 1 for an object.
-        files: Names of the files that hold it.
-        statistics: None unless asked for, and for objects.
-    """
+    """One listed key; `nbytes` are those of the elements, or of the stored object, which has no shape and dtype."""
 
     type: str
     key: str
@@ -87,18 +70,9 @@ class ListedEntry:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The description of a checkpoint.
+    """What `inspect` says of a checkpoint: the keys that the filter let through, and how many it left out (`hidden`).
 
-    Attributes:
-        path: The folder.
-        kind: Format, generation, layout of the optimizer.
-        marker: What `metadata.json` says.
-        common: The common state as plain data.
-        entries: Keys in natural order; only those that the filter let through.
-        hidden: How many the filter left out.
-        files: Bytes of each file that keys lie in.
-        mcore_data: True shapes of flattened tensors (generation G1).
-        problems: What is wrong with it, one line each.
+    `marker` is the content of `metadata.json`, `mcore_data` the true shapes of flattened tensors (generation G1).
     """
 
     path: Path

@@ -10,7 +10,7 @@ import mmap
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
+from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.safe_read import Opaque, reading, shortened
 from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, Source, TensorSource, write_sources
 from megatron_fsdp.checkpoint.tools.inspect import pieces, whole
@@ -42,14 +43,7 @@ _AS_IT_IS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torc
 
 @dataclass(frozen=True)
 class RepackReport:
-    """What a conversion did.
-
-    Attributes:
-        tensors: How many tensors were written.
-        nbytes: Bytes of their elements.
-        objects: How many other values were written.
-        notes: What is not exactly as it was, one line each.
-    """
+    """How many tensors (of how many bytes) and other values were written, and what is not exactly as it was."""
 
     tensors: int
     nbytes: int
@@ -241,12 +235,9 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     for key, value in tensors.items():
         if value.numel():
             sharing.setdefault(value.untyped_storage().data_ptr(), []).append(key)
-    return [f"{_some(keys)} share memory; each is written in full" for keys in sharing.values() if len(keys) > 1]
-
-
-def _some(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
+    return [
+        f"{some_of(keys, _SHOWN)} share memory; each is written in full" for keys in sharing.values() if len(keys) > 1
+    ]
 
 
 # ---- objects that torch's safe loader accepts ------------------------------------------------------------------------
