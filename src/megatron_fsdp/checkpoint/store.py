@@ -315,6 +315,7 @@ class Publisher:
     def __init__(self, folder: RunFolder, ops: FileOps) -> None:
         self.folder, self.ops = folder, ops
         self.claims = ExitStack()
+        self._may_replace = False
 
     def begin(self, iteration: int, overwrite: bool) -> Path:
         """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into."""
@@ -324,9 +325,9 @@ class Publisher:
                 f"{root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which holds "
                 "nothing but the run's checkpoints"
             )
-        never_pointed_to = self._clear_leftovers()
+        self._may_replace = iteration in self._clear_leftovers() or overwrite
         found = self.folder.find(iteration)
-        if (found or target.exists()) and not overwrite and iteration not in never_pointed_to:
+        if (found or target.exists()) and not self._may_replace:
             state = "exists" if found else f"exists, without a {MARK_OF_WHOLE}"
             raise CheckpointError(f"{target} {state}; pass overwrite=True to replace it, or save another iteration")
         while True:
@@ -352,6 +353,10 @@ class Publisher:
             self.ops.write_file(pointer, str(iteration))
             claim(pointer, self.claims)
             if target.exists():
+                if not self._may_replace:
+                    raise CheckpointError(
+                        f"another process has saved {target} meanwhile; give each run a folder of its own"
+                    )
                 claim(target, self.claims)
                 aside = root / hidden_name(target.name, "replaced")
                 self.ops.rename(target, aside)

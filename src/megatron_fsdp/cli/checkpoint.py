@@ -165,17 +165,14 @@ def _add_show_options(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help="of the tensor KEY, such as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)",
     )
-    parser.add_argument(
-        "--hash", action="store_true", help="also print a checksum of KEY, or of the part if one is given"
-    )
     add_json(parser)
 
 
 def _inspect(args: argparse.Namespace) -> int:
     if args.key is not None:
         return _show(args)
-    if args.slice or args.hash:
-        raise ConfigurationError("--slice and --hash are for one tensor or object; give its KEY too")
+    if args.slice:
+        raise ConfigurationError("--slice is for one tensor; give its KEY too")
     run = list_checkpoints(args.checkpoint_dir)
     if run and not args.json:
         rows = [
@@ -246,32 +243,30 @@ def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = show(_opened(args.checkpoint_dir), args.key, args.slice, with_hash=args.hash)
+    found = show(_opened(args.checkpoint_dir), args.key, args.slice)
     if found.entry is not None:
         _write_tensor(found, found.entry, as_data=args.json)
     elif args.json:
-        told = {"key": found.key, "type": "object", "bytes": found.nbytes, "sha256": found.checksum}
-        write_json({**told, "value": as_json(found.value)})
+        write_json({"key": found.key, "type": "object", "bytes": found.nbytes, "value": as_json(found.value)})
     else:
-        hashed = [("sha256", str(found.checksum))] if args.hash else []
-        write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}"), *hashed])
+        write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}")])
         write_line(pprint.pformat(found.value, width=120, compact=True))
     return EXIT_SAME
 
 
 def _write_tensor(found: Shown, entry: TensorEntry, *, as_data: bool) -> None:
     assert found.box is not None, "tensors are shown in part"
-    dtype, hashed = dtype_name(entry.dtype), {"checksum": found.checksum} if found.checksum else {}
+    dtype = dtype_name(entry.dtype)
     part = f"[{', '.join(f'{index.start}:{index.stop}' for index in found.box.indices)}]"
     if as_data:
         told = {"key": entry.key, "type": "tensor", "shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes,
-                "chunks": len(entry.chunks), "part": part, **hashed}  # fmt: skip
+                "chunks": len(entry.chunks), "part": part}  # fmt: skip
         write_json({**told, "values": as_json(_numbers(found.value))})
         return
     facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {in_bytes(entry.nbytes)}")]
     facts.append(("chunks", str(len(entry.chunks))))
     facts += [] if found.box.lengths == entry.shape else [("part", part)]
-    write_facts([*facts, *hashed.items()])
+    write_facts(facts)
     write_line(str(found.value))
 
 

@@ -140,7 +140,7 @@ def _write(
     told = None if progress is None else lambda done: progress(min(done, total), total)
     values = plan.values if rank == 0 else ()
     sources = [_whole(move.target, move.shape, move.dtype, partial(opened.read, move)) for move in mine]
-    paths = {thing.target: thing.path for thing in (*mine, *values)}
+    paths = {move.target: move.path for move in mine} | {value.target: value.path for value in values}
     write_sources(folder, [*sources, *_small(values)], paths, group, told)
 
 

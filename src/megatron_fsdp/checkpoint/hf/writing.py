@@ -258,8 +258,9 @@ class Exchange:
         given = [self._given(portion, of_writer) for portion, of_writer in zip(wanted, moves, strict=True)]
         rank = rank_of(self.group)
         arriving = sorted(moves[rank], key=lambda move: move.source)  # as all_to_all orders them
-        received = self._all_to_all(given, arriving, wanted[rank])
-        return None if wanted[rank] is None else _put_together(wanted[rank], arriving, received)
+        mine = wanted[rank]
+        received = self._all_to_all(given, arriving, 0 if mine is None else mine[0].dtype.itemsize)
+        return None if mine is None else _put_together(mine, arriving, received)
 
     def _moves(self, portion: Portion | None, writer: int) -> Iterator[Move]:
         if portion is not None:
@@ -268,22 +269,20 @@ class Exchange:
     def _given(self, portion: Portion | None, moves: Sequence[Move]) -> torch.Tensor:
         """Return what this rank sends to one writer, as bytes."""
         flat = [torch.empty(0, dtype=torch.uint8, device=self.device)]
-        for move in moves if portion is not None else ():
-            if move.source == rank_of(self.group):
+        for move in moves:
+            if portion is not None and move.source == rank_of(self.group):
                 held = next(view for box, view in self.pieces[move.name] if box == move.held)
                 values = held[move.box.inside(move.held).indices].to(portion[0].dtype)
                 flat.append(values.reshape(-1).view(torch.uint8).to(self.device))
         return torch.cat(flat)
 
-    def _all_to_all(
-        self, given: Sequence[torch.Tensor], arriving: Sequence[Move], portion: Portion | None
-    ) -> torch.Tensor:
+    def _all_to_all(self, given: Sequence[torch.Tensor], arriving: Sequence[Move], itemsize: int) -> torch.Tensor:
         """Send its bytes to each rank; return those that arrive for this rank's portion, on the CPU."""
         if len(given) == 1:
             return given[0].cpu()
         sizes = [0] * len(given)
-        for move in arriving if portion is not None else ():
-            sizes[move.source] += move.box.numel * portion[0].dtype.itemsize
+        for move in arriving:
+            sizes[move.source] += move.box.numel * itemsize
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         lengths = [part.numel() for part in given]
         dist.all_to_all_single(received, torch.cat(list(given)), sizes, lengths, group=self.group)

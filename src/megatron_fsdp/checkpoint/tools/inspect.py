@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
 from megatron_fsdp.checkpoint.store import RELEASE, RunFolder, is_whole, iteration_of
 from megatron_fsdp.checkpoint.tools.kinds import (
@@ -191,12 +189,11 @@ def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-def pieces(folder: CheckpointFolder, key: str, wanted: Box | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Read the chunks of a tensor, or what a box holds of them, one at a time, each with its box."""
+def pieces(folder: CheckpointFolder, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Read the chunks of a tensor one at a time, each with its box."""
     for index, chunk in enumerate(folder.tensors[key].chunks):
-        shared = chunk.box if wanted is None else chunk.box.meet(wanted)
-        if shared is not None and shared.numel:
-            yield shared, folder.read_chunk(key, index)[shared.inside(chunk.box).indices]
+        if chunk.box.numel:
+            yield chunk.box, folder.read_chunk(key, index)
 
 
 def statistics_of(chunks: Iterable[torch.Tensor]) -> TensorStatistics:
@@ -239,8 +236,6 @@ class Shown:
         value: The part of the tensor, without dimensions that were asked for by one index; or the object, as data.
         entry: What the metadata say of a tensor; None for an object.
         box: The part that `value` is; None for an object.
-        checksum: Of a tensor: of the part, taken as a tensor of its own (of the whole tensor: as in manifests), as 16
-            hexadecimal digits; None unless asked for. Of an object: SHA-256 of the stored bytes.
     """
 
     key: str
@@ -248,16 +243,14 @@ class Shown:
     value: Any
     entry: TensorEntry | None = None
     box: Box | None = None
-    checksum: str | None = None
 
 
-def show(folder: CheckpointFolder, key: str, part: str | None = None, *, with_hash: bool = False) -> Shown:
-    """Read one entry."""
+def show(folder: CheckpointFolder, key: str, part: str | None = None) -> Shown:
+    """Read an object, or a part of a tensor: None is all of a small one, the first corner of a large one."""
     if key in folder.objects:
         if part is not None:
             raise ConfigurationError(f"{key} is an object; --slice is for tensors, leave it out")
-        raw = folder.read_bytes(key)
-        return Shown(key, len(raw), folder.read_object(key), checksum=hashlib.sha256(raw).hexdigest())
+        return Shown(key, folder.objects[key].span.length, folder.read_object(key))
     if key not in folder.tensors:
         raise CheckpointError(f"{folder.path} has no {key}{_nearest(folder, key)}")
     entry = folder.tensors[key]
@@ -266,21 +259,13 @@ def show(folder: CheckpointFolder, key: str, part: str | None = None, *, with_ha
     values = folder.read_box(key, box.offsets, box.lengths)
     for dim in reversed(gone):
         values = values.select(dim, 0)
-    hashed = _checksum(folder, key, whole(entry.shape) if part is None else box) if with_hash else None
-    return Shown(key, entry.nbytes, values, entry, box, hashed)
+    return Shown(key, entry.nbytes, values, entry, box)
 
 
 def _nearest(folder: CheckpointFolder, key: str) -> str:
     everything = [*folder.tensors, *folder.objects]
     near = difflib.get_close_matches(key, everything, 3, 0.5) or [name for name in everything if key in name][:3]
     return f"; did you mean {' or '.join(near)}?" if near else f"; it has {len(everything)} other keys: see `inspect`"
-
-
-def _checksum(folder: CheckpointFolder, key: str, box: Box) -> str:
-    """Compute the checksum of a part of a tensor as a tensor of its own, chunk by chunk."""
-    read = pieces(folder, key, box)
-    parts = [checksum_box(values, held.inside(box).offsets, box.lengths) for held, values in read]
-    return f"{combine(parts):016x}"
 
 
 def _corner(entry: TensorEntry) -> Box:
