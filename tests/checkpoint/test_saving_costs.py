@@ -84,8 +84,8 @@ def memory_of(root: str) -> tuple[dict[str, int], int, int]:
         for iteration in (2, 3):
             checkpoints.save(iteration, model, optimizer)
             checkpoints.wait()
-            found["staged"] = checkpoints._saver.staged_bytes
-            found["reserved"] = checkpoints._saver.reserved_bytes
+            found["staged"] = checkpoints._saver.buffers.staged_bytes
+            found["reserved"] = checkpoints._saver.buffers.reserved_bytes
     optimizer.state.clear()
     with LiveBytes() as seen:
         load_checkpoint(model, optimizer, root)

@@ -195,26 +195,17 @@ class BackgroundSaver:
 
     Attributes:
         group: The ranks, over gloo; None where there is this process alone.
+        buffers: Host memory of the copies.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
         """Make the group of the thread; collective over the ranks."""
         self.group = _gloo_twin(group, timeout)
-        self._buffers = StagingBuffers()
+        self.buffers = StagingBuffers()
         self._pool = ThreadPoolExecutor(1, "megatron_fsdp background save")
         self._saves: list[Future[None]] = []  # the last one, until its error has been raised
         self._is_closed = False
         weakref.finalize(self, _warn_of_untold, self._saves)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the last copy: this rank's part of the state, each memory counted once."""
-        return self._buffers.staged_bytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of host memory that are kept for copies, with what alignment adds."""
-        return self._buffers.reserved_bytes
 
     @property
     def is_saving(self) -> bool:
@@ -241,7 +232,7 @@ class BackgroundSaver:
         self.wait()
         copied, problem = None, None
         try:
-            copied = self._buffers.copy(state)
+            copied = self.buffers.copy(state)
         except Exception as error:  # noqa: BLE001  the thread reports it to the other ranks, which are about to wait for this one
             problem = error
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
@@ -262,7 +253,7 @@ class BackgroundSaver:
             self.wait()
         finally:
             self._pool.shutdown()
-            self._buffers.release()
+            self.buffers.release()
             if self.group is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)
 
@@ -280,7 +271,7 @@ class BackgroundSaver:
             torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
 
         def save_copy() -> None:
-            self._buffers.wait_until_copied()
+            self.buffers.wait_until_copied()
             with torch.no_grad():
                 save(copied, self.group)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,8 +14,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.background import BackgroundSaver
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.load import facts_of, read_checkpoint
+from megatron_fsdp.checkpoint.load import facts_of, load_checkpoint
 from megatron_fsdp.checkpoint.naming import (
     ITERATION,
     MODEL,
@@ -148,17 +147,16 @@ class Checkpointer:
     ) -> LoadReport:
         """Load the latest checkpoint, or that of an iteration; arguments and errors as of `load_checkpoint`."""
         self.wait()
-        folder = self.store.resolve(iteration)
-        return read_checkpoint(
-            folder,
+        return load_checkpoint(
             model,
             optimizer,
+            self.store.root,
+            iteration=iteration,
             extra=extra,
             with_rng=with_rng,
             strict=strict,
             verify=verify,
             group=self._group,
-            facts={"iteration": repr(iteration), "in_background": str(self._is_in_background)},
         )
 
     def latest(self) -> Path | None:
@@ -211,60 +209,6 @@ def save_checkpoint(
     """
     checkpointer = Checkpointer(root, keep_last=keep_last, group=group)
     return checkpointer.save(iteration, model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite)
-
-
-def load_checkpoint(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    root: str | os.PathLike[str],
-    *,
-    iteration: int | None = None,
-    extra: Extras | None = None,
-    with_rng: bool = True,
-    strict: bool = True,
-    verify: bool | None = None,
-    view: Callable[[CheckpointFolder], CheckpointFolder] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> LoadReport:
-    """Load one checkpoint; collective.
-
-    Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
-    number of ranks, strategy and mesh may have written it.
-
-    Args:
-        model: Sharded or not; its tensors are written in place.
-        optimizer: None: the optimizer's part is left out. A fresh one gets its state, without a step being made.
-        root: Folder of the run (then the latest is loaded), or of one checkpoint of torch.distributed.checkpoint.
-        iteration: Which one of the run; None: the latest.
-        extra: More to load, by the names under which it was saved.
-        with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
-        strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
-            fits and reports the rest.
-        verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
-            None: where there is one, and without the sections that are not loaded.
-        view: From the opened folder to one that shows its content under the names of the model; None: as it is.
-        group: The ranks; None: all.
-
-    Returns:
-        What was loaded and what was not.
-
-    Raises:
-        CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
-            same on every rank. Nothing was changed, unless the message says otherwise.
-        ConfigurationError: The arguments do not belong together, or ranks give different ones.
-    """
-    return read_checkpoint(
-        CheckpointStore(root, group=group).resolve_or_itself(iteration),
-        model,
-        optimizer,
-        extra=extra,
-        with_rng=with_rng,
-        strict=strict,
-        verify=verify,
-        view=view,
-        group=group,
-        facts={"iteration": repr(iteration)},
-    )
 
 
 def collect(

@@ -43,6 +43,16 @@ def new_file(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def replace_text(target: Path, text: str) -> None:
+    """Write a small text file, over the one that is there: whole, or not at all."""
+    temporary = _beside(target)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Make a folder under a temporary name beside `target`, and rename it when the block ends well.

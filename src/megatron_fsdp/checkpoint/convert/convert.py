@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, Value, make_plan
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.new_folder import new_shared_folder, require_apart
+from megatron_fsdp.checkpoint.new_folder import new_shared_folder, replace_text, require_apart
 from megatron_fsdp.checkpoint.save import ObjectSource, Source, TensorSource, write_sources
 from megatron_fsdp.checkpoint.store import POINTER, RELEASE, iteration_of, locate
 from megatron_fsdp.checkpoint.verify import require_sound, share_out
@@ -110,7 +110,7 @@ def convert(
             if steps.verify:
                 _verify(temporary, group)
         if steps.write_tracker:
-            decided_by_first(lambda: _track(target, _tracked_as(target, opened)), doing, group)
+            decided_by_first(lambda: replace_text(target.parent / POINTER, _tracked_as(target, opened)), doing, group)
     return ConversionReport(opened.folder.path, plan, not steps.dry_run, steps.verify and not steps.dry_run, ranks)
 
 
@@ -178,13 +178,6 @@ def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
         raise ConversionMismatchError(
             f"the output is not what the source holds, so it is not published: {error}"
         ) from error
-
-
-def _track(target: Path, text: str) -> None:
-    tracker = target.parent / POINTER
-    fresh = tracker.with_name(f"{POINTER}.tmp")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(tracker)
 
 
 def _tracked_as(target: Path, opened: TorchDistSource) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 from megatron_fsdp.checkpoint.convert.names import canonical_name
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import is_repeated, own_name
-from megatron_fsdp.checkpoint.new_folder import new_folder
+from megatron_fsdp.checkpoint.new_folder import new_folder, replace_text
 from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, together
@@ -226,7 +226,7 @@ def export_group_map_json(
     found = {f"{model_prefix}.{_unwrapped(name)}": index for name, index in read_group_map(folder).items()}
     path = Path(out) if out is not None else folder / MAP_FILE
     try:
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(found, indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     return path

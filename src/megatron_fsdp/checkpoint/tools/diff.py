@@ -194,10 +194,7 @@ def _merged(a: ValueDifference | None, b: ValueDifference | None) -> ValueDiffer
 def _differing(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
     if tolerance.bitwise or not (a.dtype.is_floating_point or a.dtype.is_complex or tolerance.rtol or tolerance.atol):
         return (_bytes(a) != _bytes(b)).any(-1)
-    if tolerance.rtol or tolerance.atol:
-        return ~torch.isclose(_wide(a), _wide(b), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
-    a, b = _wide(a), _wide(b)
-    return (a != b) & ~(a.isnan() & b.isnan())
+    return ~torch.isclose(_wide(a), _wide(b), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
