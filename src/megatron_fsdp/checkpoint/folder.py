@@ -324,6 +324,11 @@ class CheckpointFolder:
     def __contains__(self, key: str) -> bool:
         return key in self.tensors or key in self.objects
 
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest; None if there is none, as in checkpoints of other programs."""
+        return Manifest.read(self.path)
+
     def spans(self) -> Iterator[tuple[str, Span]]:
         """Every piece of bytes, with the key it belongs to."""
         for key, tensor in self.tensors.items():
@@ -380,10 +385,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: It is damaged, of a newer version, or describes other tensors or objects.
         """
-        sealed = Manifest.read(self.path)
-        if sealed is None:
-            return
-        found = self.differences(sealed)
+        found = {} if self.manifest is None else self.differences(self.manifest)
         if found:
             first = ", ".join(printable(key) for key in list(found)[:4])
             raise CheckpointError(

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.matching import (
     ExtraMatch,
     Match,
@@ -109,7 +108,7 @@ def load_checkpoint(
         report = plan.match.report(plan.iteration)
         if strict:
             report.require_complete(str(folder))
-        if verify or (verify is None and Manifest.read(stored.path) is not None):
+        if verify or (verify is None and stored.manifest is not None):
             unread = {*({OPTIMIZER} if optimizer is None else ()), *(() if with_rng else {RNG})}
             without = () if verify else unread
             notes.append(require_sound(stored, rank_of(group), world_size_of(group), without))

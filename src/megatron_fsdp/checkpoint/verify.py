@@ -86,17 +86,10 @@ def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tu
 
 
 def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> str:
-    """Verify this rank's share of a checkpoint, and all its names.
-
-    Returns:
-        What was done, for the report.
-    """
-    manifest = Manifest.read(folder.path)
-    if manifest is None:
+    """Verify this rank's share of a checkpoint, whose names were compared when it was opened; say what was done."""
+    if folder.manifest is None:
         raise CheckpointError(f"{folder.path} has no manifest to compare with; load it without verify=True")
-    problems = folder.differences(manifest)
-    mine = [key for key in _share_of(folder, rank, ranks, without) if key not in problems]
-    problems |= _content_problems(folder, manifest, mine)
+    problems = _content_problems(folder, folder.manifest, _share_of(folder, rank, ranks, without))
     if problems:
         told = [f"{key} {problem}" for key, problem in list(problems.items())[:_SHOWN_IN_ERROR]]
         more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
@@ -104,7 +103,7 @@ def _pointed(root: Path) -> int | None:
 
 def _require_sound(path: Path) -> None:
     folder = CheckpointFolder(path)
-    if Manifest.read(path) is not None:  # written by another program: only names, shapes and files can be checked
+    if folder.manifest is not None:  # written by another program: only names, shapes and files can be checked
         require_sound(folder, rank_of(None), world_size_of(None))
 
 
