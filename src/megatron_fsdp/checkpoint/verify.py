@@ -14,10 +14,10 @@ from typing import Any, Literal
 from megatron_fsdp.checkpoint import checksum, manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.report import listed
 from megatron_fsdp.checkpoint.safe_read import printable, reading, shortened
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
 KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, MARKER, COMMON_FILE, "integrity.json"})

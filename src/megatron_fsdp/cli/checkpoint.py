@@ -19,6 +19,7 @@ from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder, TensorEntry
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
+from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
@@ -30,7 +31,6 @@ from megatron_fsdp.checkpoint.tools.inspect import (
     list_checkpoints,
     show,
 )
-from megatron_fsdp.checkpoint.tools.kinds import GROUP_META, as_json, dtype_name
 from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli import checkpoint_convert

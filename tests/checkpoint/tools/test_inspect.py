@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.kinds import recognise
 from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.checkpoint.tools.inspect import (
     BLOCK,
@@ -20,7 +21,6 @@ from megatron_fsdp.checkpoint.tools.inspect import (
     show,
     statistics_of,
 )
-from megatron_fsdp.checkpoint.tools.kinds import recognise
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.tools import builders
 from tests.support import json_schema

@@ -64,10 +64,14 @@ class Move:
     source: str
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    target: str
     path: KeyPath
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def target(self) -> str:
+        """The key in the output."""
+        return _key_of(self.path)
 
     @property
     def nbytes(self) -> int:
@@ -79,9 +83,13 @@ class Move:
 class Value:
     """An object, or a tensor without a source box, that is written as it is; `path` is its key as nested steps."""
 
-    target: str
     path: KeyPath
     value: Any
+
+    @property
+    def target(self) -> str:
+        """The key in the output."""
+        return _key_of(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class Dropped:
     why: str
 
 
-def key_of(path: KeyPath) -> str:
+def _key_of(path: KeyPath) -> str:
     """Join nested steps to a flat key, as DCP does."""
     return ".".join(map(str, path))
 
@@ -100,7 +108,7 @@ def key_of(path: KeyPath) -> str:
 def flatten(tree: Mapping[str, Any]) -> list[Value]:
     """List the leaves of a nested dict, flattened as by DCP: only lists of dicts or tensors are walked."""
     values: list[Value] = []
-    traverse_state_dict(dict(tree), lambda path, value: values.append(Value(key_of(path), path, value)))
+    traverse_state_dict(dict(tree), lambda path, value: values.append(Value(path, value)))
     return values
 
 
@@ -414,7 +422,7 @@ def _require_same_shape(state: Entry, weight: Entry, may_be_scalar: bool) -> Non
 
 
 def _move(entry: Entry, piece: Piece, path: KeyPath) -> Move:
-    return Move(entry.key, piece.offsets, piece.lengths, key_of(path), path, piece.shape, entry.dtype)
+    return Move(entry.key, piece.offsets, piece.lengths, path, piece.shape, entry.dtype)
 
 
 def _state_moves(found: _Sorted, cut: Mapping[str, Sequence[Piece]], prefixes: Prefixes) -> Iterator[Move]:
@@ -426,7 +434,7 @@ def _state_moves(found: _Sorted, cut: Mapping[str, Sequence[Piece]], prefixes: P
                     yield _move(entry, piece, path)
                 else:  # one number for each layer's, each expert's parameter
                     index = piece.offsets[: len(entry.shape)]
-                    yield Move(entry.key, index, (1,) * len(index), key_of(path), path, (), entry.dtype)
+                    yield Move(entry.key, index, (1,) * len(index), path, (), entry.dtype)
 
 
 def _group_values(
@@ -443,13 +451,10 @@ def _group_values(
         if group is not None:
             for spelling in _spellings(name, cut):
                 path = prefixes.of_group(spelling)
-                values += [
-                    Value(key_of((*path, *v.path)), (*path, *v.path), v.value) for v in flatten(common.groups[group])
-                ]
+                values += [Value((*path, *v.path), v.value) for v in flatten(common.groups[group])]
         step = common.step_of(group) if name in stepless else None
         if step is not None:
-            paths = [prefixes.of_state(piece.name, "step") for piece in cut]
-            values += [Value(key_of(path), path, torch.tensor(step)) for path in paths]
+            values += [Value(prefixes.of_state(piece.name, "step"), torch.tensor(step)) for piece in cut]
     return values
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_fsdp.checkpoint.convert.plan import CommonState, Entry, Move, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, stretch_of
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
 from megatron_fsdp.checkpoint.safe_read import Opaque
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE, as_json, dtype_name
 from megatron_fsdp.checkpoint.safe_read import read_file
 from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order, pieces
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, as_json, dtype_name
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
-from megatron_fsdp.checkpoint.store import RELEASE, RunFolder, is_whole, iteration_of
-from megatron_fsdp.checkpoint.tools.kinds import (
+from megatron_fsdp.checkpoint.kinds import (
     Kind,
     as_json,
     dtype_name,
@@ -23,6 +22,7 @@ from megatron_fsdp.checkpoint.tools.kinds import (
     recognise,
     side_file_problems,
 )
+from megatron_fsdp.checkpoint.store import RELEASE, RunFolder, is_whole, iteration_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 

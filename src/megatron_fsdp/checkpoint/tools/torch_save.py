@@ -22,6 +22,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from megatron_fsdp.checkpoint.archive import load_object_file, write_archive
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.hf.files import portions
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
@@ -29,7 +30,6 @@ from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.safe_read import Opaque, reading, shortened
 from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, Source, TensorSource, write_sources
 from megatron_fsdp.checkpoint.tools.inspect import pieces, whole
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
