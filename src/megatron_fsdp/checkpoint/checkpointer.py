@@ -119,16 +119,13 @@ class Checkpointer:
         doing = f"saving iteration {iteration!r} in {self.store.root}"
         target, state = together(doing, prepare, self._group, facts)
         _join_stages(state, model, self._group)
+
+        def write(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Path:
+            store = self.store.over(group)
+            return store.write(iteration, lambda folder: write_state(state, folder, group), overwrite=overwrite)
+
         if not self._is_in_background:
-            return self.store.write(
-                iteration, lambda folder: write_state(state, folder, self._group), overwrite=overwrite
-            )
-
-        def write(copied: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-            self.store.over(group).write(
-                iteration, lambda folder: write_state(copied, folder, group), overwrite=overwrite
-            )
-
+            return write(state, self._group)
         if self._saver is None:
             self._saver = BackgroundSaver(self._group)
         self._saver.start(state, write)

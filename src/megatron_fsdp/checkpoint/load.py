@@ -24,7 +24,6 @@ from megatron_fsdp.checkpoint.matching import (
     OptimizerMatch,
     match_extra,
     match_model,
-    match_optimizer,
     note_left_out,
 )
 from megatron_fsdp.checkpoint.naming import (
@@ -156,7 +155,7 @@ def _plan(opened: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Opt
     found, options = None, []
     if optimizer is not None:
         names = optimizer_state.named_parameters_of(optimizer, model)
-        found = match_optimizer(match, opened, names, optimizer, model)
+        found = OptimizerMatch(match, opened, names, optimizer, model)
         try:
             options = optimizer_state.merged_options(names, optimizer.param_groups, found.options)
         except ConfigurationError as error:
