@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron_fsdp.checkpoint.checkpointer import collect
-from megatron_fsdp.checkpoint.load import read_checkpoint
+from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.conftest import RunRanks
@@ -153,7 +153,7 @@ def read_and_save(kind: str, arrangement: Arrangement, strategy: int, source: st
     told = []
     for what in ("own", "plain"):
         run = trained(kind, arrangement, strategy, ())
-        report = read_checkpoint(f"{source}/{what}", run.model, run.optimizer, with_rng=False)
+        report = load_checkpoint(run.model, run.optimizer, f"{source}/{what}", with_rng=False)
         told.append("" if report.is_complete else str(report))
         dcp.save(state_of(run), checkpoint_id=f"{target}/{what}")
         run.train(7)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.load import read_checkpoint
+from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
@@ -146,7 +146,7 @@ def test_a_verified_load_gives_the_right_weights_or_leaves_them_alone(ours: Path
             model = Model()
             path.write_bytes(byte_damage.damaged(raw, seed))
             try:
-                read_checkpoint(ours, model, with_rng=False, verify=True)
+                load_checkpoint(model, None, ours, with_rng=False, verify=True)
                 wanted = truth
             except CheckpointError:
                 wanted = zeros

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint.checkpointer import collect
-from megatron_fsdp.checkpoint.load import read_checkpoint
+from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
@@ -66,7 +66,7 @@ def load(name: ModelName, strategy: int, folder: str) -> list[tuple[Any, str, in
     model, optimizer = wrap(name, strategy, 7)
     found = []
     for _ in range(2):
-        report = read_checkpoint(folder, model, optimizer)
+        report = load_checkpoint(model, optimizer, folder)
         found.append((contents(model, optimizer), str(report), report.iteration))
         step(name, model, optimizer, 9)
     return found

@@ -299,7 +299,7 @@ def _description(found: Metadata) -> None:
         (_dots, "and 1000 dots"),
         (_long_file, "not a file of the folder"),
         (_other_spelling, "not a file of the folder"),
-        (_transforms, "a few named transforms"),
+        (_transforms, "a stream extension of torch"),
         (_description, "far more memory"),
     ],
 )

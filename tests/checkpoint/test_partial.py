@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, ChunkIndex
+from megatron_fsdp.checkpoint.folder import BoxIndex, CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
@@ -141,7 +141,7 @@ def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
     offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
     lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(shape, offsets, strict=True)]
     counts = torch.zeros(shape)
-    for _, shared in ChunkIndex(boxes).meeting(Box(tuple(offsets), tuple(lengths))):
+    for _, shared in BoxIndex(boxes).meeting(Box(tuple(offsets), tuple(lengths))):
         counts[tuple(slice(o, o + n) for o, n in zip(shared.offsets, shared.lengths, strict=True))] += 1
     expected = torch.zeros(shape)
     expected[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = 1
@@ -149,5 +149,5 @@ def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
 
 
 def test_one_expert_of_many_is_found_without_looking_at_the_others() -> None:
-    index = ChunkIndex(boxes_of_grid((20, 30, 8, 4), (20, 30, 2, 1)))
+    index = BoxIndex(boxes_of_grid((20, 30, 8, 4), (20, 30, 2, 1)))
     assert len(list(index.candidates(Box((7, 11, 0, 0), (1, 1, 4, 4))))) == 2

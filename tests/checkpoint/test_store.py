@@ -235,6 +235,18 @@ def test_a_save_in_progress_is_not_cleared_away_by_another_one(tmp_path: Path) -
     assert store.iterations() == [10, 20]
 
 
+def test_two_runs_that_save_one_iteration_at_once_do_not_replace_each_other(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "first").touch()
+        CheckpointStore(tmp_path).write(3, fill)
+        fill(folder)
+
+    with pytest.raises(CheckpointError, match=r"another process has saved .*iter_0000003 meanwhile"):
+        CheckpointStore(tmp_path).write(3, write)
+    assert [path.name for path in (tmp_path / "iter_0000003").iterdir()] == [".metadata"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", POINTER]
+
+
 def test_a_root_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for root in (tmp_path / "file", tmp_path / "file" / "deeper"):

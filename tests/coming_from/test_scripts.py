@@ -103,10 +103,8 @@ def _assert_last_steps(found: dict[str, float], expected: dict[str, float]) -> N
 def test_consolidated_weights_of_deepspeed_become_a_checkpoint(tmp_path: Path) -> None:
     """One `torch.save` file of weights under the model's own names, as `zero_to_fp32.py` writes it."""
     source = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    torch.save(source.state_dict(), tmp_path / "pytorch_model.bin")
-    names = [str(tmp_path / name) for name in ("pytorch_model.bin", "plain", "weights")]
-    assert mfsdp(["checkpoint", "from-torch", *names[:2]]) == 0
-    assert mfsdp(["checkpoint", "edit", *names[1:], "--op", "rename ^ model."]) == 0
+    torch.save({"model": source.state_dict()}, tmp_path / "weights.pt")
+    assert mfsdp(["checkpoint", "from-torch", str(tmp_path / "weights.pt"), str(tmp_path / "weights")]) == 0
     target = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     report = load_checkpoint(target, None, tmp_path / "weights")
     assert not report.missing

@@ -20,7 +20,7 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp.checkpoint.checkpointer import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.ddp import DistributedOptimizer
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, message_of, weights

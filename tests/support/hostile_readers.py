@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.load import read_checkpoint
+from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
 
@@ -46,7 +46,7 @@ def by_loading(folder: Path) -> None:
     model = torch.nn.Linear(4, 3)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     try:
-        read_checkpoint(folder, model, extra={"schedule": Step()}, with_rng=False)
+        load_checkpoint(model, None, folder, extra={"schedule": Step()}, with_rng=False)
     except CheckpointError as error:
         if "in memory now" not in str(error):
             assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

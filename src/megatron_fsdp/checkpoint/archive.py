@@ -34,13 +34,6 @@ def write_archive(value: object, stream: IO[bytes]) -> None:
 
     On a full disk torch may raise `RuntimeError: unexpected pos 704 vs 598` when it closes the archive, while it
     handles the `OSError` that says what happened.
-
-    Args:
-        value: What to write.
-        stream: Where to.
-
-    Raises:
-        OSError: The stream could not be written.
     """
     try:
         torch.save(value, stream)
@@ -52,13 +45,7 @@ def write_archive(value: object, stream: IO[bytes]) -> None:
 
 
 class Window(io.RawIOBase):
-    """Some bytes of a file, as a file.
-
-    Args:
-        file: Open for reading, with a place of its own.
-        start: First byte.
-        length: In bytes.
-    """
+    """Some consecutive bytes of an open file, as a file of their own."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         super().__init__()
@@ -88,16 +75,7 @@ class Window(io.RawIOBase):
 
 
 def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.Tensor:
-    """Read one tensor to the CPU.
-
-    Args:
-        stream: With the bytes of one `torch.save`, and nothing else.
-        where: Names the file (and the entry) in messages.
-        check: Compare with the CRC-32 in the file, where there is one.
-
-    Raises:
-        CheckpointError: It is something else, or damaged.
-    """
+    """Read one tensor, all that the stream holds; `check` compares it with its CRC-32, where there is one."""
     with reading(where):
         found = _ArchiveUnpickler(_Archive(stream, where, check=check)).load()
     if not isinstance(found, torch.Tensor):
@@ -122,25 +100,13 @@ def load_object(raw: bytes, where: str) -> Any:
 
     Containers, numbers, text, tensors, NumPy arrays and `argparse.Namespace` are read as they are. Objects of packages
     such as Megatron are kept as `Opaque`. Nothing is imported.
-
-    Args:
-        raw: Of one `torch.save`.
-        where: Names the file (and the entry) in messages.
-
-    Raises:
-        CheckpointError: It names a class or function off the list, is not of the zip format that torch writes since
-            1.6, holds TorchScript, asks for more memory or time than its size calls for, or is damaged.
     """
     with reading(where):
         return _ArchiveUnpickler(_Archive(io.BytesIO(raw), where, check=True)).load()
 
 
 def load_object_file(path: Path) -> Any:
-    """As `load_object`, of a file whose tensors stay on disk until they are looked at (a private memory map).
-
-    Raises:
-        CheckpointError: As of `load_object`, or the file cannot be opened.
-    """
+    """As `load_object`, of a file whose tensors stay on disk until they are looked at (a private memory map)."""
     where = str(path)
     try:
         with open_file(path) as file, reading(where):
@@ -212,13 +178,7 @@ class _Archive:
 
 
 class _ArchiveUnpickler(RestrictedUnpickler):
-    """Reads the pickle of an archive, with the storages around it.
-
-    Args:
-        archive: Whose bytes are read.
-        mapped: All of the archive; tensors are views of it. None: their bytes are read.
-        on_meta: Whether no bytes are read.
-    """
+    """Reads the pickle of an archive; its storages are read, views of what is mapped, or (`on_meta`) without memory."""
 
     def __init__(self, archive: _Archive, *, mapped: torch.UntypedStorage | None = None, on_meta: bool = False) -> None:
         super().__init__(archive.read("data.pkl").numpy().tobytes(), archive.where)
@@ -231,11 +191,7 @@ class _ArchiveUnpickler(RestrictedUnpickler):
         self._views = ReadingBudget(archive.nbytes + _BLOCK_BYTES)
 
     def persistent_load(self, pid: Any, /) -> torch.storage.TypedStorage:
-        """Return a storage by what the pickle says of it.
-
-        Raises:
-            CheckpointError: It says anything else, or another length than the storage has.
-        """
+        """Return a storage by what the pickle says of it."""
         if not (type(pid) is tuple and [type(part) for part in pid] == [str, StorageKind, str, str, int]):
             raise CheckpointError(f"{self.where} refers to something outside of itself that is no storage; refused")
         _, kind, key, _, numel = pid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,8 +14,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.background import BackgroundSaver
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.load import facts_of, read_checkpoint
+from megatron_fsdp.checkpoint.load import facts_of, load_checkpoint
 from megatron_fsdp.checkpoint.naming import (
     ITERATION,
     MODEL,
@@ -120,16 +119,13 @@ class Checkpointer:
         doing = f"saving iteration {iteration!r} in {self.store.root}"
         target, state = together(doing, prepare, self._group, facts)
         _join_stages(state, model, self._group)
+
+        def write(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Path:
+            store = self.store.over(group)
+            return store.write(iteration, lambda folder: write_state(state, folder, group), overwrite=overwrite)
+
         if not self._is_in_background:
-            return self.store.write(
-                iteration, lambda folder: write_state(state, folder, self._group), overwrite=overwrite
-            )
-
-        def write(copied: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-            self.store.over(group).write(
-                iteration, lambda folder: write_state(copied, folder, group), overwrite=overwrite
-            )
-
+            return write(state, self._group)
         if self._saver is None:
             self._saver = BackgroundSaver(self._group)
         self._saver.start(state, write)
@@ -148,17 +144,16 @@ class Checkpointer:
     ) -> LoadReport:
         """Load the latest checkpoint, or that of an iteration; arguments and errors as of `load_checkpoint`."""
         self.wait()
-        folder = self.store.resolve(iteration)
-        return read_checkpoint(
-            folder,
+        return load_checkpoint(
             model,
             optimizer,
+            self.store.root,
+            iteration=iteration,
             extra=extra,
             with_rng=with_rng,
             strict=strict,
             verify=verify,
             group=self._group,
-            facts={"iteration": repr(iteration), "in_background": str(self._is_in_background)},
         )
 
     def latest(self) -> Path | None:
@@ -213,60 +208,6 @@ def save_checkpoint(
     return checkpointer.save(iteration, model, optimizer, extra=extra, with_rng=with_rng, overwrite=overwrite)
 
 
-def load_checkpoint(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    root: str | os.PathLike[str],
-    *,
-    iteration: int | None = None,
-    extra: Extras | None = None,
-    with_rng: bool = True,
-    strict: bool = True,
-    verify: bool | None = None,
-    view: Callable[[CheckpointFolder], CheckpointFolder] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> LoadReport:
-    """Load one checkpoint; collective.
-
-    Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
-    number of ranks, strategy and mesh may have written it.
-
-    Args:
-        model: Sharded or not; its tensors are written in place.
-        optimizer: None: the optimizer's part is left out. A fresh one gets its state, without a step being made.
-        root: Folder of the run (then the latest is loaded), or of one checkpoint of torch.distributed.checkpoint.
-        iteration: Which one of the run; None: the latest.
-        extra: More to load, by the names under which it was saved.
-        with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
-        strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
-            fits and reports the rest.
-        verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
-            None: where there is one, and without the sections that are not loaded.
-        view: From the opened folder to one that shows its content under the names of the model; None: as it is.
-        group: The ranks; None: all.
-
-    Returns:
-        What was loaded and what was not.
-
-    Raises:
-        CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
-            same on every rank. Nothing was changed, unless the message says otherwise.
-        ConfigurationError: The arguments do not belong together, or ranks give different ones.
-    """
-    return read_checkpoint(
-        CheckpointStore(root, group=group).resolve_or_itself(iteration),
-        model,
-        optimizer,
-        extra=extra,
-        with_rng=with_rng,
-        strict=strict,
-        verify=verify,
-        view=view,
-        group=group,
-        facts={"iteration": repr(iteration)},
-    )
-
-
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -275,19 +216,7 @@ def collect(
     with_rng: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Collect everything that belongs in a checkpoint; only random states are copied.
-
-    Args:
-        model: Sharded or not.
-        optimizer: Of its parameters; None: not saved.
-        iteration: Steps done.
-        extra: More to save, by name.
-        with_rng: Whether to save the random states of this rank.
-        group: The ranks that save.
-
-    Raises:
-        ConfigurationError: A name of `extra` is taken or has a dot, or the optimizer is not that of the model.
-    """
+    """Collect everything that belongs in a checkpoint; only random states are copied."""
     check_names(extra)
     state: dict[str, Any] = {MODEL: model_section(model), ITERATION: iteration}
     if optimizer is not None:

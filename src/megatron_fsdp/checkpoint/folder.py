@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor, load_without_elements
@@ -30,7 +29,6 @@ from megatron_fsdp.sharding.shards import Box
 _TOO_MANY = 1 << 62
 _MAX_NAME_BYTES = 255
 _MAX_KEY_LENGTH = 4096
-_MAX_TRANSFORMS = 8
 _MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in a path
 _PRIME = (1 << 61) - 1
 
@@ -43,13 +41,7 @@ _MAX_AXES = 2  # layers and experts, by which chunks are indexed
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive bytes of one file of the folder.
-
-    Attributes:
-        file: Name inside the folder.
-        offset: First byte.
-        length: In bytes.
-    """
+    """Consecutive bytes of one file of the folder."""
 
     file: str
     offset: int
@@ -58,29 +50,15 @@ class Span:
 
 @dataclass(frozen=True)
 class ChunkEntry:
-    """A box of a tensor, and where its bytes are.
-
-    Attributes:
-        box: In global coordinates.
-        span: Bytes of one `torch.save`.
-        transforms: Names of torch's stream extensions that the bytes went through.
-    """
+    """A box of a tensor, and the bytes of its `torch.save`."""
 
     box: Box
     span: Span
-    transforms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One global tensor.
-
-    Attributes:
-        key: Its name.
-        shape: Global.
-        dtype: Of the elements.
-        chunks: Boxes that cover it, none twice.
-    """
+    """One global tensor, and the chunks that cover it, each element once."""
 
     key: str
     shape: tuple[int, ...]
@@ -100,16 +78,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """One object that is no tensor.
-
-    Attributes:
-        key: Its name.
-        span: Bytes of one `torch.save`.
-    """
+    """One object that is no tensor, and the bytes of its `torch.save`."""
 
     key: str
     span: Span
-    transforms: tuple[str, ...] = ()
 
 
 def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
@@ -134,7 +106,7 @@ def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], d
         if isinstance(found, TensorStorageMetadata):
             tensors[key] = _tensor_entry(key, found, storage, where)
         elif isinstance(found, BytesStorageMetadata):
-            objects[key] = ObjectEntry(key, *_span(storage, MetadataIndex(key), where))
+            objects[key] = ObjectEntry(key, _span(storage, MetadataIndex(key), where))
         else:
             raise CheckpointError(f"{where}: {key} is neither a tensor nor an object but {type(found).__name__}")
     return tensors, objects
@@ -149,8 +121,8 @@ def _tensor_entry(
     chunks = []
     for chunk in found.chunks:
         box = Box(_sizes(chunk.offsets, key, where), _sizes(chunk.sizes, key, where))
-        entry = ChunkEntry(box, *_span(storage, MetadataIndex(key, box.offsets), where))
-        if not entry.transforms and box.numel * dtype.itemsize > entry.span.length:
+        entry = ChunkEntry(box, _span(storage, MetadataIndex(key, box.offsets), where))
+        if box.numel * dtype.itemsize > entry.span.length:
             raise CheckpointError(f"{where}: {key} has a chunk of {box.lengths} in {entry.span.length} bytes")
         chunks.append(entry)
     if math.prod(shape) >= _TOO_MANY:
@@ -168,7 +140,7 @@ def _sizes(value: Any, key: str, where: str) -> tuple[int, ...]:
     raise CheckpointError(f"{where}: {printable(key)} has something else where lengths should stand")
 
 
-def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str) -> tuple[Span, tuple[str, ...]]:
+def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str) -> Span:
     found = storage.get(index)
     if found is None and not any(index.offset or ()):
         found = storage.get(MetadataIndex(index.fqn))  # some writers leave out the offsets of whole tensors
@@ -182,10 +154,12 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
         shown = ascii(name)[:200] if isinstance(name, str) else type(name).__name__
         raise CheckpointError(f"{where}: {index.fqn} points to {shown}, which is not a file of the folder; refused")
     offset, length = _sizes(numbers, index.fqn, where)
-    transforms = getattr(found, "transform_descriptors", None) or ()
-    if len(transforms) > _MAX_TRANSFORMS or not all(isinstance(transform, str) for transform in transforms):
-        raise CheckpointError(f"{where}: {index.fqn} went through something else than a few named transforms")
-    return Span(str(name), offset, length), tuple(transforms)
+    if getattr(found, "transform_descriptors", None):
+        raise CheckpointError(
+            f"{where}: {index.fqn} went through a stream extension of torch's writer (such as zstd), which is not "
+            "undone here; load the checkpoint with torch.distributed.checkpoint and save it without extensions"
+        )
+    return Span(str(name), offset, length)
 
 
 def _check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
@@ -250,40 +224,39 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 # ---- parts of a chunk, such as one layer of a stack ------------------------------------------------------------------
 
 
-class ChunkIndex:
-    """The boxes of one tensor's chunks, indexed by their position along the first axes; there may be thousands.
+class BoxIndex:
+    """The boxes of one tensor, found by their place along the first axes; there may be thousands.
 
-    Only axes along which all boxes have the same length are used (so they begin at multiples of it, since they cover
-    the tensor); the others do not narrow the search.
+    Along each axis the boxes are sorted into cells as long as the longest of them. So those that meet a box begin in
+    its own cells or, unless all are equally long and begin at multiples of that, in the one before.
 
     Args:
-        boxes: Of the chunks; those without elements are never found.
+        boxes: Disjoint, and together the whole tensor; those without elements are never found.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
         filled = [(i, box) for i, box in enumerate(boxes) if box.numel]
-        self._steps: list[int] = []
+        self._axes: list[tuple[int, int]] = []  # length of a cell, and how many before the first one are looked at
         for axis in range(min(_MAX_AXES, len(filled[0][1].offsets)) if filled else 0):
-            step = filled[0][1].lengths[axis]
-            if any(box.lengths[axis] != step for _, box in filled):
-                break
-            self._steps.append(step)
+            step = max(box.lengths[axis] for _, box in filled)
+            is_even = all(box.lengths[axis] == step for _, box in filled)
+            self._axes.append((step, 0 if is_even else 1))
         self._cells: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, box in filled:
-            self._cells[tuple(at // step for at, step in zip(box.offsets, self._steps, strict=False))].append(i)
+            self._cells[tuple(at // step for at, (step, _) in zip(box.offsets, self._axes, strict=False))].append(i)
 
     def candidates(self, wanted: Box) -> Iterator[int]:
-        """Yield chunks that may meet a box; all that do are among them."""
+        """Yield boxes that may meet one; all that do are among them."""
         ranges = [
-            range(first // step, (first + length - 1) // step + 1)
-            for first, length, step in zip(wanted.offsets, wanted.lengths, self._steps, strict=False)
+            range(first // step - before, (first + length - 1) // step + 1)
+            for first, length, (step, before) in zip(wanted.offsets, wanted.lengths, self._axes, strict=False)
         ]
         for cell in product(*ranges):
             yield from self._cells.get(cell, ())
 
     def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the chunks that share elements with a box, each with the shared box in global coordinates."""
+        """Yield the boxes that share elements with one, each with the shared box in global coordinates."""
         for i in self.candidates(wanted) if wanted.numel else ():
             shared = self._boxes[i].meet(wanted)
             if shared is not None:
@@ -336,7 +309,7 @@ class CheckpointFolder:
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self._open_files: dict[str, io.BufferedReader] | None = None
-        self._indices: dict[str, ChunkIndex] = {}
+        self._indices: dict[str, BoxIndex] = {}
         self._places: dict[ChunkEntry, int | None] = {}
         where = str(self.path / METADATA)
         raw = _metadata_bytes(self.path)
@@ -350,6 +323,11 @@ class CheckpointFolder:
 
     def __contains__(self, key: str) -> bool:
         return key in self.tensors or key in self.objects
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest; None if there is none, as in checkpoints of other programs."""
+        return Manifest.read(self.path)
 
     def spans(self) -> Iterator[tuple[str, Span]]:
         """Every piece of bytes, with the key it belongs to."""
@@ -407,10 +385,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: It is damaged, of a newer version, or describes other tensors or objects.
         """
-        sealed = Manifest.read(self.path)
-        if sealed is None:
-            return
-        found = self.differences(sealed)
+        found = {} if self.manifest is None else self.differences(self.manifest)
         if found:
             first = ", ".join(printable(key) for key in list(found)[:4])
             raise CheckpointError(
@@ -461,7 +436,7 @@ class CheckpointFolder:
         if not inside:
             raise CheckpointError(f"{key} of shape {entry.shape} has no box at {offsets} with lengths {lengths}")
         if key not in self._indices:
-            self._indices[key] = ChunkIndex([chunk.box for chunk in entry.chunks])
+            self._indices[key] = BoxIndex([chunk.box for chunk in entry.chunks])
         out: torch.Tensor | None = None
         for number, shared in self._indices[key].meeting(wanted):
             values = self._read_part(entry, number, shared)
@@ -476,7 +451,7 @@ class CheckpointFolder:
         """Read the elements of a box inside of a chunk."""
         chunk = entry.chunks[number]
         inside = wanted.inside(chunk.box)
-        stretch = None if wanted == chunk.box or chunk.transforms else stretch_of(chunk.box.lengths, inside)
+        stretch = None if wanted == chunk.box else stretch_of(chunk.box.lengths, inside)
         if stretch is not None:
             where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
             with self._opened_chunk(entry, chunk, where) as stream:
@@ -525,7 +500,7 @@ class CheckpointFolder:
         self, entry: TensorEntry, chunk: ChunkEntry, where: str
     ) -> contextlib.AbstractContextManager[io.BufferedReader | io.BytesIO]:
         needed = chunk.box.numel * entry.dtype.itemsize + _MAX_ARCHIVE_OVERHEAD
-        return self.opened(chunk.span, chunk.transforms, where, needed)
+        return self.opened(chunk.span, where, needed)
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
@@ -539,7 +514,7 @@ class CheckpointFolder:
         if entry is None:
             raise CheckpointError(f"{self.path} has no object {key}; it has {len(self.objects)} others")
         where = f"{key} in {self.path / entry.span.file}"
-        with self.opened(entry.span, entry.transforms, where) as stream, reading(where):
+        with self.opened(entry.span, where) as stream, reading(where):
             return stream.read()
 
     def read_object(self, key: str) -> object:
@@ -564,18 +539,17 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def opened(
-        self, span: Span, transforms: Sequence[str], where: str, at_most: int = MAX_OBJECT_BYTES
+        self, span: Span, where: str, at_most: int = MAX_OBJECT_BYTES
     ) -> Iterator[io.BufferedReader | io.BytesIO]:
-        """Open some bytes of one file as a file, with torch's stream extensions undone.
+        """Open some bytes of one file as a file.
 
         Args:
-            span: Which bytes.
-            transforms: Names of the extensions.
+            span: Which bytes; no more than `at_most`.
             where: Names the bytes in messages.
-            at_most: More bytes than this they may not be, nor become.
+            at_most: More bytes than this they may not be.
 
         Raises:
-            CheckpointError: The file is missing or too short, or an extension is unknown or fails.
+            CheckpointError: The file is missing or too short.
         """
         if span.length > at_most:
             raise CheckpointError(f"{where} has {span.length} bytes, and needs no more than {at_most}; refused")
@@ -590,9 +564,6 @@ class CheckpointFolder:
                     window = io.BytesIO(file.read(span.length))
                 else:
                     window = io.BufferedReader(Window(file, span.offset, span.length))
-                if transforms:
-                    with reading(where):
-                        window = _undone(window, transforms, where, at_most)
                 yield window
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
@@ -607,32 +578,12 @@ class CheckpointFolder:
         return contextlib.nullcontext(self._open_files[name])
 
 
-def _undone(stream: IO[bytes], transforms: Sequence[str], where: str, at_most: int) -> io.BytesIO:
-    """Return what torch's stream extensions made these bytes from."""
-    try:
-        extensions = ExtensionRegistry().from_descriptor_list(transforms)
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{where} went through {list(transforms)!a:.200}, which this torch cannot undo"
-        ) from error
-    for extension in extensions:
-        stream = cast(StreamTransformExtension, extension).transform_from(stream)
-    found = stream.read(at_most + 1)  # an extension's stream cannot go back
-    if len(found) > at_most:
-        raise CheckpointError(f"{where} unpacks to more than {at_most} bytes, which it cannot need; refused")
-    return io.BytesIO(found)
-
-
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
 def _metadata_bytes(folder: Path) -> bytes:
-    """Return the file with the metadata of a folder.
-
-    Raises:
-        CheckpointError: The folder is missing or no checkpoint, or the file cannot be read.
-    """
+    """Return the file with the metadata of a folder."""
     path = folder / METADATA
     try:
         if not folder.is_dir():

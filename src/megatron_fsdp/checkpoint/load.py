@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +18,12 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from megatron_fsdp.checkpoint import optimizer_state, rng
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.matching import (
     ExtraMatch,
     Match,
     OptimizerMatch,
     match_extra,
     match_model,
-    match_optimizer,
     note_left_out,
 )
 from megatron_fsdp.checkpoint.naming import (
@@ -40,6 +38,7 @@ from megatron_fsdp.checkpoint.naming import (
 )
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
+from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -58,23 +57,47 @@ class _Plan:
     iteration: int | None
 
 
-def read_checkpoint(
-    folder: str | Path,
+def load_checkpoint(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | None,
+    root: str | os.PathLike[str],
     *,
+    iteration: int | None = None,
     extra: Extras | None = None,
     with_rng: bool = True,
     strict: bool = True,
     verify: bool | None = None,
     view: Callable[[CheckpointFolder], CheckpointFolder] | None = None,
     group: dist.ProcessGroup | None = None,
-    facts: Mapping[str, str] | None = None,
 ) -> LoadReport:
-    """Load one checkpoint folder, with the arguments, the result and the errors of `load_checkpoint`; collective.
+    """Load one checkpoint; collective.
 
-    `facts` is what else must be equal on all ranks, by name.
+    Names, shapes and files are compared first, on every rank, and nothing is touched unless all ranks can go on. Any
+    number of ranks, strategy and mesh may have written it.
+
+    Args:
+        model: Sharded or not; its tensors are written in place.
+        optimizer: None: the optimizer's part is left out. A fresh one gets its state, without a step being made.
+        root: Folder of the run (then the latest is loaded), or of one checkpoint of torch.distributed.checkpoint.
+        iteration: Which one of the run; None: the latest.
+        extra: More to load, by the names under which it was saved.
+        with_rng: Whether to bring back the random states (`rng.py` has the rule for other numbers of ranks).
+        strict: Refuse a checkpoint that lacks something, has something more, or has other shapes; False loads what
+            fits and reports the rest.
+        verify: Compare everything with the manifest first; ranks share the work, which takes about as long as reading.
+            None: where there is one, and without the sections that are not loaded.
+        view: From the opened folder to one that shows its content under the names of the model; None: as it is.
+        group: The ranks; None: all.
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        CheckpointError: The checkpoint is no checkpoint, incomplete, damaged or (with `strict`) another model's; the
+            same on every rank. Nothing was changed, unless the message says otherwise.
+        ConfigurationError: The arguments do not belong together, or ranks give different ones.
     """
+    folder = CheckpointStore(root, group=group).resolve_or_itself(iteration)
     doing = f"loading {folder}"
     notes: list[str] = []
 
@@ -84,7 +107,7 @@ def read_checkpoint(
         report = plan.match.report(plan.iteration)
         if strict:
             report.require_complete(str(folder))
-        if verify or (verify is None and Manifest.read(stored.path) is not None):
+        if verify or (verify is None and stored.manifest is not None):
             unread = {*({OPTIMIZER} if optimizer is None else ()), *(() if with_rng else {RNG})}
             without = () if verify else unread
             notes.append(require_sound(stored, rank_of(group), world_size_of(group), without))
@@ -100,8 +123,9 @@ def read_checkpoint(
         restore_rng()
 
     compares = "where there is a manifest" if verify is None else str(bool(verify))
-    asked = {"strict": str(bool(strict)), "verify": compares} | facts_of(optimizer, extra, with_rng)
-    plan, report, objects, restore_rng = together(doing, prepare, group, {**(facts or {}), **asked})
+    asked = {"iteration": repr(iteration), "strict": str(bool(strict)), "verify": compares}
+    asked |= facts_of(optimizer, extra, with_rng)
+    plan, report, objects, restore_rng = together(doing, prepare, group, asked)
     together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
     together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
     report = replace(report, notes=(*report.notes, *notes))
@@ -131,7 +155,7 @@ def _plan(opened: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Opt
     found, options = None, []
     if optimizer is not None:
         names = optimizer_state.named_parameters_of(optimizer, model)
-        found = match_optimizer(match, opened, names, optimizer, model)
+        found = OptimizerMatch(match, opened, names, optimizer, model)
         try:
             options = optimizer_state.merged_options(names, optimizer.param_groups, found.options)
         except ConfigurationError as error:

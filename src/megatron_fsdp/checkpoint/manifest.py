@@ -18,13 +18,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class TensorSeal:
-    """The sealed properties of a tensor.
-
-    Attributes:
-        shape: Global.
-        dtype: Such as "torch.float32".
-        checksum: Of the global tensor, 16 hexadecimal digits (`checksum.py`); no cut and no number of ranks changes it.
-    """
+    """The sealed properties of a tensor; its checksum (`checksum.py`) does not depend on cut and number of ranks."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,15 +27,7 @@ class TensorSeal:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The sealed content of a checkpoint.
-
-    Attributes:
-        tensors: By key.
-        objects: SHA-256 of the bytes of each object, by key.
-        facts: Versions and sizes, for people.
-        version: Of this format.
-        checksum_name: Which checksum tensors have.
-    """
+    """The sealed content of a checkpoint: tensors by key, SHA-256 of the bytes of objects, and facts for people."""
 
     tensors: Mapping[str, TensorSeal]
     objects: Mapping[str, str]
@@ -59,11 +45,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Read the manifest of a folder; None if there is none, as in checkpoints of other programs.
-
-        Raises:
-            CheckpointError: It is damaged, or of a newer version of this library.
-        """
+        """Read the manifest of a folder; None if there is none, as in checkpoints of other programs."""
         path = folder / FILE_NAME
         if not path.exists():
             return None

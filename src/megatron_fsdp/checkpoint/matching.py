@@ -53,15 +53,11 @@ _KIND = f"{OPTIMIZER}.{KIND}"
 
 @dataclass
 class Match:
-    """What to read, where it goes, and what does not fit.
+    """What to read, where it goes, and what does not fit (as in `LoadReport`).
 
     Attributes:
         tensors: Where tensors go, by key of the checkpoint: live ones, or blank ones to be installed once read.
         objects: Keys of objects to read.
-        missing: As in `LoadReport`.
-        unexpected: As in `LoadReport`.
-        reshaped: As in `LoadReport`.
-        notes: As in `LoadReport`.
         model_keys: Key of each parameter and buffer in the checkpoint, by its name without prefixes.
         prefixes: How many `module.` stand before the names of the checkpoint's model.
     """
@@ -143,7 +139,7 @@ def _forgive_ties(match: Match, model: nn.Module, stored: dict[str, str]) -> Non
 
 def note_left_out(match: Match, folder: CheckpointFolder, asked: Collection[str]) -> None:
     """Note which sections of the checkpoint were not requested."""
-    # No section has a dot in its name; a first part that has is a flat name, such as `mfsdp checkpoint edit` makes.
+    # No section has a dot in its name; a first part that has is a flat name.
     sections = {path_of(folder, key)[0].partition(".")[0] for key in [*folder.tensors, *folder.objects]}
     left = sorted(sections - {*asked, ITERATION, RNG})
     if left:
@@ -169,10 +165,8 @@ class _ModuleState:
 class ExtraMatch:
     """The stored state of one of the caller's own objects.
 
-    Attributes:
-        target: The object.
-        leaves: By path inside its state, as dicts had their keys when they were saved: the tensor that is read into, or
-            the key of an object. Of a state that is one object in all the path is ().
+    `leaves`, by path inside the state (of a state that is one object in all: ()), are the tensors that are read into,
+    or the keys of objects.
     """
 
     target: Stateful
@@ -237,22 +231,49 @@ def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
     return tuple(key.split("."))
 
 
-@dataclass
 class OptimizerMatch:
-    """The state that an optimizer will have once everything is read.
+    """The state that an optimizer will have once everything is read; state that it does not have yet is made.
 
     Attributes:
-        leaves: By parameter and path of the slot (one name unless state is nested): the tensor that is read into, or
-            the key of an object.
-        options: Of each parameter's group, by parameter.
-        kept: Parameters whose live state is left as it is, since the checkpoint has none that fits.
+        leaves: By parameter, as in `ExtraMatch`.
+        options: Of the group of each parameter.
+        kept: Parameters whose live state stays as it is, since the checkpoint has none that fits.
         rest: Keys of what else is stored.
     """
 
-    leaves: dict[str, dict[KeyPath, torch.Tensor | str]] = field(default_factory=dict)
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
-    rest: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        match: Match,
+        folder: CheckpointFolder,
+        names: list[list[str]],
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+    ) -> None:
+        self.leaves: dict[str, dict[KeyPath, torch.Tensor | str]] = {}
+        self.options: dict[str, dict[str, Any]] = {}
+        self.kept: set[str] = set()
+        self.rest: dict[str, str] = {}
+        self._match, self._folder = match, folder
+        self._keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{OPTIMIZER}.")]
+        if not self._keys:
+            match.missing.append(OPTIMIZER)
+            self.kept = {name for group in names for name in group}
+            return
+        self._listed = list(chain.from_iterable(listed_names(optimizer, model, names)))  # other experts, too
+        self._of_all = names_of_all(model)
+        self._known = {*self._listed, *self._of_all}
+        params = {
+            name: param
+            for group, in_group in zip(names, optimizer.param_groups, strict=True)
+            for name, param in zip(group, in_group["params"], strict=True)
+        }
+        slots = {name: by_slot for name, by_slot in self._slots().items() if name in params}
+        own_names = {id(param): own_name(model, name) for name, param in model.named_parameters()}
+        for name, by_slot in slots.items():
+            self._match_state(name, params[name], own_names[id(params[name])], by_slot, optimizer, model)
+        self._read_options()
+        self._note_without_state(slots.keys(), list(params))
+        self._match_rest(optimizer, has_state=bool(slots))
 
     def state(self, objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the state by parameter, once tensors and objects are read."""
@@ -265,93 +286,140 @@ class OptimizerMatch:
             made[name] = unflatten(slots)
         return made
 
-
-def match_optimizer(
-    match: Match,
-    folder: CheckpointFolder,
-    names: list[list[str]],
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-) -> OptimizerMatch:
-    """Match the state and options of every parameter of an optimizer.
-
-    Args:
-        match: Collects what to read and what does not fit.
-        folder: The checkpoint.
-        names: Names of the parameters of each group in a checkpoint, without prefixes.
-        optimizer: Live; its tensors are loaded in place, those that it does not have yet are made.
-        model: Whose parameters it has.
-
-    Raises:
-        CheckpointError: The stored options make no sense.
-    """
-    found = OptimizerMatch()
-    keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{OPTIMIZER}.")]
-    if not keys:
-        match.missing.append(OPTIMIZER)
-        found.kept = {name for group in names for name in group}
+    def _slots(self) -> dict[str, dict[KeyPath, str]]:
+        """Return the key of each slot, by parameter and path of the slot."""
+        found: dict[str, dict[KeyPath, str]] = {}
+        by_rest = self._below(_STATE, self._known)
+        by_position = self._by_position(any(_split(rest, self._known)[0] for rest in by_rest))
+        for rest, stored in by_rest.items():
+            key = _STATE + stored
+            name, slot = _split(rest, self._known)
+            if name is None:
+                head, _, slot = stored.partition(".")
+                name = by_position.get(head)
+            if name is None:
+                self._match.unexpected.append(key)
+                continue
+            path = path_of(self._folder, key)
+            is_told = len(path) > 3 and ".".join(path[3:]) == slot  # how state nests, and which names have dots
+            found.setdefault(name, {})[path[3:] if is_told else tuple(slot.split("."))] = key
         return found
-    params = {
-        name: param
-        for group, in_group in zip(names, optimizer.param_groups, strict=True)
-        for name, param in zip(group, in_group["params"], strict=True)
-    }
-    listed = list(chain.from_iterable(listed_names(optimizer, model, names)))  # other experts, too
-    of_all = names_of_all(model)
-    slots = {name: each for name, each in _slots(match, folder, keys, listed, of_all).items() if name in params}
-    own_names = {id(param): own_name(model, name) for name, param in model.named_parameters()}
-    for name, by_slot in slots.items():
-        param, own = params[name], own_names[id(params[name])]
+
+    def _below(self, prefix: str, known: set[str]) -> dict[str, str]:
+        """Return the rests of keys below a prefix, by themselves without the prefixes of wrappers."""
+        rests = [key.removeprefix(prefix) for key in self._keys if key.startswith(prefix)]
+        return unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, self._match.prefixes)[0]
+
+    def _by_position(self, has_names: bool) -> dict[str, str]:
+        """Return names by position. Names come first (those of a Sequential are numbers, too).
+
+        A stage of a pipeline does not know how many parameters are before its own.
+        """
+        return {} if self._of_all or has_names else {str(at): name for at, name in enumerate(self._listed)}
+
+    def _match_state(
+        self,
+        name: str,
+        param: torch.Tensor,
+        own: str,
+        by_slot: Mapping[KeyPath, str],
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+    ) -> None:
+        """Match the state of one parameter; live tensors are loaded in place."""
         view = saved_view(model, own, param.detach())
-        if _is_reshaped(match, folder, name, view, by_slot):
-            found.kept.add(name)
-            continue
+        if self._is_reshaped(name, view, by_slot):
+            self.kept.add(name)
+            return
         leaves, paths = flatten(optimizer.state.get(param, {}))
         live = {
             paths[key]: saved_view(model, own, value) if isinstance(value, torch.Tensor) else value
             for key, value in leaves.items()
         }
-        _want(match, folder, found, name, view, by_slot, live)
-    known = _read_options(match, folder, keys, found, listed, of_all)
-    _note_without_state(match, found, slots.keys(), list(params), known)
-    if slots and not found.options:
-        match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
-    kind = folder.read_object(_KIND) if _KIND in folder.objects else None
-    if kind not in (None, kind_of(optimizer)):
-        match.unexpected.append(f"{_KIND} (state of {kind!s:.100}, and the optimizer is {kind_of(optimizer)})")
-    prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)
-    for key in keys:
-        if key != _GROUPS and not key.startswith(prefixes) and key in folder.objects:
-            found.rest[key.removeprefix(f"{OPTIMIZER}.")] = key
-            match.objects.add(key)
-    return found
+        for slot, key in by_slot.items():
+            if key in self._folder.objects:
+                self.leaves.setdefault(name, {})[slot] = key
+                self._match.objects.add(key)
+                continue
+            entry, here = self._folder.tensors[key], live.get(slot)
+            target = here if isinstance(here, torch.Tensor) else blank_slot(view, slot[-1], entry.shape, entry.dtype)
+            if self._match.want_tensor(self._folder, key, target):
+                self.leaves.setdefault(name, {})[slot] = target
+        self._match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
 
+    def _is_reshaped(self, name: str, param: torch.Tensor, by_slot: Mapping[KeyPath, str]) -> bool:
+        """Return whether the parameter had another shape when it was saved; then its state is of no use."""
+        tensors = self._folder.tensors
+        entry = tensors.get(self._match.model_keys.get(name, ""))
+        if entry is None or entry.shape == tuple(param.shape):
+            return False
+        for key in by_slot.values():
+            if key in tensors and tensors[key].shape == entry.shape:
+                self._match.reshaped[key] = (entry.shape, tuple(param.shape))
+        return True
 
-def _slots(
-    match: Match, folder: CheckpointFolder, keys: Sequence[str], listed: Sequence[str], of_all: Collection[str]
-) -> dict[str, dict[KeyPath, str]]:
-    """Return the key of each slot, by parameter and path of the slot."""
-    found: dict[str, dict[KeyPath, str]] = {}
-    known = {*listed, *of_all}
-    rests = [key.removeprefix(_STATE) for key in keys if key.startswith(_STATE)]
-    by_rest, _ = unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, match.prefixes)
-    by_position: dict[str, str] = {}  # a stage of a pipeline does not know how many parameters are before its own
-    if not of_all and not any(_split(rest, known)[0] for rest in by_rest):
-        # Names come first: those of a Sequential are numbers, too.
-        by_position = {str(position): name for position, name in enumerate(listed)}
-    for rest, stored in by_rest.items():
-        key = _STATE + stored
-        name, slot = _split(rest, known)
-        if name is None:
-            head, _, slot = stored.partition(".")
-            name = by_position.get(head)
-        if name is None:
-            match.unexpected.append(key)
-            continue
-        path = path_of(folder, key)
-        is_told = len(path) > 3 and ".".join(path[3:]) == slot  # how state nests, and which names have dots
-        found.setdefault(name, {})[path[3:] if is_told else tuple(slot.split("."))] = key
-    return found
+    def _read_options(self) -> None:
+        """Read the options, which are small and needed before anything is changed."""
+        groups = self._groups()
+        if groups is not None:
+            try:
+                stored = options_by_name(groups)
+            except ConfigurationError as error:
+                raise CheckpointError(f"{self._folder.path}: {error}") from error
+            names, _ = unwrapped(stored, self._known.__contains__, self._match.prefixes)
+            by_position = self._by_position(bool(self._known & names.keys()))
+            self.options = {by_position.get(name, name): stored[full] for name, full in names.items()}
+        halved = {name.removesuffix("_w") for name in self._known if name.endswith("_w")} - self._known
+        fits = self._known | halved
+        for rest, full in self._below(_META, fits).items():
+            name, option = _split(rest, fits)
+            key = _META + full
+            if name is None:
+                self._match.unexpected.append(key)
+            elif name not in halved:  # Megatron asks for options under the name of both halves; here each has its own
+                self._match.objects.add(key)
+                self.options.setdefault(name, {})[option] = self._folder.read_object(key)
+
+    def _groups(self) -> Any:
+        """Read the list of groups: one object, or an entry per option, as torch's planner stores lists of dicts."""
+        if _GROUPS in self._folder.objects:
+            self._match.objects.add(_GROUPS)
+            return self._folder.read_object(_GROUPS)
+        nested: dict[str, Any] = {}
+        paths = self._folder.metadata.planner_data or {}
+        for key in self._keys:
+            if key.startswith(f"{_GROUPS}.") and key in self._folder.objects:
+                set_element(nested, paths.get(key, tuple(key.split("."))), self._folder.read_object(key))
+                self._match.objects.add(key)
+        return nested.get(OPTIMIZER, {}).get(GROUPS)
+
+    def _note_without_state(self, with_state: Collection[str], names: Sequence[str]) -> None:
+        """Record missing state, unless the parameter had no state when it was saved."""
+        if not with_state:
+            return
+        without = [name for name in names if name not in with_state]
+        missing = [name for name in without if name not in self.options]
+        self._match.missing += [f"{_STATE}{PREFIX}{name}" for name in missing]
+        self.kept.update(missing)
+        if len(missing) < len(without):
+            self._match.notes.append(
+                f"{len(without) - len(missing)} parameters had no optimizer state when they were saved, and have none "
+                "now"
+            )
+
+    def _match_rest(self, optimizer: torch.optim.Optimizer, *, has_state: bool) -> None:
+        if has_state and not self.options:
+            self._match.notes.append("the checkpoint has no options of the optimizer (lr, ...): they stay as they are")
+        kind = self._folder.read_object(_KIND) if _KIND in self._folder.objects else None
+        if kind not in (None, kind_of(optimizer)):
+            self._match.unexpected.append(
+                f"{_KIND} (state of {kind!s:.100}, and the optimizer is {kind_of(optimizer)})"
+            )
+        prefixes = (_STATE, _META, f"{_GROUPS}.", _KIND)
+        for key in self._keys:
+            if key != _GROUPS and not key.startswith(prefixes) and key in self._folder.objects:
+                self.rest[key.removeprefix(f"{OPTIMIZER}.")] = key
+                self._match.objects.add(key)
 
 
 def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
@@ -362,104 +430,3 @@ def _split(rest: str, known: set[str]) -> tuple[str | None, str]:
         if name in known:
             return name, ".".join(parts[cut:])
     return None, rest
-
-
-def _is_reshaped(
-    match: Match, folder: CheckpointFolder, name: str, param: torch.Tensor, by_slot: Mapping[KeyPath, str]
-) -> bool:
-    """Return whether the parameter had another shape when it was saved; then its state is of no use."""
-    entry = folder.tensors.get(match.model_keys.get(name, ""))
-    if entry is None or entry.shape == tuple(param.shape):
-        return False
-    for key in by_slot.values():
-        if key in folder.tensors and folder.tensors[key].shape == entry.shape:
-            match.reshaped[key] = (entry.shape, tuple(param.shape))
-    return True
-
-
-def _want(
-    match: Match,
-    folder: CheckpointFolder,
-    found: OptimizerMatch,
-    name: str,
-    param: torch.Tensor,
-    by_slot: Mapping[KeyPath, str],
-    live: Mapping[KeyPath, Any],
-) -> None:
-    for slot, key in by_slot.items():
-        if key in folder.objects:
-            found.leaves.setdefault(name, {})[slot] = key
-            match.objects.add(key)
-            continue
-        entry, here = folder.tensors[key], live.get(slot)
-        target = here if isinstance(here, torch.Tensor) else blank_slot(param, slot[-1], entry.shape, entry.dtype)
-        if match.want_tensor(folder, key, target):
-            found.leaves.setdefault(name, {})[slot] = target
-    match.missing += [f"{_STATE}{PREFIX}{name}.{'.'.join(slot)}" for slot in live if slot not in by_slot]
-
-
-def _read_options(
-    match: Match,
-    folder: CheckpointFolder,
-    keys: Sequence[str],
-    found: OptimizerMatch,
-    listed: Sequence[str],
-    of_all: Collection[str],
-) -> set[str]:
-    """Read the options, which are small and needed before anything is changed; return the parameters they name."""
-    groups: Any = None
-    if _GROUPS in folder.objects:
-        groups = folder.read_object(_GROUPS)
-        match.objects.add(_GROUPS)
-    elif any(key.startswith(f"{_GROUPS}.") for key in keys):
-        groups = _unflattened(match, folder, [key for key in keys if key.startswith(f"{_GROUPS}.")])
-    known = {*listed, *of_all}
-    if groups is not None:
-        try:
-            stored = options_by_name(groups)
-        except ConfigurationError as error:
-            raise CheckpointError(f"{folder.path}: {error}") from error
-        names, _ = unwrapped(stored, known.__contains__, match.prefixes)
-        is_numbered = not of_all and not known & names.keys()
-        by_position = {str(position): name for position, name in enumerate(listed)} if is_numbered else {}
-        found.options = {by_position.get(name, name): stored[full] for name, full in names.items()}
-    halved = {name.removesuffix("_w") for name in known if name.endswith("_w")} - known
-    fits = known | halved
-    rests = [key.removeprefix(_META) for key in keys if key.startswith(_META)]
-    by_rest, _ = unwrapped(rests, lambda rest: _split(rest, fits)[0] is not None, match.prefixes)
-    for rest, full in by_rest.items():
-        name, option = _split(rest, fits)
-        key = _META + full
-        if name is None:
-            match.unexpected.append(key)
-        elif name not in halved:  # Megatron asks for options under the name of both halves; here each has its own
-            match.objects.add(key)
-            found.options.setdefault(name, {})[option] = folder.read_object(key)
-    return set(found.options)
-
-
-def _unflattened(match: Match, folder: CheckpointFolder, keys: Sequence[str]) -> Any:
-    """Rebuild the list of groups from one entry per option, as torch's planner stores lists of dicts."""
-    nested: dict[str, Any] = {}
-    paths = folder.metadata.planner_data or {}
-    for key in keys:
-        if key in folder.objects:
-            set_element(nested, paths.get(key, tuple(key.split("."))), folder.read_object(key))
-            match.objects.add(key)
-    return nested.get(OPTIMIZER, {}).get(GROUPS)
-
-
-def _note_without_state(
-    match: Match, found: OptimizerMatch, with_state: Collection[str], names: Sequence[str], known: set[str]
-) -> None:
-    """Record missing state, unless the parameter had no state when it was saved."""
-    if not with_state:
-        return
-    without = [name for name in names if name not in with_state]
-    missing = [name for name in without if name not in known]
-    match.missing += [f"{_STATE}{PREFIX}{name}" for name in missing]
-    found.kept.update(missing)
-    if len(missing) < len(without):
-        match.notes.append(
-            f"{len(without) - len(missing)} parameters had no optimizer state when they were saved, and have none now"
-        )

@@ -60,9 +60,6 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath
 
     Returns:
         Leaf by key, and the path of each key, which tells `a.b` of {"a": {"b": ...}} from that of {"a.b": ...}.
-
-    Raises:
-        ConfigurationError: Two leaves would have the same key, or a key holds control characters.
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
@@ -161,13 +158,7 @@ def names_of_all(model: nn.Module) -> frozenset[str]:
 
 
 def groups_of_all(own: Groups, place: PipelinePlace, group: dist.ProcessGroup | None = None) -> Groups:
-    """Gather the parameter groups of all stages as one optimizer of the whole model would have them; collective.
-
-    Args:
-        own: Of this rank, as a checkpoint has them.
-        place: Of this rank.
-        group: The ranks that save.
-    """
+    """Gather the parameter groups of all stages as one optimizer of the whole model would have them; collective."""
     by_index: dict[int, Groups] = {}
     for index, groups in gather_objects((place.index, own), group):
         by_index.setdefault(index, groups)
@@ -175,11 +166,7 @@ def groups_of_all(own: Groups, place: PipelinePlace, group: dist.ProcessGroup | 
 
 
 def join_groups(stages: Sequence[Groups]) -> Groups:
-    """Join groups: by position if all stages have groups of the same options, else by their options.
-
-    Args:
-        stages: Groups of each stage, in order: options, and the names of parameters under "params".
-    """
+    """Join groups: by position if all stages have groups of the same options, else by their options."""
     first = [_options(group) for group in stages[0]]
     if all(alike([_options(group) for group in groups], first) for groups in stages):
         rows: list[Groups] = [list(row) for row in zip(*stages, strict=True)]
@@ -226,11 +213,6 @@ def unwrapped(
 ) -> tuple[dict[str, str], int]:
     """Strip the prefixes of wrappers: as many `module.` as fit the known names best.
 
-    Args:
-        stored: Names with the same number of prefixes each.
-        known: Whether a name, without prefixes, is one of the live model's.
-        first_guess: How many prefixes to take where several fit as well.
-
     Returns:
         Stored name by the name without prefixes, and how many were taken.
     """
@@ -262,13 +244,7 @@ def saved_view(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tenso
 
 
 def listed_names(optimizer: torch.optim.Optimizer, model: nn.Module, own: Names) -> Names:
-    """Return names by the numbers of `optimizer.state_dict()`, in groups; of all ranks if experts are divided.
-
-    Args:
-        optimizer: Of the model.
-        model: Live.
-        own: Names of this rank's parameters in a checkpoint, by group.
-    """
+    """Return names by the numbers of `optimizer.state_dict()`, in groups; of all ranks if experts are divided."""
     names: Callable[[torch.optim.Optimizer], Names | None] | None = getattr(model, "optimizer_names", None)
     found = None if names is None else names(optimizer)
     return own if found is None else found
@@ -280,11 +256,7 @@ def model_section(model: nn.Module) -> dict[str, Any]:
 
 
 def check_names(extra: Extras | None) -> None:
-    """Refuse names of extras that would be mistaken for others.
-
-    Raises:
-        ConfigurationError: A name is reserved, empty or has a dot.
-    """
+    """Refuse names of extras that would be mistaken for others."""
     for name in extra or {}:
         if name in RESERVED or not name or "." in name:
             raise ConfigurationError(

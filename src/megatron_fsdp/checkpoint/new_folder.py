@@ -19,15 +19,7 @@ _PATIENCE_S = 10.0
 
 
 def require_apart(target: Path, source: Path | None = None) -> None:
-    """Refuse a target folder that would overwrite or lie inside what is in use.
-
-    Args:
-        target: To be made.
-        source: The folder that is read meanwhile; None: there is none.
-
-    Raises:
-        CheckpointError: The target is the current folder, the source, or inside the source.
-    """
+    """Refuse a target folder that would overwrite or lie inside what is in use."""
     wanted = Path(os.path.realpath(target))
     if source is not None:
         origin = Path(os.path.realpath(source))
@@ -40,14 +32,7 @@ def require_apart(target: Path, source: Path | None = None) -> None:
 
 @contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """Make a file under a temporary name beside `target`, and rename it when the block ends well.
-
-    Args:
-        target: Must not exist.
-
-    Raises:
-        CheckpointError: There is something already, or nothing can be written there.
-    """
+    """Make a file under a temporary name beside `target`, and rename it when the block ends well."""
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already; give a name that does not")
     temporary = _beside(target)
@@ -58,18 +43,22 @@ def new_file(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def replace_text(target: Path, text: str) -> None:
+    """Write a small text file, over the one that is there: whole, or not at all."""
+    temporary = _beside(target)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Make a folder under a temporary name beside `target`, and rename it when the block ends well.
 
     Whatever goes wrong, nothing of it is left; a process that is killed leaves the hidden temporary folder, never a
     part of the target.
-
-    Args:
-        target: Must not exist, or be an empty folder.
-
-    Raises:
-        CheckpointError: There is something already, or nothing can be written there.
     """
     require_apart(target)
     temporary = _begin(target)
@@ -84,16 +73,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 def new_shared_folder(target: Path, sizes: Mapping[str, int], group: dist.ProcessGroup | None) -> Iterator[Path]:
     """Make a folder that several ranks write to, as `new_folder`; collective.
 
-    Args:
-        target: Must not exist, or be an empty folder.
-        sizes: Bytes of the files that must be there in the end, by name.
-        group: The ranks.
-
     Yields:
         The temporary folder; every rank sees it.
-
-    Raises:
-        CheckpointError: As of `new_folder`, or ranks do not see the same files; on every rank.
     """
     target = target.absolute()  # "." has no name of its own
     temporary = decided_by_first(lambda: _begin(target), f"saving to {target}", group)

@@ -32,11 +32,7 @@ KIND = "class"
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the checkpoint names of the parameters of each group, in order, without a prefix.
-
-    Raises:
-        ConfigurationError: A parameter is none of the model's.
-    """
+    """Return the checkpoint names of the parameters of each group, in order, without a prefix."""
     names = {id(param): name for name, param in model.named_parameters()}
     found = []
     for position, group in enumerate(optimizer.param_groups):
@@ -51,11 +47,7 @@ def named_parameters_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> l
 
 
 def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Collect the optimizer's section of a checkpoint; tensors are the live ones.
-
-    Raises:
-        ConfigurationError: As of `named_parameters_of`.
-    """
+    """Collect the optimizer's section of a checkpoint; tensors are the live ones."""
     own = named_parameters_of(optimizer, model)
     names = listed_names(optimizer, model, own)
     _require_no_local_parts(optimizer)
@@ -102,13 +94,7 @@ def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialised state tensor for a parameter.
-
-    Args:
-        param: The parameter.
-        slot: Name of the state; "step" is never sharded.
-        shape: Global.
-        dtype: Of the elements.
+    """Make an uninitialised state tensor for a parameter; "step" is never sharded.
 
     Returns:
         Cut as the parameter where it has its shape, else whole.
@@ -123,11 +109,7 @@ def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torc
 
 
 def options_by_name(groups: object) -> dict[str, dict[str, Any]]:
-    """Return the options of each parameter's group by its name, from what `collect` stored.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
+    """Return the options of each parameter's group by its name, from what `collect` stored."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups if isinstance(groups, list) else [None]:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
@@ -140,16 +122,7 @@ def options_by_name(groups: object) -> dict[str, dict[str, Any]]:
 def merged_options(
     names: Sequence[Sequence[str]], live: Sequence[Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the options that each live group takes over.
-
-    Args:
-        names: Of the parameters of each live group.
-        live: The live groups; options that they do not have are not taken over.
-        stored: Options by parameter.
-
-    Raises:
-        ConfigurationError: Parameters of one live group had different options.
-    """
+    """Return the options that each live group takes over."""
     merged = []
     for position, (params, group) in enumerate(zip(names, live, strict=True)):
         wanted: dict[str, Any] = {}
@@ -177,16 +150,7 @@ def install(
     options: Sequence[Mapping[str, Any]],
     rest: Mapping[str, Any],
 ) -> None:
-    """Load state and options into an optimizer by its own `load_state_dict`, with its hooks.
-
-    Args:
-        optimizer: Changed in place.
-        names: Of the parameters of each group.
-        state: Slots by name of the parameter.
-        kept: Parameters whose state stays.
-        options: Of each group; those left out stay.
-        rest: Other entries of its state dict.
-    """
+    """Load state and options into an optimizer by its own `load_state_dict`, with its hooks."""
     positions = {name: position for position, name in enumerate(itertools.chain.from_iterable(names))}
     groups = []
     for group, params, wanted in zip(optimizer.param_groups, names, options, strict=True):

@@ -46,11 +46,7 @@ class OverBudgetError(Exception):
 
 
 class ReadingBudget:
-    """Counts what reading one file makes, and its time.
-
-    Args:
-        nbytes: How many bytes are read.
-    """
+    """Counts what reading some bytes makes, and its time."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = SPARE_BYTES + BYTES_PER_BYTE * nbytes
@@ -59,11 +55,7 @@ class ReadingBudget:
         self._begun: float | None = None  # at the first look, which small files do not come to
 
     def spend(self, nbytes: int) -> None:
-        """Count something that is about to be made, copied, hashed or written out.
-
-        Raises:
-            OverBudgetError: That is more than a file of this size needs, or it has taken too long.
-        """
+        """Count something that is about to be made, copied, hashed or written out."""
         self._left -= nbytes
         if self._left < 0:
             raise OverBudgetError(
@@ -88,11 +80,7 @@ class ReadingBudget:
         self.spend(cost)
 
     def spend_on_keys(self, keys: Iterable[Any]) -> Iterator[Any]:
-        """Yield keys one by one, each counted before it is hashed and compared with others of its hash.
-
-        Raises:
-            pickle.UnpicklingError: One is of a kind that costs too much to hash (see `key_cost`).
-        """
+        """Yield keys one by one, each counted before it is hashed and compared with others of its hash."""
         for key in keys:
             if type(key) is not str or len(key) > _SHORT:  # nobody can choose texts of one hash
                 self.spend(key_cost(key))
@@ -104,9 +92,6 @@ def key_cost(key: Any, depth: int = 0) -> int:
 
     Tuples of tuples that name each other take time exponential in the length of their pickle to hash, deep ones end the
     process, and of large numbers and complex ones endless many have one hash.
-
-    Raises:
-        pickle.UnpicklingError: It is not a plain value, a shallow tuple of such, a path or an index of DCP.
     """
     kind = type(key)
     if kind is int and -_MAX_KEY_NUMBER < key < _MAX_KEY_NUMBER:

@@ -63,12 +63,7 @@ class LoadReport:
 
 
 def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> LoadReport:
-    """Merge the reports of all pipeline stages; collective.
-
-    Args:
-        own: Of this rank.
-        group: The ranks that load.
-    """
+    """Merge the reports of all pipeline stages; collective."""
     everyone: list[LoadReport] = gather_objects(own, group)
     return replace(
         own,
@@ -82,6 +77,12 @@ def report_of_all(own: LoadReport, group: dist.ProcessGroup | None = None) -> Lo
 
 def _union(keys: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(sorted({key for of_rank in keys for key in of_rank}))
+
+
+def some_of(keys: Sequence[str], shown: int = 8) -> str:
+    """Format keys for a message: the first few, and how many more."""
+    more = f" and {len(keys) - shown} more" if len(keys) > shown else ""
+    return ", ".join(keys[:shown]) + more
 
 
 def listed(title: str, items: Sequence[object], shown: int = 8) -> list[str]:

@@ -28,16 +28,7 @@ from megatron_fsdp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LogicalRank:
-    """A rank's place along tensor, data and pipeline parallelism.
-
-    Attributes:
-        tensor: Index along tensor parallelism.
-        tensor_size: Ranks along it.
-        data: Index among the rest.
-        data_size: How many they are.
-        stage: Index along pipeline parallelism.
-        stages: Ranks along it.
-    """
+    """A rank's place along tensor, data (all the rest) and pipeline parallelism, and how many ranks each has."""
 
     tensor: int
     tensor_size: int
@@ -59,13 +50,7 @@ class LogicalRank:
 
 
 def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> LogicalRank:
-    """Return this rank's place.
-
-    Args:
-        model: Sharded, or not: then all ranks of the group are data-parallel. A stage of a pipeline counts pipelines in
-            place of data-parallel ranks; tensor-parallel ones are among these.
-        group: The ranks that save together.
-    """
+    """Return this rank's place; in a pipeline, whole pipelines are counted as data-parallel ranks."""
     rank, size = rank_of(group), world_size_of(group)
     pipeline = place_of(model)
     if pipeline is not None:
@@ -79,14 +64,7 @@ def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) ->
 
 
 def place_in(names: Sequence[str], shape: Sequence[int], coordinate: Sequence[int], tp_dim: str) -> LogicalRank:
-    """Return the place of a mesh coordinate; all dimensions except `tp_dim` are flattened, the last fastest.
-
-    Args:
-        names: Of the dimensions.
-        shape: Ranks along each.
-        coordinate: Index along each.
-        tp_dim: Name of the tensor-parallel dimension.
-    """
+    """Return the place of a mesh coordinate; all dimensions except `tp_dim` are flattened, the last fastest."""
     data, data_size = 0, 1
     for name, place, length in zip(names, coordinate, shape, strict=True):
         if name != tp_dim:
@@ -111,16 +89,8 @@ def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
 def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> tuple[Callable[[], None], str]:
     """Prepare to set this rank's generators; states are tested on separate ones, and nothing is set yet.
 
-    Args:
-        found: Objects of the section by key.
-        place: Of this rank now.
-        device: Whose accelerator stream to set.
-
     Returns:
         What sets the generators, and what it does, for the report.
-
-    Raises:
-        CheckpointError: The states are not of the kind that `collect` writes.
     """
     topology = found.get(f"{RNG}.topology")
     if topology == place.topology:

@@ -52,11 +52,7 @@ _MAX_JSON_BYTES = 1 << 30
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a regular file, or a link to one, for reading.
-
-    Raises:
-        OSError: It is something else, or cannot be opened.
-    """
+    """Open a regular file, or a link to one, for reading."""
     return open(path, "rb", opener=only_regular)  # Path.open takes no opener
 
 
@@ -78,11 +74,7 @@ def _require_regular(path: str, status: os.stat_result) -> None:
 
 
 def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
-    """Return the contents of a regular file.
-
-    Raises:
-        OSError: It is larger than `at_most` bytes, no regular file, or cannot be read.
-    """
+    """Return the contents of a regular file."""
     with open_file(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > at_most:
@@ -91,11 +83,7 @@ def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
 
 
 def read_json(path: Path, at_most: int = _MAX_JSON_BYTES) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        CheckpointError: It is larger than `at_most` bytes, no regular file, no JSON, or cannot be read.
-    """
+    """Return what a JSON file holds."""
     try:
         return json.loads(read_file(path, at_most).decode("utf-8"))
     except (OSError, ValueError, RecursionError, MemoryError) as error:
@@ -117,14 +105,7 @@ def printable(text: str, most: int = 256) -> str:
 
 @contextlib.contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Inside, bytes are read that may be anything: whatever fails is a problem of the file.
-
-    Args:
-        where: Names the file (and the entry) in messages.
-
-    Raises:
-        CheckpointError: Something failed.
-    """
+    """Inside, bytes are read that may be anything: whatever fails is a problem of the file."""
     try:
         yield
     except CheckpointError:
@@ -174,11 +155,7 @@ _AS_USUAL = (
 class Opaque:
     """What is left of an object whose class belongs to a package that is not imported: its name and its data.
 
-    Attributes:
-        qualified_name: Module and class.
-        arguments: What it was made with.
-        state: What was set on it; None if nothing was.
-        items: Elements, where it was a kind of list or dict.
+    These are what it was made with, what was set on it, and the elements of a kind of list or dict.
     """
 
     qualified_name = "unknown"
@@ -234,11 +211,7 @@ class RestrictedUnpickler(pickle._Unpickler):
         self._foreign: dict[tuple[str, str], type[Opaque]] = {}
 
     def load(self) -> Any:
-        """Run the pickle.
-
-        Raises:
-            OverBudgetError: It makes more than its size allows.
-        """
+        """Run the pickle."""
         made = super().load()
         self._spend_on_tree(made)
         return made
@@ -262,11 +235,7 @@ class RestrictedUnpickler(pickle._Unpickler):
             level = below
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return the entry of the table.
-
-        Raises:
-            CheckpointError: There is none; names the global and the file.
-        """
+        """Return the entry of the table."""
         name = (module_name, global_name)
         found = _names().get(name) or self._foreign.get(name)
         if found is None and module_name.partition(".")[0] in FOREIGN_PACKAGES:
@@ -393,15 +362,7 @@ def _parts(value: Any) -> Collection[Any]:
 
 
 def load_metadata(raw: bytes, where: str) -> Any:
-    """Read the pickle in the `.metadata` of torch.distributed.checkpoint; Megatron's additions are kept as `Opaque`.
-
-    Args:
-        raw: All of the file.
-        where: Names it in messages.
-
-    Raises:
-        CheckpointError: It names something off the table, or cannot be read.
-    """
+    """Read the pickle in the `.metadata` of torch.distributed.checkpoint; Megatron's additions are kept as `Opaque`."""
     with reading(where):
         return RestrictedUnpickler(raw, where).load()
 

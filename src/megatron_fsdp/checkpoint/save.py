@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -20,8 +20,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -35,17 +42,13 @@ from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.comm.agreement import by_value, in_short, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
+from megatron_fsdp.sharding.shards import Box
 
 _SEAL = MetadataIndex("\0seal")
 
 
 def save_alone(state: Mapping[str, Any], **options: Any) -> None:
-    """Save from this process alone, whether or not there are others.
-
-    Args:
-        state: What to save.
-        **options: Of `dcp.save`.
-    """
+    """Save from this process alone, whether or not there are others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         save(dict(state), no_dist=True, **options)
@@ -53,12 +56,7 @@ def save_alone(state: Mapping[str, Any], **options: Any) -> None:
 
 @dataclass
 class Seal:
-    """The checksums of what one rank has written.
-
-    Attributes:
-        tensors: Sum over the chunks of each tensor.
-        objects: SHA-256 of each object.
-    """
+    """What one rank has written: the sum over the chunks of each tensor, and SHA-256 of each object."""
 
     tensors: dict[str, int] = field(default_factory=dict)
     objects: dict[str, str] = field(default_factory=dict)
@@ -70,6 +68,7 @@ class SealingPlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.seal = Seal()
+        self._readable: set[str] = set()
 
     def set_up_planner(
         self,
@@ -89,27 +88,21 @@ class SealingPlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Merge the plans of all ranks, with the paths of every rank's keys.
-
-        Raises:
-            CheckpointError: Ranks give different values for one key, of which torch would write one and drop the rest.
-        """
+        """Merge the plans of all ranks, with the paths of every rank's keys."""
         _require_alike(all_plans)
         plans, metadata = super().create_global_plan(all_plans)
         metadata.planner_data = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of one item.
-
-        Raises:
-            ConfigurationError: An object could not be read again without running code from the checkpoint.
-        """
+        """Return the data of one item."""
         data, key = super().resolve_data(write_item), write_item.index.fqn
         if isinstance(data, io.BytesIO):
             raw = data.getvalue()
-            _require_readable(raw, key)
-            self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
+            digest = self.seal.objects[key] = hashlib.sha256(raw).hexdigest()
+            if digest not in self._readable:
+                _require_readable(raw, key)
+                self._readable.add(digest)
         else:
             described = write_item.tensor_data
             assert described is not None, "torch describes every tensor that it writes"
@@ -226,16 +219,7 @@ def _manifest_of(metadata: Metadata, seals: Sequence[Seal]) -> Manifest:
 
 
 def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write a nested state into a folder, with its manifest; collective.
-
-    Args:
-        state: Nested dicts; tensors, DTensors (each rank its part) and objects that `safe_read.load_object` can read.
-        folder: The same for every rank.
-        group: The ranks; None: all.
-
-    Raises:
-        CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
-    """
+    """Write a nested state into a folder, with its manifest; collective."""
     if group is None and not dist.is_initialized():
         _require_whole(state)
     write_planned(state, SealingWriter(folder), SealingPlanner(), group)
@@ -244,11 +228,7 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
 def write_planned(
     state: Mapping[str, Any], writer: SealingWriter, planner: SavePlanner, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Call `dcp.save` over the ranks of a group, or in this process if it is alone; collective.
-
-    Raises:
-        CheckpointError: A rank could not write, the same message on every rank; what was written is of no use.
-    """
+    """Call `dcp.save` over the ranks of a group, or from this process if it is alone; collective."""
     try:
         if world_size_of(group) == 1:
             save_alone(state, storage_writer=writer, planner=planner)
@@ -256,6 +236,95 @@ def write_planned(
             save(dict(state), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         raise in_short(error, f"writing {writer.path}") from error
+
+
+# ---- entries that are read when they are written ---------------------------------------------------------------------
+
+KeyPath = tuple[str | int, ...]
+"""Where an entry is in the nested state dict: names in dicts and indices in lists (torch's `planner_data`)."""
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor to write: its chunks are the boxes, each element once, whose values `read` gives in its dtype."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Sequence[Box]
+    read: Callable[[Box], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ObjectSource:
+    """An object to write; `read` gives the bytes of one `torch.save`."""
+
+    key: str
+    read: Callable[[], bytes]
+
+
+Source = TensorSource | ObjectSource
+
+
+def write_sources(
+    folder: Path,
+    sources: Iterable[Source],
+    paths: Mapping[str, KeyPath],
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write a checkpoint of entries that are read one chunk at a time; collective.
+
+    Args:
+        folder: Exists; to be published by the caller.
+        sources: What this rank writes, each key once among all ranks.
+        paths: Where each key is in the nested state dict; empty where keys are not nested.
+        group: The ranks; None: all.
+        progress: As of `SealingWriter`.
+
+    Raises:
+        CheckpointError: The disk is full or cannot be written, or reading a source fails; the same on every rank.
+    """
+    write_planned({}, SealingWriter(folder, progress), _SourcePlanner(sources, paths), group)
+
+
+class _SourcePlanner(SealingPlanner):
+    """A planner with one item for each chunk and object, which are read when they are written."""
+
+    def __init__(self, sources: Iterable[Source], paths: Mapping[str, KeyPath]) -> None:
+        super().__init__()
+        self._sources = {source.key: source for source in sources}
+        self._paths = paths
+
+    def create_local_plan(self) -> SavePlan:
+        items = [item for source in self._sources.values() for item in _items(source)]
+        self.plan = SavePlan(items, None, dict(self._paths))
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        source = self._sources[index.fqn]
+        if isinstance(source, ObjectSource):
+            return io.BytesIO(source.read())
+        assert index.index is not None, "given in the plan"
+        return source.read(source.boxes[index.index])
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 (torch's names)
+        return object
+
+
+def _items(source: Source) -> Iterator[WriteItem]:
+    if isinstance(source, ObjectSource):
+        yield WriteItem(MetadataIndex(source.key), WriteItemType.BYTE_IO)
+        return
+    for number, box in enumerate(source.boxes):
+        offsets, sizes = torch.Size(box.offsets), torch.Size(box.lengths)
+        described = TensorWriteData(
+            ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=source.dtype), torch.Size(source.shape)
+        )
+        yield WriteItem(MetadataIndex(source.key, offsets, number), WriteItemType.SHARD, tensor_data=described)
+
+
+# ---- what cannot be saved --------------------------------------------------------------------------------------------
 
 
 def _require_whole(state: Mapping[str, Any]) -> None:

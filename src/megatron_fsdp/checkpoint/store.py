@@ -67,11 +67,7 @@ def hidden_name(name: str, purpose: Purpose) -> str:
 
 
 def folder_name(iteration: int) -> str:
-    """Return the name of a checkpoint's folder.
-
-    Raises:
-        ConfigurationError: The iteration is no whole number from 0.
-    """
+    """Return the name of a checkpoint's folder."""
     if type(iteration) is not int or not 0 <= iteration < 10**18:
         raise ConfigurationError(f"iteration={iteration!r}: give a whole number from 0")
     return f"iter_{iteration:07d}"
@@ -93,20 +89,12 @@ def is_whole(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, read by one process.
-
-    Attributes:
-        root: The folder.
-    """
+    """The folder of a run, read by one process."""
 
     root: Path
 
     def path_of(self, iteration: int) -> Path:
-        """Return where the checkpoint of an iteration is published, whether it exists or not.
-
-        Raises:
-            ConfigurationError: The iteration is no whole number from 0.
-        """
+        """Return where the checkpoint of an iteration is published, whether it exists or not."""
         return self.root / folder_name(iteration)
 
     def hidden(self) -> list[Hidden]:
@@ -133,14 +121,7 @@ class RunFolder:
         return aside[-1] if aside else None
 
     def pointed(self, pointer: Path | None = None) -> int | str | None:
-        """Read the pointer: an iteration or `release`; None if there is no pointer.
-
-        Args:
-            pointer: Another file than the published pointer.
-
-        Raises:
-            CheckpointError: It has other content, or cannot be read.
-        """
+        """Read the pointer: an iteration or `release`; None if there is no pointer."""
         pointer = self.root / POINTER if pointer is None else pointer
         try:
             with open_file(pointer) as stream:
@@ -159,12 +140,7 @@ class RunFolder:
         return int(number[1])
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that the pointer names; without a pointer the newest; None if there is none.
-
-        Raises:
-            CheckpointError: The root is no folder or a checkpoint itself, the pointer is invalid, or names one that
-                is not there; says which are.
-        """
+        """Return the checkpoint that the pointer names; without a pointer the newest; None if there is none."""
         self._require_folder()
         pointed = self.pointed()
         if pointed is None:
@@ -180,12 +156,7 @@ class RunFolder:
         return found
 
     def resolve(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint of an iteration, or the latest one.
-
-        Raises:
-            CheckpointError: As `latest`, or there is no such checkpoint.
-            ConfigurationError: The iteration is no whole number from 0.
-        """
+        """Return the checkpoint of an iteration, or the latest one."""
         if iteration is None:
             latest = self.latest()
             if latest is None:
@@ -201,12 +172,7 @@ class RunFolder:
         return found
 
     def resolve_or_itself(self, iteration: int | None = None) -> Path:
-        """Return the checkpoint of an iteration, the root if it is itself a checkpoint, or the latest one.
-
-        Raises:
-            CheckpointError: As `resolve`, or the root is a checkpoint and also holds those of a run.
-            ConfigurationError: The iteration is no whole number from 0.
-        """
+        """Return the checkpoint of an iteration, the root if it is itself a checkpoint, or the latest one."""
         if iteration is not None or not is_whole(self.root):
             return self.resolve(iteration)
         others = self.iterations()
@@ -243,6 +209,16 @@ class RunFolder:
         shown = ", ".join(str(iteration) for iteration in whole[-_SHOWN:])
         more = "..., " if len(whole) > _SHOWN else ""
         return f"whole ones in {self.root}: {more}{shown}; ask for one of these"
+
+
+def locate(path: str | Path) -> Path:
+    """Return the folder of one checkpoint: `path` itself, or the latest one in the folder of a run.
+
+    What is neither is returned as it is: opening it says what is wrong with it.
+    """
+    run = RunFolder(Path(path))
+    is_run = run.root.is_dir() and ((run.root / POINTER).exists() or run.iterations())
+    return run.resolve_or_itself() if is_run else run.root
 
 
 # ---- publishing ------------------------------------------------------------------------------------------------------
@@ -326,11 +302,6 @@ def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> 
 
     Kept are the `keep_last` newest up to the one pointed to. What is newer than that belongs to a run that was given
     up for an earlier checkpoint; it is left to the user.
-
-    Args:
-        iterations: All whole ones.
-        pointed: The one that the pointer names.
-        keep_last: How many to keep; None: all.
     """
     if keep_last is None:
         return []
@@ -339,33 +310,24 @@ def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> 
 
 
 class Publisher:
-    """Writes to the folder of a run, on rank 0. What a save writes is locked until `claims` is closed.
-
-    Args:
-        folder: The folder of the run.
-        ops: Changes to the file system.
-    """
+    """Writes to the folder of a run, on rank 0. What a save writes is locked until `claims` is closed."""
 
     def __init__(self, folder: RunFolder, ops: FileOps) -> None:
         self.folder, self.ops = folder, ops
         self.claims = ExitStack()
+        self._may_replace = False
 
     def begin(self, iteration: int, overwrite: bool) -> Path:
-        """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
-
-        Raises:
-            CheckpointError: The root is a checkpoint itself, or the iteration exists and is not to be overwritten.
-            OSError: The folder cannot be made.
-        """
+        """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into."""
         root, target = self.folder.root, self.folder.path_of(iteration)
         if is_whole(root):
             raise CheckpointError(
                 f"{root} is a checkpoint itself (it has a {MARK_OF_WHOLE}); save in another folder, which holds "
                 "nothing but the run's checkpoints"
             )
-        never_pointed_to = self._clear_leftovers()
+        self._may_replace = iteration in self._clear_leftovers() or overwrite
         found = self.folder.find(iteration)
-        if (found or target.exists()) and not overwrite and iteration not in never_pointed_to:
+        if (found or target.exists()) and not self._may_replace:
             state = "exists" if found else f"exists, without a {MARK_OF_WHOLE}"
             raise CheckpointError(f"{target} {state}; pass overwrite=True to replace it, or save another iteration")
         while True:
@@ -380,15 +342,6 @@ class Publisher:
 
         An error before the pointer has moved undoes all of it. Afterwards it is a warning, but for the last step that
         makes the move survive a power failure.
-
-        Args:
-            staging: What `begin` has made.
-            iteration: The one to publish.
-            keep_last: How many to keep; None: all.
-
-        Raises:
-            CheckpointError: The folder is not whole.
-            OSError: As the file system says.
         """
         if not is_whole(staging):
             raise CheckpointError(f"the writer has left no {MARK_OF_WHOLE} in {staging}")
@@ -400,6 +353,10 @@ class Publisher:
             self.ops.write_file(pointer, str(iteration))
             claim(pointer, self.claims)
             if target.exists():
+                if not self._may_replace:
+                    raise CheckpointError(
+                        f"another process has saved {target} meanwhile; give each run a folder of its own"
+                    )
                 claim(target, self.claims)
                 aside = root / hidden_name(target.name, "replaced")
                 self.ops.rename(target, aside)
@@ -522,15 +479,7 @@ class CheckpointStore:
         patience_s: float = 10.0,
         ops: FileOps | None = None,
     ) -> None:
-        """Prepare a store; nothing is written yet.
-
-        Args:
-            root: The folder of the run, on a file system that all ranks share.
-            keep_last: How many checkpoints to keep; None: all.
-            group: The ranks.
-            patience_s: Seconds that a rank waits to see the folder that rank 0 has made.
-            ops: Changes to the file system, for tests.
-        """
+        """Prepare a store; nothing is written yet."""
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ConfigurationError(f"keep_last={keep_last!r}: give a whole number from 1, or None to keep all")
         self.root = Path(root)
@@ -551,11 +500,7 @@ class CheckpointStore:
         return self._folder.path_of(iteration)
 
     def iterations(self) -> list[int]:
-        """List the iterations with a whole checkpoint, ascending; collective.
-
-        Raises:
-            CheckpointError: The root cannot be read.
-        """
+        """List the iterations with a whole checkpoint, ascending; collective."""
         return decided_by_first(self._folder.iterations, f"looking into {self.root}", self.group)
 
     def latest(self) -> Path | None:
@@ -621,11 +566,7 @@ class CheckpointStore:
 
 
 def require_seen(folder: Path, patience_s: float) -> None:
-    """Wait until this rank sees a folder that rank 0 has made.
-
-    Raises:
-        CheckpointError: It does not.
-    """
+    """Wait until this rank sees a folder that rank 0 has made."""
     deadline = time.monotonic() + patience_s
     while not folder.is_dir():
         if time.monotonic() >= deadline:

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from megatron_fsdp.checkpoint import checksum, manifest
 from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.report import listed
 from megatron_fsdp.checkpoint.safe_read import printable, reading, shortened
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
 from megatron_fsdp.errors import CheckpointError
 
 KNOWN_FILES = frozenset({METADATA, manifest.FILE_NAME, MARKER, COMMON_FILE, "integrity.json"})
@@ -86,26 +86,10 @@ def _in_order_of_files(folder: CheckpointFolder, keys: Iterable[str]) -> list[tu
 
 
 def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Collection[str] = ()) -> str:
-    """Verify this rank's share of a checkpoint, and all its names.
-
-    Args:
-        folder: The checkpoint.
-        rank: This one.
-        ranks: How many share the work.
-        without: Sections whose contents are not looked at.
-
-    Returns:
-        What was done, for the report.
-
-    Raises:
-        CheckpointError: Something is damaged; names it. Or there is no manifest.
-    """
-    manifest = Manifest.read(folder.path)
-    if manifest is None:
+    """Verify this rank's share of a checkpoint, whose names were compared when it was opened; say what was done."""
+    if folder.manifest is None:
         raise CheckpointError(f"{folder.path} has no manifest to compare with; load it without verify=True")
-    problems = folder.differences(manifest)
-    mine = [key for key in _share_of(folder, rank, ranks, without) if key not in problems]
-    problems |= _content_problems(folder, manifest, mine)
+    problems = _content_problems(folder, folder.manifest, _share_of(folder, rank, ranks, without))
     if problems:
         told = [f"{key} {problem}" for key, problem in list(problems.items())[:_SHOWN_IN_ERROR]]
         more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []
@@ -117,13 +101,7 @@ def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Coll
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a checkpoint.
-
-    Attributes:
-        kind: What it is.
-        name: Key of a tensor or object, or name of a file.
-        reason: In words.
-    """
+    """One problem of a checkpoint: what is wrong with a key, or with a file."""
 
     kind: Literal["tensor", "object", "file"]
     name: str

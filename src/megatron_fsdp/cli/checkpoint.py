@@ -16,22 +16,21 @@ from typing import Any
 import torch
 
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
-from megatron_fsdp.checkpoint.folder import METADATA, TensorEntry
+from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder, TensorEntry
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
+from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
-from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of
+from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
-from megatron_fsdp.checkpoint.tools.edit import edit, parse_operation
 from megatron_fsdp.checkpoint.tools.inspect import (
     Inspection,
     ListedEntry,
     Shown,
     inspect_folder,
+    list_checkpoints,
     show,
 )
-from megatron_fsdp.checkpoint.tools.kinds import GROUP_META, as_json, dtype_name
-from megatron_fsdp.checkpoint.tools.locate import list_checkpoints, open_checkpoint
 from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli import checkpoint_convert
@@ -41,7 +40,7 @@ from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME, Parse
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.package_info import __version__
 
-_DESCRIPTION = "Look into checkpoints, compare, edit and convert them. One process on the CPU is enough for all of it."
+_DESCRIPTION = "Look into checkpoints, compare and convert them. One process on the CPU is enough for all of it."
 
 _OPTIMIZERS = {
     "none": "no optimizer state",
@@ -63,7 +62,7 @@ Run = Callable[[argparse.Namespace], int]
 
 def add_parser(commands: Any) -> None:
     """Add `checkpoint` and all below it to the sub-commands of a parser."""
-    parser = commands.add_parser("checkpoint", help="inspect, compare, edit and convert", description=_DESCRIPTION)
+    parser = commands.add_parser("checkpoint", help="inspect, compare and convert", description=_DESCRIPTION)
     add_commands(parser)
 
 
@@ -74,7 +73,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         _add_inspect,
         _add_diff,
         _add_verify,
-        _add_edit,
         _add_torch,
         _add_hf,
         _add_map,
@@ -116,6 +114,10 @@ def _on_first_rank(run: Run, args: argparse.Namespace) -> int:
 
 def _add_folder(parser: argparse.ArgumentParser, name: str = "checkpoint_dir", metavar: str = "DIR") -> None:
     parser.add_argument(name, metavar=metavar, help="folder of one checkpoint, or of a run: its latest one")
+
+
+def _opened(path: str) -> CheckpointFolder:
+    return CheckpointFolder(locate(path))
 
 
 def _add_filter(parser: argparse.ArgumentParser) -> None:
@@ -163,17 +165,14 @@ def _add_show_options(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help="of the tensor KEY, such as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)",
     )
-    parser.add_argument(
-        "--hash", action="store_true", help="also print a checksum of KEY, or of the part if one is given"
-    )
     add_json(parser)
 
 
 def _inspect(args: argparse.Namespace) -> int:
     if args.key is not None:
         return _show(args)
-    if args.slice or args.hash:
-        raise ConfigurationError("--slice and --hash are for one tensor or object; give its KEY too")
+    if args.slice:
+        raise ConfigurationError("--slice is for one tensor; give its KEY too")
     run = list_checkpoints(args.checkpoint_dir)
     if run and not args.json:
         rows = [
@@ -182,7 +181,7 @@ def _inspect(args: argparse.Namespace) -> int:
         ]
         write_table(["checkpoint", "bytes", ""], rows, right=["bytes"])
         write_line()
-    found = inspect_folder(open_checkpoint(args.checkpoint_dir), args.filter, with_statistics=args.stats)
+    found = inspect_folder(_opened(args.checkpoint_dir), args.filter, with_statistics=args.stats)
     if args.json:
         write_json({**found.to_json(), "run": [item._asdict() for item in run]})
     else:
@@ -244,32 +243,30 @@ def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = show(open_checkpoint(args.checkpoint_dir), args.key, args.slice, with_hash=args.hash)
+    found = show(_opened(args.checkpoint_dir), args.key, args.slice)
     if found.entry is not None:
         _write_tensor(found, found.entry, as_data=args.json)
     elif args.json:
-        told = {"key": found.key, "type": "object", "bytes": found.nbytes, "sha256": found.checksum}
-        write_json({**told, "value": as_json(found.value)})
+        write_json({"key": found.key, "type": "object", "bytes": found.nbytes, "value": as_json(found.value)})
     else:
-        hashed = [("sha256", str(found.checksum))] if args.hash else []
-        write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}"), *hashed])
+        write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}")])
         write_line(pprint.pformat(found.value, width=120, compact=True))
     return EXIT_SAME
 
 
 def _write_tensor(found: Shown, entry: TensorEntry, *, as_data: bool) -> None:
     assert found.box is not None, "tensors are shown in part"
-    dtype, hashed = dtype_name(entry.dtype), {"checksum": found.checksum} if found.checksum else {}
+    dtype = dtype_name(entry.dtype)
     part = f"[{', '.join(f'{index.start}:{index.stop}' for index in found.box.indices)}]"
     if as_data:
         told = {"key": entry.key, "type": "tensor", "shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes,
-                "chunks": len(entry.chunks), "part": part, **hashed}  # fmt: skip
+                "chunks": len(entry.chunks), "part": part}  # fmt: skip
         write_json({**told, "values": as_json(_numbers(found.value))})
         return
     facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {in_bytes(entry.nbytes)}")]
     facts.append(("chunks", str(len(entry.chunks))))
     facts += [] if found.box.lengths == entry.shape else [("part", part)]
-    write_facts([*facts, *hashed.items()])
+    write_facts(facts)
     write_line(str(found.value))
 
 
@@ -309,7 +306,7 @@ def _diff(args: argparse.Namespace) -> int:
     given = (args.rtol, args.atol)
     rtol, atol = (0.0, 0.0) if args.bitwise and given == (_REFERENCE_RTOL, _REFERENCE_ATOL) else given
     tolerance = Tolerance(rtol, atol, args.bitwise)
-    found = diff(open_checkpoint(args.checkpoint_1), open_checkpoint(args.checkpoint_2), tolerance, args.filter)
+    found = diff(_opened(args.checkpoint_1), _opened(args.checkpoint_2), tolerance, args.filter)
     if args.json:
         write_json(found.to_json())
     elif found.is_same:
@@ -380,40 +377,6 @@ def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
     return chosen, problem
 
 
-# ---- edit ------------------------------------------------------------------------------------------------------------
-
-
-def _add_edit(commands: Any) -> None:
-    text = (
-        "Write a copy of a checkpoint with keys removed or renamed and tensors in another dtype. Operations are "
-        "applied in the order they are given, to all keys that contain a match of their regular expression; one that "
-        "matches nothing is an error, and so are two keys that become the same. One chunk is in memory at a time."
-    )
-    parser = _add(commands, "edit", _edit, text, "a copy with other keys or dtypes", ["modify-state-dict"])
-    _add_folder(parser, "input_dir", "SRC")
-    parser.add_argument("output_dir", metavar="DST", type=Path, help="the copy; must not exist, or be empty")
-    parser.add_argument(
-        "--op",
-        metavar="OP",
-        action="append",
-        default=[],
-        help='"remove REGEX", "rename REGEX REPLACEMENT" or "cast REGEX DTYPE"; may be given several times; quote '
-        "a part that is empty or holds spaces",
-    )
-
-
-def _edit(args: argparse.Namespace) -> int:
-    operations = [parse_operation(text) for text in args.op]
-    found = edit(open_checkpoint(args.input_dir), args.output_dir, operations)
-    changes = f"{len(found.removed)} removed, {found.renamed} renamed, {found.cast} cast"
-    write_line(f"{args.output_dir}: {len(found.kept)} keys ({changes})")
-    if found.copied_files:
-        write_line(f"copied as they are: {', '.join(found.copied_files)}")
-    if found.dropped_files:
-        write_line(f"not copied: {', '.join(found.dropped_files)}")
-    return EXIT_SAME
-
-
 # ---- to-torch and from-torch -----------------------------------------------------------------------------------------
 
 
@@ -449,7 +412,7 @@ def _add_torch(commands: Any) -> None:
 
 
 def _to_torch(args: argparse.Namespace) -> int:
-    report = to_torch_save(open_checkpoint(args.checkpoint_dir), args.file, tensors_only=args.tensors_only)
+    report = to_torch_save(_opened(args.checkpoint_dir), args.file, tensors_only=args.tensors_only)
     return _write_repacked(args.file, report)
 
 
@@ -491,7 +454,7 @@ def _add_hf(commands: Any) -> None:
 
 def _to_hf(args: argparse.Namespace) -> int:
     files = export_hf(
-        open_checkpoint(args.checkpoint_dir),
+        _opened(args.checkpoint_dir),
         args.output_dir,
         args.config,
         max_shard_bytes=args.max_shard_bytes,

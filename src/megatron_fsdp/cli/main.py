@@ -17,7 +17,7 @@ _COMMANDS = {
     "describe": "units, layouts, dtypes, groups and options of a model on a rank, without hardware",
     "trace": "look into recorded timelines",
     "hang": "name the rank that the others wait for, its unit and what it does",
-    "checkpoint": "inspect, compare, edit and convert",
+    "checkpoint": "inspect, compare and convert",
 }
 """Each is a module here with `add_parser(subparsers)`, but for the trainer, which has a command line of its own."""
 

@@ -77,6 +77,23 @@ def test_indices_that_are_tensors_are_numbers(tmp_path: Path) -> None:
     assert read_group_map_json(export_group_map_json(tmp_path)) == {"model.module.w": 3, "model.module.b": 0}
 
 
+def test_a_full_disk_leaves_the_old_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_alone({"module.w": 2}, checkpoint_id=tmp_path / "map")
+    (tmp_path / "out").mkdir()
+    path = export_group_map_json(tmp_path / "map", tmp_path / "out" / "m.json")
+    before = path.read_bytes()
+
+    def write_a_part(self: Path, text: str, **_: object) -> None:
+        self.write_bytes(text[:3].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_a_part)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export_group_map_json(tmp_path / "map", path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.checkpoint.checkpointer import load_checkpoint
 from megatron_fsdp.checkpoint.convert.convert import Steps, convert
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.load import load_checkpoint
 from tests.conftest import RunRanks
 from tests.support.megatron_gpt import MegatronGpt, MegatronLayer, loss_of
 from tests.support.parity import assert_equal_tensors

@@ -7,8 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
-from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, Source, make_plan
+from megatron_fsdp.checkpoint.convert.plan import (
+    CommonState,
+    ConversionPlan,
+    ConvertOptions,
+    Entry,
+    Move,
+    Source,
+    make_plan,
+)
 from megatron_fsdp.checkpoint.convert.source import Cells, read_true_box
 from tests.support.torch_dist.common import common_state, make_args, optimizer_state, param_groups
 from tests.support.torch_dist.expected import expected_tensors, stored_tensors

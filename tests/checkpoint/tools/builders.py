@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.tools.repack import TensorSource, write_folder
+from megatron_fsdp.checkpoint.save import TensorSource, write_sources
 from megatron_fsdp.sharding.shards import Box
 
 COMMON = {
@@ -55,8 +55,21 @@ def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Pa
     for key, (values, boxes) in tensors.items():
         read = partial(_box_of, values)
         sources.append(TensorSource(key, tuple(values.shape), values.dtype, boxes, read))
-    write_folder(path, sources, None)
+    write_sources(path, sources, {})
     return CheckpointFolder(path)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two nested states are of one type and value throughout; two NaN are."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(is_same(value, b[key]) for key, value in a.items())
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return bool(a == b) or (a != a and b != b)
 
 
 def _box_of(values: torch.Tensor, box: Box) -> torch.Tensor:

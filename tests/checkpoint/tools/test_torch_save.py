@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
-from megatron_fsdp.checkpoint.tools.diff import first_difference
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.tools import builders
@@ -68,7 +67,7 @@ def test_there_and_back_changes_nothing(tmp_path: Path) -> None:
     state = many_kinds()
     back = repacked(state, tmp_path, "own")
     state["model"]["complex"] = state["model"]["complex"].resolve_conj()
-    assert first_difference(state, back) is None
+    assert builders.is_same(state, back)
     assert list(back["model"]) == list(state["model"])
     assert {type(key) for key in back["optimizer"]["state"]} == {int}
     assert len(CheckpointFolder(tmp_path / "dcp").tensors["model.a.w"].chunks) == 4
@@ -82,7 +81,7 @@ def test_what_torch_forgets_of_the_shape_of_a_state(tmp_path: Path) -> None:
     state["model"]["complex"] = state["model"]["complex"].resolve_conj()
     state["optimizer"]["state"] = {"0": state["optimizer"]["state"][0]}
     del state["empty"]
-    assert first_difference(state, back) is None
+    assert builders.is_same(state, back)
     assert "optimizer.state.0.exp_avg" in CheckpointFolder(tmp_path / "dcp").tensors
 
 
@@ -134,7 +133,7 @@ def test_any_nested_state_comes_back(state: dict[Any, Any]) -> None:
         except CheckpointError as error:
             assert "would be stored" in str(error)  # noqa: PT017  # two leaves of one key cannot be
             return
-    assert first_difference(state, back) is None
+    assert builders.is_same(state, back)
 
 
 def test_entries_that_would_have_one_key_are_refused(tmp_path: Path) -> None:
@@ -248,7 +247,7 @@ def test_what_three_ranks_saved_becomes_the_state_of_one(run_ranks: RunRanks, tm
     assert len(folder.tensors["model.0.weight"].chunks) == 3
     to_torch_save(folder, tmp_path / "out.pt")
     found = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert first_difference({"model": dict(net().state_dict()), "step": 3}, found) is None
+    assert builders.is_same({"model": dict(net().state_dict()), "step": 3}, found)
 
 
 def test_a_file_becomes_a_checkpoint_that_two_ranks_load(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -2,100 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron_fsdp.checkpoint.checksum import checksum_box
-from megatron_fsdp.checkpoint.convert.entries import Move, Value
-from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, make_plan
+from megatron_fsdp.checkpoint.convert.plan import ConversionPlan, ConvertOptions, Value, make_plan
 from megatron_fsdp.checkpoint.convert.source import TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.new_folder import new_shared_folder, require_apart
-from megatron_fsdp.checkpoint.save import Seal, SealingWriter, write_planned
-from megatron_fsdp.checkpoint.store import POINTER, RELEASE, iteration_of
-from megatron_fsdp.checkpoint.tools.locate import locate
+from megatron_fsdp.checkpoint.new_folder import new_shared_folder, replace_text, require_apart
+from megatron_fsdp.checkpoint.save import ObjectSource, Source, TensorSource, write_sources
+from megatron_fsdp.checkpoint.store import POINTER, RELEASE, iteration_of, locate
 from megatron_fsdp.checkpoint.verify import require_sound, share_out
 from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError
-
-ReadMove = Callable[[Move], Tensor]
-"""Reads the box of a move, in the move's shape, contiguous."""
+from megatron_fsdp.sharding.shards import Box
 
 Progress = Callable[[int, int], None]
 """(bytes written by this rank, bytes that it will have written)"""
-
-
-class _MovePlanner(DefaultSavePlanner):
-    """A DCP planner that offers moves as tensors and reads each when it is written."""
-
-    def __init__(self, moves: Sequence[Move], values: Sequence[Value], read: ReadMove) -> None:
-        super().__init__()
-        self.seal = Seal()
-        self._saved: dict[int, tuple[bytes, str]] = {}
-        self._moves = {move.target: move for move in moves}
-        self._values = {value.target: value for value in values}
-        self._read = read
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,  # noqa: ARG002  # torch's signature
-        is_coordinator: bool = False,
-    ) -> None:
-        self.state_dict = state_dict
-        self.is_coordinator = is_coordinator
-        self.mappings = {target: thing.path for target, thing in (self._moves | self._values).items()}
-
-    def create_local_plan(self) -> SavePlan:
-        items = [_tensor_item(m.target, m.shape, TensorProperties(dtype=m.dtype)) for m in self._moves.values()]
-        for target, value in self._values.items():
-            if isinstance(value.value, Tensor):
-                made = TensorProperties.create_from_tensor(value.value)
-                items.append(_tensor_item(target, tuple(value.value.shape), made))
-            else:
-                items.append(WriteItem(MetadataIndex(target), WriteItemType.BYTE_IO))
-        self.plan = SavePlan(items, planner_data=self.mappings)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        target = write_item.index.fqn
-        data = self._read(self._moves[target]) if target in self._moves else self._values[target].value
-        if isinstance(data, Tensor):
-            self.seal.tensors[target] = checksum_box(data, (0,) * data.ndim, data.shape)
-            return data
-        raw, self.seal.objects[target] = self._serialised(data)
-        return io.BytesIO(raw)
-
-    def _serialised(self, value: object) -> tuple[bytes, str]:
-        """Return bytes and their hash; values that parameters of a group share are serialised once."""
-        if id(value) not in self._saved:  # ids stay valid: the plan holds the values
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            raw = stream.getvalue()
-            self._saved[id(value)] = raw, hashlib.sha256(raw).hexdigest()
-        return self._saved[id(value)]
-
-
-def _tensor_item(target: str, shape: tuple[int, ...], properties: TensorProperties) -> WriteItem:
-    size, origin = torch.Size(shape), torch.Size([0] * len(shape))
-    data = TensorWriteData(ChunkStorageMetadata(origin, size), properties, size)
-    return WriteItem(MetadataIndex(target, origin), WriteItemType.TENSOR, tensor_data=data)
 
 
 class ConversionMismatchError(CheckpointError):
@@ -104,15 +32,7 @@ class ConversionMismatchError(CheckpointError):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of a conversion, or with `dry_run` what it would do.
-
-    Attributes:
-        source: The folder that was read.
-        plan: All moves and values.
-        written: Whether the output exists now.
-        verified: Whether it was read back and compared.
-        ranks: How many shared the work.
-    """
+    """The result of a conversion, or with `dry_run` what it would do; `ranks` is how many shared the work."""
 
     source: Path
     plan: ConversionPlan
@@ -190,7 +110,7 @@ def convert(
             if steps.verify:
                 _verify(temporary, group)
         if steps.write_tracker:
-            decided_by_first(lambda: _track(target, _tracked_as(target, opened)), doing, group)
+            decided_by_first(lambda: replace_text(target.parent / POINTER, _tracked_as(target, opened)), doing, group)
     return ConversionReport(opened.folder.path, plan, not steps.dry_run, steps.verify and not steps.dry_run, ranks)
 
 
@@ -218,8 +138,32 @@ def _write(
     mine = [plan.moves[at] for at in share_out([move.nbytes for move in plan.moves], rank, world_size_of(group))]
     total = sum(move.nbytes for move in mine)
     told = None if progress is None else lambda done: progress(min(done, total), total)
-    planner = _MovePlanner(mine, plan.values if rank == 0 else (), opened.read)
-    write_planned({}, SealingWriter(folder, told), planner, group)
+    values = plan.values if rank == 0 else ()
+    sources = [_whole(move.target, move.shape, move.dtype, partial(opened.read, move)) for move in mine]
+    paths = {move.target: move.path for move in mine} | {value.target: value.path for value in values}
+    write_sources(folder, [*sources, *_small(values)], paths, group, told)
+
+
+def _whole(key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> TensorSource:
+    return TensorSource(key, shape, dtype, [Box((0,) * len(shape), shape)], lambda _: read())
+
+
+def _small(values: Iterable[Value]) -> Iterator[Source]:
+    """Yield the values as they are written; those that parameters of a group share are serialised once."""
+    saved: dict[int, bytes] = {}  # ids stay valid: the plan holds the values
+
+    def serialised(value: object) -> bytes:
+        if id(value) not in saved:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            saved[id(value)] = stream.getvalue()
+        return saved[id(value)]
+
+    for each in values:
+        if isinstance(each.value, torch.Tensor):
+            yield _whole(each.target, tuple(each.value.shape), each.value.dtype, each.value.detach)
+        else:
+            yield ObjectSource(each.target, partial(serialised, each.value))
 
 
 def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -234,13 +178,6 @@ def _verify(folder: Path, group: dist.ProcessGroup | None) -> None:
         raise ConversionMismatchError(
             f"the output is not what the source holds, so it is not published: {error}"
         ) from error
-
-
-def _track(target: Path, text: str) -> None:
-    tracker = target.parent / POINTER
-    fresh = tracker.with_name(f"{POINTER}.tmp")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(tracker)
 
 
 def _tracked_as(target: Path, opened: TorchDistSource) -> str:

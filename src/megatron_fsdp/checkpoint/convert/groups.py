@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.convert.entries import listed
 from megatron_fsdp.checkpoint.convert.names import canonical_name
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import is_repeated, own_name
-from megatron_fsdp.checkpoint.new_folder import new_folder
+from megatron_fsdp.checkpoint.new_folder import new_folder, replace_text
+from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, together
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -40,12 +40,9 @@ MAP_FILE = "param_to_param_group_map.json"
 
 @dataclass(frozen=True)
 class Parameter:
-    """The properties of a parameter that decide its group.
+    """What decides the group of a parameter: its name (of both halves), and dimensions of one layer's, one expert's.
 
-    Attributes:
-        name: In the output's spelling, without prefix and before halves are told apart.
-        ndim: Of one layer's, one expert's tensor.
-        has_state: Whether the checkpoint holds optimizer state of it; buffers and frozen parameters have none.
+    The checkpoint holds no optimizer state of buffers and frozen parameters.
     """
 
     name: str
@@ -72,17 +69,7 @@ def assign(
     how: str,
     written_map: Mapping[str, int] | None = None,
 ) -> Assignment:
-    """Find the group of each parameter.
-
-    Args:
-        parameters: Of the model.
-        groups: Of all optimizers, in order.
-        how: "infer", "map" or "none".
-        written_map: Any spelling of names -> index into `groups`; for "map".
-
-    Raises:
-        CheckpointError: A parameter has no group in the map, or none or several fit it.
-    """
+    """Find the group of each parameter; `how` is "infer", "map" or "none". Not one that fits is an error."""
     if how == NO_GROUPS:
         return Assignment({})
     if how == MAP:
@@ -95,21 +82,21 @@ def assign(
 def _from_map(parameters: Sequence[Parameter], count: int, written_map: Mapping[str, int]) -> Assignment:
     outside = [f"{name} -> {index}" for name, index in written_map.items() if not 0 <= index < count]
     if outside:
-        raise CheckpointError(f"the map names groups that the checkpoint lacks (it has {count}): {listed(outside)}")
+        raise CheckpointError(f"the map names groups that the checkpoint lacks (it has {count}): {some_of(outside)}")
     by_name: dict[str, int] = {}
     apart = [name for name, i in written_map.items() if by_name.setdefault(canonical_name(name), i) != i]
     if apart:
-        raise CheckpointError(f"the map puts one parameter into different groups under several names: {listed(apart)}")
+        raise CheckpointError(f"the map puts one parameter into different groups under several names: {some_of(apart)}")
     aliases = {_renamed(name): name for name in by_name}
     origin = {p.name: aliases.get(canonical_name(p.name), canonical_name(p.name)) for p in parameters}
     found = {name: by_name[key] for name, key in origin.items() if key in by_name}
     lacking = [p.name for p in parameters if p.name not in found and not p.is_exempt]
     if lacking:
         raise CheckpointError(
-            f"the map has no group for {listed(lacking)}; dump it again from the model of this checkpoint"
+            f"the map has no group for {some_of(lacking)}; dump it again from the model of this checkpoint"
         )
     surplus = sorted(by_name.keys() - origin.values())
-    notes = (f"the map names what the checkpoint lacks: {listed(surplus)}",) if surplus else ()
+    notes = (f"the map names what the checkpoint lacks: {some_of(surplus)}",) if surplus else ()
     return Assignment(found, notes)
 
 
@@ -210,7 +197,7 @@ def _merge(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
     merged: dict[str, int] = {}
     differing = [name for each in maps for name, index in each.items() if merged.setdefault(name, index) != index]
     if differing:
-        raise CheckpointError(f"ranks put {listed(differing)} into different parameter groups")
+        raise CheckpointError(f"ranks put {some_of(differing)} into different parameter groups")
     return merged
 
 
@@ -239,33 +226,25 @@ def export_group_map_json(
     found = {f"{model_prefix}.{_unwrapped(name)}": index for name, index in read_group_map(folder).items()}
     path = Path(out) if out is not None else folder / MAP_FILE
     try:
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(found, indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     return path
 
 
 def read_group_map(folder: str | Path) -> dict[str, int]:
-    """Read the map from a DCP folder, with the names as stored.
-
-    Raises:
-        CheckpointError: The folder cannot be read, or holds something else than a map.
-    """
+    """Read the map from a DCP folder, with the names as stored."""
     opened = CheckpointFolder(folder)
     found: dict[str, Any] = {key: opened.read_object(key) for key in opened.objects}
     found |= {key: opened.read_tensor(key).tolist() for key, entry in opened.tensors.items() if not entry.shape}
     odd = [key for key, entry in opened.tensors.items() if entry.shape]
     if odd:
-        raise CheckpointError(f"{folder} holds tensors ({listed(odd)}), so it is not a map of parameter groups")
+        raise CheckpointError(f"{folder} holds tensors ({some_of(odd)}), so it is not a map of parameter groups")
     return _checked(found, str(folder))
 
 
 def read_group_map_json(path: str | Path) -> dict[str, int]:
-    """Read the map from a JSON file.
-
-    Raises:
-        CheckpointError: It cannot be read, names a parameter twice, or holds something else than names with indices.
-    """
+    """Read the map from a JSON file."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_named_once)
     except (OSError, ValueError, RecursionError) as error:
@@ -279,7 +258,7 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        raise ValueError(f"names that stand there twice: {listed(twice)}")
+        raise ValueError(f"names that stand there twice: {some_of(twice)}")
     return found
 
 
@@ -288,7 +267,7 @@ def _checked(found: Mapping[str, Any], where: str) -> dict[str, int]:
     wrong = [f"{n}: {v!r}" for n, v in values.items() if not isinstance(v, int) or isinstance(v, bool) or v < 0]
     if wrong:
         raise CheckpointError(
-            f"{where} is not a map of parameter groups, whose values count from 0: {listed(wrong, 3)}"
+            f"{where} is not a map of parameter groups, whose values count from 0: {some_of(wrong, 3)}"
         )
     return values
 

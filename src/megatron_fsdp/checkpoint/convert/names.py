@@ -44,15 +44,9 @@ class ObjectName:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the output, as a box of a source tensor.
+    """One tensor of the output (`name`, with `_w` or `_v` for a half), as a box of a source tensor.
 
-    Attributes:
-        parameter: Name before halves are told apart: what an optimizer's parameter is called.
-        name: Name in the output; with `_w` or `_v` for a half.
-        offsets: Of the box.
-        lengths: Of the box.
-        shape: Of the output.
-        parameter_ndim: Dimensions of the parameter.
+    `parameter` is its name before halves are told apart: what an optimizer's parameter is called.
     """
 
     parameter: str
@@ -103,17 +97,7 @@ def leading_axes(model_key: str) -> int:
 
 
 def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool = False) -> Iterator[Piece]:
-    """Yield the tensors of the output that one tensor of the source becomes.
-
-    Args:
-        model_key: Of the parameter, without an optimizer's prefix.
-        shape: Of the source tensor.
-        gated: Whether this is an fc1 whose rows are the gate's, then the other half's.
-        rename_mtp: Use the live model's name for multi-token prediction layers.
-
-    Raises:
-        CheckpointError: The shape lacks the axes that the name asks for, or has an odd number of rows to halve.
-    """
+    """Yield the tensors of the output that one tensor of the source becomes."""
     leading = leading_axes(model_key)
     if len(shape) < leading + gated:
         raise CheckpointError(
@@ -184,28 +168,14 @@ def _halves(shape: tuple[int, ...], gated: bool) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class Gating:
-    """The fc1 modules that are gated.
-
-    Attributes:
-        gated: Keys (in the source's spelling) of weights and biases that hold two halves.
-        decisions: Module -> what was decided and why, for people.
-    """
+    """The keys (in the source's spelling) of fc1 that hold two halves, and for people why, by module."""
 
     gated: frozenset[str]
     decisions: Mapping[str, str]
 
 
 def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> Gating:
-    """Decide for every fc1 whether it is gated.
-
-    Args:
-        shapes: Model key -> shape in the source.
-        scope: "auto", "all", "none", or modules separated by commas: those whose name holds one of them.
-        said: `args.swiglu`, where the checkpoint says.
-
-    Raises:
-        CheckpointError: Shapes contradict what was asked for, do not settle it, or no module has the name given.
-    """
+    """Decide for every fc1 whether it is gated: by `--swiglu`, `args.swiglu` where the checkpoint says, and shapes."""
     modules = {key.rpartition(".")[0] for key in shapes if is_fc1(key)}
     answers = {module: _decide(module, shapes, scope, said) for module in sorted(modules)}
     named = [] if scope in (AUTO, ALL, NONE) else [part for part in scope.split(",") if part]

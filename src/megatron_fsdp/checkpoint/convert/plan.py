@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,18 +10,8 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 
-from megatron_fsdp.checkpoint.convert.entries import (
-    CommonState,
-    Dropped,
-    Entry,
-    Move,
-    PathParts,
-    Value,
-    flatten,
-    key_of,
-    listed,
-)
 from megatron_fsdp.checkpoint.convert.groups import INFER, MAP, NO_GROUPS, Assignment, Parameter, assign
 from megatron_fsdp.checkpoint.convert.names import (
     AUTO,
@@ -32,6 +23,8 @@ from megatron_fsdp.checkpoint.convert.names import (
     parse_tensor_key,
     pieces,
 )
+from megatron_fsdp.checkpoint.report import some_of
+from megatron_fsdp.checkpoint.save import KeyPath
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 FP32, MODEL = "fp32", "model"
@@ -39,6 +32,177 @@ _STATE, _META = "optimizer.state", "optimizer.param_to_group_meta"
 
 _MASTER = "fp32_param"
 COMMON, RNG, RERUN = "common_state", "rng_state", "rerun_state_machine_state"
+
+_KEPT_WITH_WEIGHTS = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "content_metadata",
+)
+_DEFAULT_VERSION = 3.0
+BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
+"""Names in checkpoints of the optimizer layouts that follow communication buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the source, in its true shape (which old files do not store; see `Cells`)."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box of a source tensor, in its true shape, that becomes a whole tensor of the output without arithmetic.
+
+    Leading axes of length one are those that vanish. `path` is the target as nested steps.
+    """
+
+    source: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    path: KeyPath
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def target(self) -> str:
+        """The key in the output."""
+        return _key_of(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An object, or a tensor without a source box, that is written as it is; `path` is its key as nested steps."""
+
+    path: KeyPath
+    value: Any
+
+    @property
+    def target(self) -> str:
+        """The key in the output."""
+        return _key_of(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A key of the source that is not in the output, and why."""
+
+    key: str
+    why: str
+
+
+def _key_of(path: KeyPath) -> str:
+    """Join nested steps to a flat key, as DCP does."""
+    return ".".join(map(str, path))
+
+
+def flatten(tree: Mapping[str, Any]) -> list[Value]:
+    """List the leaves of a nested dict, flattened as by DCP: only lists of dicts or tensors are walked."""
+    values: list[Value] = []
+    traverse_state_dict(dict(tree), lambda path, value: values.append(Value(path, value)))
+    return values
+
+
+@dataclass(frozen=True)
+class CommonState:
+    """The common state, with what a conversion reads from it.
+
+    That is the parameter groups of all optimizers, without members, and the step where it stands outside of them.
+    """
+
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[Mapping[str, Any], ...] = ()
+    common_step: float | None = None
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> CommonState:
+        """Read the groups and the step from a common dict."""
+        groups: list[Mapping[str, Any]] = []
+        steps: list[float] = []
+        _collect(tree.get("optimizer"), groups, steps)
+        return cls(tree, tuple(groups), steps[0] if steps else None)
+
+    def argument(self, name: str) -> Any:
+        """Return `args.<name>`; None if the checkpoint does not have it."""
+        args = self.tree.get("args")
+        return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+
+    @property
+    def is_bucket_space(self) -> bool:
+        """Whether the optimizer state is laid out by communication buckets, as the common state says."""
+        said = self.tree.get("content_metadata")
+        kinds = [said.get("distrib_optim_sharding_type")] if isinstance(said, Mapping) else []
+        return any(kind in BUCKET_KINDS for kind in kinds)
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether the run had no half-precision wrapper around its model, by its arguments."""
+        return self.argument("bf16") is False and self.argument("fp16") is False
+
+    def step_of(self, group: int | None) -> float | None:
+        """Return the optimizer's step of a group; for None, the step that all groups share."""
+        chosen = self.groups if group is None else (self.groups[group],)
+        steps = {float(g["step"]) for g in chosen if isinstance(g.get("step"), int | float)}
+        if len(steps) == 1:
+            return steps.pop()
+        return None if steps else self.common_step
+
+    def output_tree(self, weights_only: bool, members: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+        """Build the nested dict to write, parameter groups included."""
+        tree = {key: value for key, value in self.tree.items() if key != "optimizer"}
+        if weights_only:
+            tree = {key: value for key, value in tree.items() if key in _KEPT_WITH_WEIGHTS}
+        tree.setdefault("checkpoint_version", _DEFAULT_VERSION)
+        if self.groups and not weights_only:
+            groups = [{"params": list(members.get(i, ())), **group} for i, group in enumerate(self.groups)]
+            tree["optimizer"] = {"param_groups": groups}
+            scaler = _find(self.tree.get("optimizer"), "grad_scaler")
+            tree |= {} if scaler is None else {"grad_scaler": scaler}
+        return tree
+
+
+def _collect(tree: Any, groups: list[Mapping[str, Any]], steps: list[float]) -> None:
+    """Collect the parameter groups of one optimizer, of a wrapper of one, or of several (numbered)."""
+    if not isinstance(tree, Mapping):
+        return
+    if "param_groups" in tree:
+        found = tree["param_groups"]
+        if not isinstance(found, Sequence) or not all(isinstance(group, Mapping) for group in found):
+            raise CheckpointError("the optimizer's param_groups are not a list of dicts; the common state is damaged")
+        groups += [{key: value for key, value in group.items() if key != "params"} for group in found]
+        state = tree.get("state")
+        step = state.get("common_step") if isinstance(state, Mapping) else None
+        steps += [float(step)] if step is not None else []
+    elif "optimizer" in tree:
+        _collect(tree["optimizer"], groups, steps)
+    else:
+        for _, inner in _numbered(tree):
+            _collect(inner, groups, steps)
+
+
+def _numbered(tree: Mapping[Any, Any]) -> list[tuple[int, Any]]:
+    return sorted((int(key), value) for key, value in tree.items() if str(key).isdigit())
+
+
+def _find(tree: Any, name: str) -> Any:
+    if not isinstance(tree, Mapping):
+        return None
+    if name in tree:
+        return tree[name]
+    places = [tree.get("optimizer"), *(inner for _, inner in _numbered(tree))]
+    return next((found for place in places if (found := _find(place, name)) is not None), None)
+
+
+# ---- what is asked for ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,34 +275,27 @@ class Prefixes:
         follows = _META + state.removeprefix(_STATE) if state.startswith(_STATE) else _META
         return cls(options.model_prefix, state, options.group_prefix or follows)
 
-    def of_weight(self, name: str) -> PathParts:
+    def of_weight(self, name: str) -> KeyPath:
         """Return the steps to a weight: the top-level key, then the name in the model's own state dict."""
         return _steps(self.model, 1, name)
 
-    def of_state(self, name: str, slot: str) -> PathParts:
+    def of_state(self, name: str, slot: str) -> KeyPath:
         """Return the steps to one tensor of a parameter's optimizer state."""
         return (*_steps(self.state, 2, name), slot)
 
-    def of_group(self, name: str) -> PathParts:
+    def of_group(self, name: str) -> KeyPath:
         """Return the steps to the fields of a parameter's group."""
         return _steps(self.meta, 2, name)
 
 
-def _steps(prefix: str, nested: int, name: str) -> PathParts:
+def _steps(prefix: str, nested: int, name: str) -> KeyPath:
     parts = prefix.split(".")
     return (*parts[:nested], ".".join([*parts[nested:], name]))
 
 
 @dataclass(frozen=True)
 class Source:
-    """The content of the source that a plan is made from.
-
-    Attributes:
-        entries: Every tensor, in its true shape.
-        object_keys: Every object's key.
-        common: The common state.
-        objects: Key -> content, of the objects that `needed_objects` names.
-    """
+    """What a plan is made from: all tensors in their true shapes, and the contents of what `needed_objects` names."""
 
     entries: Sequence[Entry]
     object_keys: Sequence[str]
@@ -148,15 +305,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A planned conversion.
-
-    Attributes:
-        moves: Tensors of the output, each a box of a source tensor.
-        values: Everything else of the output.
-        dropped: Source keys that are left behind.
-        notes: What people should know, one line each.
-        gating: MLP -> whether it is gated, and why.
-    """
+    """What of the source becomes what tensor of the output, what else is in it, what is left behind, and why."""
 
     moves: tuple[Move, ...]
     values: tuple[Value, ...]
@@ -177,12 +326,7 @@ def needed_objects(object_keys: Iterable[str]) -> list[str]:
 
 
 def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
-    """Plan a conversion to `fsdp_dtensor`.
-
-    Raises:
-        CheckpointError: The checkpoint holds keys that are not understood, or an optimizer layout that cannot be
-            converted, or contradicts itself or the options; names the keys.
-    """
+    """Plan a conversion to `fsdp_dtensor`."""
     sorted_in = _sort(source, options)
     weights = sorted_in.weights
     gating = decide_gating(
@@ -255,7 +399,7 @@ def _sort(source: Source, options: ConvertOptions) -> _Sorted:
     unknown += [entry.key for _, key, entry in states if key not in result.weights]
     if unknown:
         raise CheckpointError(
-            f"the checkpoint holds keys that this converter does not know: {listed(sorted(unknown), 30)}; they are "
+            f"the checkpoint holds keys that this converter does not know: {some_of(sorted(unknown), 30)}; they are "
             "neither parameters nor optimizer state of any, and guessing would lose them"
         )
     if (result.buckets or source.common.is_bucket_space) and not options.weights_only:
@@ -277,8 +421,8 @@ def _require_same_shape(state: Entry, weight: Entry, may_be_scalar: bool) -> Non
         )
 
 
-def _move(entry: Entry, piece: Piece, path: PathParts) -> Move:
-    return Move(entry.key, piece.offsets, piece.lengths, key_of(path), path, piece.shape, entry.dtype)
+def _move(entry: Entry, piece: Piece, path: KeyPath) -> Move:
+    return Move(entry.key, piece.offsets, piece.lengths, path, piece.shape, entry.dtype)
 
 
 def _state_moves(found: _Sorted, cut: Mapping[str, Sequence[Piece]], prefixes: Prefixes) -> Iterator[Move]:
@@ -290,7 +434,7 @@ def _state_moves(found: _Sorted, cut: Mapping[str, Sequence[Piece]], prefixes: P
                     yield _move(entry, piece, path)
                 else:  # one number for each layer's, each expert's parameter
                     index = piece.offsets[: len(entry.shape)]
-                    yield Move(entry.key, index, (1,) * len(index), key_of(path), path, (), entry.dtype)
+                    yield Move(entry.key, index, (1,) * len(index), path, (), entry.dtype)
 
 
 def _group_values(
@@ -307,13 +451,10 @@ def _group_values(
         if group is not None:
             for spelling in _spellings(name, cut):
                 path = prefixes.of_group(spelling)
-                values += [
-                    Value(key_of((*path, *v.path)), (*path, *v.path), v.value) for v in flatten(common.groups[group])
-                ]
+                values += [Value((*path, *v.path), v.value) for v in flatten(common.groups[group])]
         step = common.step_of(group) if name in stepless else None
         if step is not None:
-            paths = [prefixes.of_state(piece.name, "step") for piece in cut]
-            values += [Value(key_of(path), path, torch.tensor(step)) for path in paths]
+            values += [Value(prefixes.of_state(piece.name, "step"), torch.tensor(step)) for piece in cut]
     return values
 
 
@@ -376,7 +517,7 @@ def _notes(found: _Sorted, common: CommonState, options: ConvertOptions) -> Iter
         yield "the checkpoint holds no fp32 master weights; weights are the model's"
     lacking = sorted(found.with_state() - found.states.get(_MASTER, {}).keys()) if _MASTER in found.states else []
     if lacking and options.masters == FP32:
-        yield f"no fp32 master weights of {listed(lacking)}; these are the model's"
+        yield f"no fp32 master weights of {some_of(lacking)}; these are the model's"
     has_step = "step" in found.states or any(common.step_of(index) is not None for index in range(len(common.groups)))
     if found.states and not has_step:
         yield "the checkpoint does not say how many steps the optimizer has made; none are written"
@@ -385,4 +526,4 @@ def _notes(found: _Sorted, common: CommonState, options: ConvertOptions) -> Iter
 def _refuse_duplicates(targets: Sequence[str]) -> None:
     twice = [target for target, count in Counter(targets).items() if count > 1]
     if twice:
-        raise CheckpointError(f"several tensors of the checkpoint would become {listed(twice)}; it contradicts itself")
+        raise CheckpointError(f"several tensors of the checkpoint would become {some_of(twice)}; it contradicts itself")

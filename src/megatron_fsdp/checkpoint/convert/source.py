@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.convert.entries import CommonState, Entry, Move
-from megatron_fsdp.checkpoint.convert.plan import Source, needed_objects
+from megatron_fsdp.checkpoint.convert.plan import CommonState, Entry, Move, Source, needed_objects
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, stretch_of
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
 from megatron_fsdp.checkpoint.safe_read import Opaque
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
@@ -30,12 +29,7 @@ _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class Cells:
-    """How a tensor of the true shape is cut into cells.
-
-    Attributes:
-        grid: Number of cells per axis.
-        block: Length of a cell per axis.
-    """
+    """How a tensor of the true shape is cut into cells: how many along each axis, and how long they are."""
 
     grid: tuple[int, ...]
     block: tuple[int, ...]
@@ -47,11 +41,7 @@ class Cells:
 
     @classmethod
     def of(cls, key: str, stored: Sequence[int], true_shape: Sequence[int]) -> Cells:
-        """Derive the cells from the stored and the true shape.
-
-        Raises:
-            CheckpointError: The shapes do not fit each other.
-        """
+        """Derive the cells from the stored and the true shape."""
         grid, flat = tuple(stored[:-1]), tuple(stored[-1:])
         fits = len(grid) == len(true_shape) and all(
             count > 0 and size % count == 0 for size, count in zip(true_shape, grid, strict=True)
@@ -108,13 +98,7 @@ def _rows(shape: Sequence[int], box: Box) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class TorchDistSource:
-    """An opened `torch_dist` checkpoint.
-
-    Attributes:
-        folder: Its metadata, tensors and objects.
-        content: What a plan is made from.
-        cells: Key -> how it was cut, for tensors that are stored as flattened cells.
-    """
+    """An opened `torch_dist` checkpoint; `cells` tells how tensors were cut that are stored as flattened cells."""
 
     folder: CheckpointFolder
     content: Source
@@ -122,11 +106,7 @@ class TorchDistSource:
 
     @classmethod
     def open(cls, path: Path) -> TorchDistSource:
-        """Open a checkpoint.
-
-        Raises:
-            CheckpointError: It is not a complete `torch_dist` checkpoint, is damaged, or holds what is not read.
-        """
+        """Open a checkpoint."""
         _require_marker(path)
         folder = CheckpointFolder(path)
         cells = _find_cells(folder)

@@ -79,12 +79,7 @@ class CannotFollowError(CheckpointError):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file, composed of parts of model tensors.
-
-    Attributes:
-        shape: In the file.
-        parts: They do not overlap and cover it.
-    """
+    """A tensor in a file, covered by disjoint parts of model tensors."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -104,11 +99,7 @@ class FileTensor:
 class Followed(TorchFunctionMode):
     """Follows what is made of a model's tensors inside of the block: slices, and slices that are put together.
 
-    Args:
-        shapes: Of the model's tensors, by name.
-
-    Attributes:
-        tensors: They, on the meta device.
+    `tensors` are those of the model, on the meta device.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -132,11 +123,7 @@ class Followed(TorchFunctionMode):
         return made
 
     def file_tensor(self, tensor: torch.Tensor) -> FileTensor:
-        """Return which parts of the model's tensors a tensor holds.
-
-        Raises:
-            CannotFollowError: It is made by more than taking slices and putting them together.
-        """
+        """Return which parts of the model's tensors a tensor holds."""
         return FileTensor(tuple(tensor.shape), tuple(self._parts(tensor, (0,) * tensor.ndim)))
 
     def _parts(self, tensor: torch.Tensor, at: tuple[int, ...]) -> Iterator[Part]:
@@ -189,15 +176,8 @@ def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int,
 def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
     """Return the file tensors that transformers would write for a model.
 
-    Args:
-        module: Its conversions are used where it is a model of transformers; else every tensor is stored as it is.
-        shapes: Of the model's tensors, by name.
-
     Returns:
         By key in the file. A model tensor may be in several file tensors (experts), and the other way around.
-
-    Raises:
-        CannotFollowError: A conversion does more than slice and concatenate tensors.
     """
     if not _is_of_transformers(module):
         return {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
@@ -210,10 +190,6 @@ def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
     """Return the names to which transformers renames keys of older files.
-
-    Args:
-        module: A model; nothing is renamed where it is none of transformers.
-        keys: In the file.
 
     Returns:
         From key to name in the model.
@@ -243,12 +219,7 @@ def key_variants(module: nn.Module, key: str) -> tuple[str, ...]:
 
 
 def map_keys(keys: Iterable[str], key_mapping: KeyMapping | None) -> dict[str, str]:
-    """Map keys, as renamed by the user's mapping, to keys in the file.
-
-    Raises:
-        ConfigurationError: The mapping is of another kind, or no regular expression.
-        CheckpointError: It gives two tensors one name.
-    """
+    """Map keys, as renamed by the user's mapping, to keys in the file."""
     rename = _renaming(key_mapping)
     found: dict[str, str] = {}
     for key in keys:
@@ -287,13 +258,7 @@ def _renaming(key_mapping: KeyMapping | None) -> Callable[[str], str]:
 
 
 def is_ignored(module: nn.Module, attribute: str, names: Sequence[str]) -> bool:
-    """Return whether a model declares that a tensor may be missing, or may be unexpected.
-
-    Args:
-        module: The model.
-        attribute: `_keys_to_ignore_on_load_missing` or `_keys_to_ignore_on_load_unexpected`: regular expressions.
-        names: All names of one tensor.
-    """
+    """Return whether a model declares that a tensor may be missing, or may be unexpected."""
     patterns: Any = getattr(module, attribute, None) or ()
     return any(re.search(pattern, name) for pattern in patterns for name in names)
 

@@ -59,14 +59,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file.
-
-    Attributes:
-        key: Its name in the file.
-        file: Name of the file, inside of the folder.
-        dtype: As stored.
-        shape: As stored.
-    """
+    """One tensor in a file of the folder, as it is stored."""
 
     key: str
     file: str
@@ -81,24 +74,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder.
-
-    Attributes:
-        folder: The folder.
-        tensors: All tensors by key.
-        sizes: Size in bytes of every file, by name.
-    """
+    """The tensors of a folder by key, and the bytes of every file by name."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
     sizes: Mapping[str, int]
 
     def check_here(self) -> None:
-        """Check that this process sees the files as they were when their headers were read.
-
-        Raises:
-            CheckpointError: A file is missing or has another size.
-        """
+        """Check that this process sees the files as they were when their headers were read."""
         for file, size in sorted(self.sizes.items()):
             path = self.folder / file
             found = path.stat().st_size if path.is_file() else None
@@ -111,17 +94,7 @@ class WeightFiles:
 
 
 def open_folder(folder: Path, single_file: str = MODEL_FILE, index_file: str | None = INDEX_FILE) -> WeightFiles:
-    """Read the headers of a folder's files; no tensor.
-
-    Args:
-        folder: Local.
-        single_file: Name of the weights where they are one file; it has priority over an index, as in transformers.
-        index_file: Name of the index where they are several; None: there is never one.
-
-    Raises:
-        CheckpointError: The folder or a file is missing, or what they say does not fit the bytes or each other.
-        MissingPackageError: safetensors is not installed.
-    """
+    """Read the headers of a folder's files; a single file has priority over an index, as in transformers."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the local folder that holds {single_file}")
     if (folder / single_file).is_file():
@@ -133,11 +106,7 @@ def open_folder(folder: Path, single_file: str = MODEL_FILE, index_file: str | N
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
-    """Read the tensors of one file by key, and its size in bytes; the library checks the header against the bytes.
-
-    Raises:
-        CheckpointError: It cannot be read, its header does not describe it, or a dtype is not known here.
-    """
+    """Read the tensors of one file by key, and its size in bytes; the library checks the header against the bytes."""
     with _safe_open(path) as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
         found = {key: (str(part.get_dtype()), tuple(part.get_shape())) for key, part in slices.items()}
@@ -151,11 +120,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
 
 
 def _safe_open(path: Path) -> Any:
-    """Map a regular file into memory; opening a pipe would block.
-
-    Raises:
-        CheckpointError: It cannot be read, or is damaged.
-    """
+    """Map a regular file into memory; opening a pipe would block."""
     safetensors: Any = require("safetensors", "a Hugging Face folder")
     try:
         return safetensors.safe_open(path, "pt")
@@ -235,12 +200,7 @@ def portions(box: Box, itemsize: int, limit: int | None = None) -> Iterator[Box]
 
 
 class FolderReader:
-    """Reads boxes of the tensors of a folder; keeps the file of the latest tensor mapped.
-
-    Attributes:
-        folder: The folder.
-        bytes_read: Of all boxes so far.
-    """
+    """Reads boxes of the tensors of a folder; keeps the file of the latest tensor mapped, and counts `bytes_read`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -251,15 +211,8 @@ class FolderReader:
     def read(self, tensor: StoredTensor, box: Box) -> torch.Tensor:
         """Read the elements of one box; only their pages of the file are touched.
 
-        Args:
-            tensor: Which one.
-            box: Inside of it.
-
         Returns:
             A view of the mapped file, of shape `box.lengths` and the stored dtype, on the CPU; not to be written to.
-
-        Raises:
-            CheckpointError: The file is gone, or has changed since its header was read.
         """
         if self._name != tensor.file:
             self._file, self._name = _safe_open(self.folder / tensor.file), tensor.file
@@ -275,14 +228,7 @@ class FolderReader:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file as it will be written.
-
-    Attributes:
-        name: Of the file.
-        head: Everything before the data.
-        tensors: In the order of the data, which has no holes.
-        nbytes: Size of the file.
-    """
+    """A file as it will be written: `head` is all before the data, which has the tensors in order and no holes."""
 
     name: str
     head: bytes
@@ -295,13 +241,6 @@ def lay_out_file(name: str, tensors: Iterable[tuple[str, torch.dtype, Sequence[i
 
     The library writes a file only from memory that holds all of it; with the header made here, its tensors can be
     written as they arrive.
-
-    Args:
-        name: Of the file.
-        tensors: Key, dtype and shape of each.
-
-    Raises:
-        CheckpointError: safetensors has no name for a dtype, or the header would be too long.
     """
     placed = [StoredTensor(key, name, dtype, tuple(shape)) for key, dtype, shape in tensors]
     placed.sort(key=lambda tensor: -tensor.dtype.itemsize)

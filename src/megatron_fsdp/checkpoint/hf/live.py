@@ -25,14 +25,7 @@ _COPIES = {"modules_to_save", "original_module", "token_adapter", "trainable_tok
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A parameter or persistent buffer.
-
-    Attributes:
-        name: Its first name in the unwrapped model.
-        aliases: All its names, the first included; several where weights are tied.
-        tensor: What the model holds.
-        is_parameter: Rather than a buffer.
-    """
+    """A parameter or persistent buffer of an unwrapped model; several names, the first among them, where it is tied."""
 
     name: str
     aliases: tuple[str, ...]
@@ -70,9 +63,6 @@ class LiveTensor:
         """Return this rank's boxes of the global tensor with views of their elements; none if it has no elements.
 
         Collective for DTensors that are not of this library.
-
-        Raises:
-            CheckpointError: The tensor has no memory, or other ranks hold another tensor under its name.
         """
         tensor = self.as_saved.detach()
         if tensor.device.type == "meta":
@@ -89,12 +79,7 @@ class LiveTensor:
 
 
 def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:
-    """Copy this rank's part of a whole tensor into its memory.
-
-    Args:
-        pieces: As `LiveTensor.pieces` gives them.
-        full: The whole tensor.
-    """
+    """Copy this rank's part of a whole tensor into its memory."""
     for box, view in pieces:
         view.copy_(full[box.indices])
 
@@ -106,9 +91,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside of our wrapper, and of torch's wrappers for data parallelism.
 
     Any other module is the model, also one whose only child is called `module`: that name belongs to its weights.
-
-    Raises:
-        ConfigurationError: It is no module, or a wrapper shows full parameters at the moment, which are copies.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
@@ -194,11 +176,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]
 
 
 def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
-    """Return an unwrapped model and its tensors; of a peft model the base, with its names before wrapping.
-
-    Raises:
-        ConfigurationError: Adapters hold whole copies of modules, which would not be loaded.
-    """
+    """Return an unwrapped model and its tensors; of a peft model the base, with its names before wrapping."""
     if not getattr(module, "peft_config", None):
         return module, live_tensors(module)
     peft_model: Any = module

@@ -77,11 +77,7 @@ def load_hf(
 def load_matched(
     model: nn.Module, match: Match, files: WeightFiles, strict: bool, group: dist.ProcessGroup | None
 ) -> LoadReport:
-    """Check and then load what was matched; collective.
-
-    Raises:
-        CheckpointError: As of `load_hf`.
-    """
+    """Check and then load what was matched; collective."""
     report = report_of_all(match.report(), group)
     unknown_to_all = set.intersection(*gather_objects(set(match.unexpected), group))  # stages and experts differ
     report = replace(report, unexpected=tuple(key for key in report.unexpected if key in unknown_to_all))
@@ -100,13 +96,7 @@ def load_matched(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of the model and the stored tensors that hold it.
-
-    Attributes:
-        live: The tensor.
-        sources: Parts of it, each in a stored tensor.
-        doubles: Where the same tied weight is stored once more, by the name that it has there.
-    """
+    """A tensor of the model and the stored ones that hold its parts; `doubles` where a tied one is stored once more."""
 
     live: LiveTensor
     sources: tuple[Source, ...]
@@ -118,19 +108,7 @@ class Match:
 
     A tensor is searched for as transformers would store it (experts one by one), then under its own name, each with and
     without the prefix of the base model, and at last under names that transformers renames. A tied weight may be
-    stored under any of its names.
-
-    Args:
-        module: The unwrapped model.
-        live: Its tensors.
-        stored: What is stored, by key.
-
-    Attributes:
-        wanted: What can be loaded.
-        missing: Names of tensors that are not stored, or not completely.
-        unexpected: Stored keys that nothing in the model is made of.
-        reshaped: Stored keys of another shape, with the stored shape and the one wanted.
-        notes: For the report.
+    stored under any of its names. What does not fit is noted as in `LoadReport`.
     """
 
     def __init__(self, module: nn.Module, live: Sequence[LiveTensor], stored: Mapping[str, StoredTensor]) -> None:
@@ -238,11 +216,7 @@ class Match:
 
 
 def _checked_pieces(match: Match, files: WeightFiles) -> dict[str, list[Piece]]:
-    """Return the memory to load into, by name; nothing is written yet.
-
-    Raises:
-        CheckpointError: Something cannot be loaded.
-    """
+    """Return the memory to load into, by name; nothing is written yet."""
     held = {wanted.live.name: wanted.live.pieces() for wanted in match.wanted}
     for wanted in match.wanted:
         _check_memory(wanted.live, held[wanted.live.name])
@@ -300,11 +274,7 @@ def _stored_box(sources: Sequence[Source], box: Box, dtype: torch.dtype, reader:
 
 
 def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[Piece]], files: WeightFiles) -> int:
-    """Write everything into the model; return the number of bytes read.
-
-    Raises:
-        CheckpointError: An error occurred after loading began; says so.
-    """
+    """Write everything into the model; return the number of bytes read."""
     reader = FolderReader(files.folder)
     try:
         with torch.no_grad():

@@ -189,11 +189,7 @@ def _model_of(folder: Path) -> nn.Module:
 
 
 def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
-    """Return the keys of a checkpoint that hold a model's tensors, by name in the model.
-
-    Raises:
-        CheckpointError: The checkpoint is not of this model.
-    """
+    """Return the keys of a checkpoint that hold a model's tensors, by name in the model."""
     live = live_tensors(model)
     known = {alias for tensor in live for alias in tensor.aliases}
     section = f"{MODEL}."
@@ -276,14 +272,7 @@ def _carry_files(source: Path, target: Path, dtype: torch.dtype | None) -> None:
 
 
 def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write config.json and generation_config.json, unless they were copied.
-
-    Args:
-        module: Its own configs are used where none is given.
-        config: Goes before what was carried along; None: none.
-        folder: Where to.
-        dtype: Of the stored weights, for the config; None where they are of several.
-    """
+    """Write config.json and generation_config.json, unless they were copied."""
     chosen: Any = config if config is not None else getattr(module, "config", None)
     is_wanted = config is not None or not (folder / _CONFIG_FILE).exists()
     if is_wanted and hasattr(chosen, "save_pretrained"):

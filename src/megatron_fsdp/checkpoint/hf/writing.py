@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
@@ -13,11 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.checkpoint.folder import BoxIndex
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor
 from megatron_fsdp.checkpoint.hf.files import PORTION_BYTES, FileLayout, StoredTensor, lay_out_file, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece
 from megatron_fsdp.checkpoint.new_folder import new_shared_folder
 from megatron_fsdp.checkpoint.store import FileOps
+from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.comm.agreement import (
     decided_by_first,
     gather_objects,
@@ -42,12 +43,9 @@ _ROUNDS_BETWEEN_CHECKS = 16
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is split into files.
+    """How a model is split into files; a larger tensor has one of its own, and several are numbered.
 
-    Attributes:
-        max_bytes: Of the tensors of one file; a larger tensor has a file of its own.
-        single_name: Name of the file where there is one; several are numbered.
-        dtype: Of all floating-point tensors; None: as they are.
+    The dtype is that of all floating-point tensors; None: as they are.
     """
 
     max_bytes: int
@@ -58,16 +56,8 @@ class Cut:
 def lay_out_files(tensors: Mapping[str, FileTensor], dtypes: Mapping[str, torch.dtype], cut: Cut) -> list[FileLayout]:
     """Assign tensors to files in their order, as many to each as fit.
 
-    Args:
-        tensors: What is in files, by key.
-        dtypes: Of the model's tensors, by name.
-        cut: How to cut them into files.
-
     Returns:
         At least one file.
-
-    Raises:
-        CheckpointError: A file tensor would be made of tensors of several dtypes, or of a dtype that cannot be stored.
     """
     files: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
     filled = 0
@@ -94,17 +84,6 @@ def _stored_dtype(key: str, found: set[torch.dtype], wanted: torch.dtype | None)
     return wanted if wanted is not None and own.is_floating_point else own
 
 
-def share_out_files(files: Sequence[FileLayout], num_ranks: int) -> list[list[FileLayout]]:
-    """Choose the files that each rank writes: the largest first, each to the rank with the fewest bytes so far."""
-    shared: list[list[FileLayout]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for file in sorted(files, key=lambda file: -file.nbytes):
-        rank = loads.index(min(loads))
-        shared[rank].append(file)
-        loads[rank] += file.nbytes
-    return shared
-
-
 def portions_of(files: Sequence[FileLayout], max_bytes: int = PORTION_BYTES) -> Iterator[Portion]:
     """Yield all elements of files in stored order, at most `max_bytes` (or one element) at once."""
     for file in files:
@@ -119,13 +98,9 @@ def portions_of(files: Sequence[FileLayout], max_bytes: int = PORTION_BYTES) -> 
 
 @dataclass(frozen=True)
 class Held:
-    """One tensor and the ranks that hold its boxes.
+    """One main weight and the ranks that hold each of its boxes, which cover it once.
 
-    Attributes:
-        shape: Of the global tensor.
-        dtype: Of the main weight.
-        holders: The ranks that hold each box, rising; boxes do not overlap and cover the tensor.
-        is_shared_out: Whether it is a DTensor; of others the first rank's is taken.
+    Of a tensor that is not shared out (no DTensor) the first rank's is taken.
     """
 
     shape: tuple[int, ...]
@@ -133,26 +108,15 @@ class Held:
     holders: Mapping[Box, tuple[int, ...]]
     is_shared_out: bool
 
-    def near(self, box: Box) -> Sequence[Box]:
-        """Return the boxes that may share elements with this one, in an order that all ranks agree on.
-
-        A fused weight of experts on many ranks has thousands of boxes and is asked for expert by expert; those that
-        end before the box along the first dimension, or begin behind it, are not looked at.
-        """
-        if not self.shape:
-            return self._sorted
-        first = bisect.bisect_right(self._ends, box.offsets[0])
-        last = bisect.bisect_left(self._sorted, box.offsets[0] + box.lengths[0], key=lambda held: held.offsets[0])
-        return self._sorted[first:last]
-
     @functools.cached_property
-    def _sorted(self) -> list[Box]:
+    def boxes(self) -> list[Box]:
+        """The boxes in an order that all ranks agree on."""
         return sorted(self.holders, key=lambda box: (box.offsets, box.lengths))
 
     @functools.cached_property
-    def _ends(self) -> list[int]:
-        """For each box the largest end of it and those before it."""
-        return list(itertools.accumulate((box.offsets[0] + box.lengths[0] for box in self._sorted), max))
+    def index(self) -> BoxIndex:
+        """Where they lie: a fused weight of experts on many ranks has thousands, and is asked for expert by expert."""
+        return BoxIndex(self.boxes)
 
     def source_of(self, box: Box, wanted_by: int) -> int:
         """Choose the rank that sends a box: the receiver itself if it holds it, else holders take turns."""
@@ -165,16 +129,7 @@ class Held:
 def gather_catalog(
     live: Sequence[LiveTensor], pieces: Mapping[str, Sequence[Piece]], group: dist.ProcessGroup | None
 ) -> dict[str, Held]:
-    """Gather the tensors of all ranks' models by name; one collective.
-
-    Args:
-        live: This rank's.
-        pieces: What it holds of each, by name.
-        group: The ranks.
-
-    Raises:
-        CheckpointError: Ranks disagree on a tensor, or elements of one are held by no rank or twice; on every rank.
-    """
+    """Gather the tensors of all ranks' models by name; one collective."""
     mine = []
     for tensor in live:
         boxes = [box for box, _ in pieces[tensor.name]] if tensor.is_saved_here else []
@@ -199,25 +154,6 @@ def gather_catalog(
                 "take part (see the argument group), and each has to have another part or the same one"
             )
     return {name: Held(shape, dtype, holders[name], shared) for name, (shape, dtype, shared) in kinds.items()}
-
-
-@dataclass(frozen=True)
-class Job:
-    """The files to write, and who holds their tensors.
-
-    Attributes:
-        files: As they will be.
-        tensors: The parts of each file tensor, by key.
-        catalog: Who holds what.
-        pieces: What this rank holds, by name.
-        device: Where the pieces lie.
-    """
-
-    files: Sequence[FileLayout]
-    tensors: Mapping[str, FileTensor]
-    catalog: Mapping[str, Held]
-    pieces: Mapping[str, Sequence[Piece]]
-    device: torch.device
 
 
 def save_files(
@@ -252,11 +188,10 @@ def save_files(
         return tensors, lay_out_files(tensors, {name: held.dtype for name, held in catalog.items()}, cut)
 
     tensors, files = together(doing, lay_out, group)
-    device = next((tensor.tensor.device for tensor in live), torch.device("cpu"))
-    job = Job(files, tensors, catalog, pieces, device)
+    exchange = Exchange(tensors, catalog, pieces, _wire_device(live, group), group)
     with new_shared_folder(folder, {file.name: file.nbytes for file in files}, group) as temporary:
         decided_by_first(lambda: write_the_rest(temporary, files), f"saving to {folder}", group)
-        write_files(job, temporary, group)
+        write_files(exchange, files, temporary)
 
 
 # ---- bringing elements to the rank that writes them ------------------------------------------------------------------
@@ -264,15 +199,7 @@ def save_files(
 
 @dataclass(frozen=True)
 class Move:
-    """Elements that a rank sends for a portion.
-
-    Attributes:
-        source: The rank.
-        name: Of the model tensor.
-        held: The box that the rank holds.
-        box: What is taken of it, in the model tensor.
-        place: Where it goes, in coordinates of the portion.
-    """
+    """Elements that a rank sends for a portion: `box` out of the one that it holds, to a place in the portion."""
 
     source: int
     name: str
@@ -282,47 +209,31 @@ class Move:
 
 
 def moves_of(target: Box, tensor: FileTensor, catalog: Mapping[str, Held], writer: int) -> Iterator[Move]:
-    """Yield all elements of a portion with their sources, in an order that all ranks agree on.
-
-    Args:
-        target: What is written of the file tensor.
-        tensor: Of which parts it is made.
-        catalog: Who holds what.
-        writer: The rank that writes it.
-    """
+    """Yield all elements of a portion with their sources, in an order that all ranks agree on."""
     for part in tensor.parts:
         wanted = target.meet(part.file_box)
         if wanted is None:
             continue
         held, in_model = catalog[part.name], part.to_model(wanted)
-        for box in held.near(in_model):
-            common = in_model.meet(box)
-            if common is not None:
-                yield Move(held.source_of(box, writer), part.name, box, common, part.to_file(common).inside(target))
+        for at, common in held.index.meeting(in_model):
+            box = held.boxes[at]
+            yield Move(held.source_of(box, writer), part.name, box, common, part.to_file(common).inside(target))
 
 
 def write_files(
-    job: Job, folder: Path, group: dist.ProcessGroup | None = None, portion_bytes: int = PORTION_BYTES
+    exchange: Exchange, files: Sequence[FileLayout], folder: Path, portion_bytes: int = PORTION_BYTES
 ) -> None:
     """Write all files, each by one rank; collective.
 
     Memory beyond the model: on a writing rank two portions, and on every rank what it gives to the writers at once.
-
-    Args:
-        job: What to write.
-        folder: There already; the same for all ranks.
-        group: The ranks.
-        portion_bytes: What a rank writes at once.
-
-    Raises:
-        CheckpointError: A rank could not write; on every rank.
     """
-    shared = share_out_files(job.files, world_size_of(group))
-    rank = rank_of(group)
-    writer = FileWriter(folder, shared[rank])
-    doing = f"writing {folder}"
-    for index, wanted in enumerate(itertools.zip_longest(*(portions_of(files, portion_bytes) for files in shared)), 1):
-        values = _bring(job, wanted, group)
+    group = exchange.group
+    rank, ranks = rank_of(group), world_size_of(group)
+    sizes = [file.nbytes for file in files]
+    shared = [[files[at] for at in share_out(sizes, writer, ranks)] for writer in range(ranks)]
+    writer, doing = FileWriter(folder, shared[rank]), f"writing {folder}"
+    for index, wanted in enumerate(itertools.zip_longest(*(portions_of(own, portion_bytes) for own in shared)), 1):
+        values = exchange.bring(wanted)
         if values is not None:
             writer.append(wanted[rank][0].file, values)
         if index % _ROUNDS_BETWEEN_CHECKS == 0:
@@ -331,54 +242,51 @@ def write_files(
     raise_together(writer.problem, doing, group)
 
 
-def _bring(job: Job, wanted: Sequence[Portion | None], group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """Return the values of this rank's portion, None if it has none; collective.
+@dataclass(frozen=True)
+class Exchange:
+    """Brings elements to the ranks that write them: parts of file tensors, who holds what, and what this rank holds."""
 
-    Args:
-        job: What to write.
-        wanted: The portion of every rank, in this round.
-        group: The ranks.
-    """
-    rank = rank_of(group)
-    moves = [
-        [] if portion is None else list(moves_of(portion[1], job.tensors[portion[0].key], job.catalog, writer))
-        for writer, portion in enumerate(wanted)
-    ]
-    device = _wire_device(job.device, group)
-    given = [
-        _given(job, [move for move in of_writer if move.source == rank], portion, device)
-        for portion, of_writer in zip(wanted, moves, strict=True)
-    ]
-    arriving = sorted(moves[rank], key=lambda move: move.source)  # as all_to_all orders them
-    received = _all_to_all(given, arriving, wanted[rank], group)
-    mine = wanted[rank]
-    return None if mine is None else _put_together(mine, arriving, received)
+    tensors: Mapping[str, FileTensor]
+    catalog: Mapping[str, Held]
+    pieces: Mapping[str, Sequence[Piece]]
+    device: torch.device
+    group: dist.ProcessGroup | None
 
+    def bring(self, wanted: Sequence[Portion | None]) -> torch.Tensor | None:
+        """Return the values of this rank's portion among those of all ranks, None if it has none; collective."""
+        moves = [list(self._moves(portion, writer)) for writer, portion in enumerate(wanted)]
+        given = [self._given(portion, of_writer) for portion, of_writer in zip(wanted, moves, strict=True)]
+        rank = rank_of(self.group)
+        arriving = sorted(moves[rank], key=lambda move: move.source)  # as all_to_all orders them
+        mine = wanted[rank]
+        received = self._all_to_all(given, arriving, 0 if mine is None else mine[0].dtype.itemsize)
+        return None if mine is None else _put_together(mine, arriving, received)
 
-def _given(job: Job, moves: Sequence[Move], portion: Portion | None, device: torch.device) -> torch.Tensor:
-    """Return what this rank sends to one writer, as bytes."""
-    flat = [torch.empty(0, dtype=torch.uint8, device=device)]
-    for move in moves:
-        assert portion is not None, "nothing moves for no portion"
-        held = next(view for box, view in job.pieces[move.name] if box == move.held)
-        values = held[move.box.inside(move.held).indices].to(portion[0].dtype)
-        flat.append(values.reshape(-1).view(torch.uint8).to(device))
-    return torch.cat(flat)
+    def _moves(self, portion: Portion | None, writer: int) -> Iterator[Move]:
+        if portion is not None:
+            yield from moves_of(portion[1], self.tensors[portion[0].key], self.catalog, writer)
 
+    def _given(self, portion: Portion | None, moves: Sequence[Move]) -> torch.Tensor:
+        """Return what this rank sends to one writer, as bytes."""
+        flat = [torch.empty(0, dtype=torch.uint8, device=self.device)]
+        for move in moves:
+            if portion is not None and move.source == rank_of(self.group):
+                held = next(view for box, view in self.pieces[move.name] if box == move.held)
+                values = held[move.box.inside(move.held).indices].to(portion[0].dtype)
+                flat.append(values.reshape(-1).view(torch.uint8).to(self.device))
+        return torch.cat(flat)
 
-def _all_to_all(
-    given: Sequence[torch.Tensor], arriving: Sequence[Move], portion: Portion | None, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Send its bytes to each rank; return those that arrive for this rank's portion, on the CPU."""
-    if len(given) == 1:
-        return given[0].cpu()
-    sizes = [0] * len(given)
-    for move in arriving:
-        assert portion is not None, "nothing moves for no portion"
-        sizes[move.source] += move.box.numel * portion[0].dtype.itemsize
-    received = torch.empty(sum(sizes), dtype=torch.uint8, device=given[0].device)
-    dist.all_to_all_single(received, torch.cat(list(given)), sizes, [part.numel() for part in given], group=group)
-    return received.cpu()
+    def _all_to_all(self, given: Sequence[torch.Tensor], arriving: Sequence[Move], itemsize: int) -> torch.Tensor:
+        """Send its bytes to each rank; return those that arrive for this rank's portion, on the CPU."""
+        if len(given) == 1:
+            return given[0].cpu()
+        sizes = [0] * len(given)
+        for move in arriving:
+            sizes[move.source] += move.box.numel * itemsize
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        lengths = [part.numel() for part in given]
+        dist.all_to_all_single(received, torch.cat(list(given)), sizes, lengths, group=self.group)
+        return received.cpu()
 
 
 def _put_together(portion: Portion, arriving: Sequence[Move], received: torch.Tensor) -> torch.Tensor:
@@ -390,8 +298,9 @@ def _put_together(portion: Portion, arriving: Sequence[Move], received: torch.Te
     return made
 
 
-def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+def _wire_device(live: Sequence[LiveTensor], group: dist.ProcessGroup | None) -> torch.device:
     """Return the device to communicate on: the elements' own, or the CPU where its backend is gloo."""
+    device = next((tensor.tensor.device for tensor in live), torch.device("cpu"))
     if not dist.is_initialized() or device.type == "cpu":
         return torch.device("cpu")
     backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
@@ -399,10 +308,9 @@ def _wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch
 
 
 class FileWriter:
-    """Appends to files of one rank, in the order of their layouts; after an error it writes no more.
+    """Appends to files of one rank, in the order of their layouts; after a `problem` it writes no more.
 
-    Attributes:
-        problem: What went wrong; ranks that exchange elements go on until all of them look at it.
+    Ranks that exchange elements go on until all of them look at it.
     """
 
     def __init__(self, folder: Path, files: Sequence[FileLayout]) -> None:

@@ -1,1 +1,1 @@
-"""Inspecting, comparing, editing and repacking checkpoints: one process, on the CPU, chunk by chunk."""
+"""Looking into checkpoints, comparing them, and plain `torch.save` files: one process, on the CPU, chunk by chunk."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
-from megatron_fsdp.checkpoint.safe_read import Opaque, shortened
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE, as_json, dtype_name
+from megatron_fsdp.checkpoint.safe_read import read_file
 from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order, pieces
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE, as_json, dtype_name, read_common_file
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
-
-_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -43,13 +39,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How two tensors of one shape and dtype differ.
+    """How two tensors of one shape and dtype differ: in how many elements, where first and by what values.
 
-    Attributes:
-        count: Elements that differ.
-        index: Of the first of them, in order of the flattened tensor.
-        values: There, of both sides.
-        largest: Largest |a - b| over differing elements that are finite on both sides; 0 where there are none.
+    `largest` is the largest |a - b| over differing elements that are finite on both sides; 0 where there are none.
     """
 
     count: int
@@ -60,13 +52,9 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs about one key.
+    """What differs about one key, in words.
 
-    Attributes:
-        key: Its name.
-        kind: `only in A`, `only in B`, `type` (tensor and object), `dtype`, `shape`, `values` or `object`.
-        told: In words.
-        values: How values differ; of kind `values` only.
+    `kind` is `only in A`, `only in B`, `type` (tensor and object), `dtype`, `shape`, `values` or `object`.
     """
 
     key: str
@@ -77,12 +65,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """What differs between two checkpoints.
-
-    Attributes:
-        compared: Keys that both have and that were compared.
-        differences: `common.pt` first, then in the natural order of keys: the first is the first to differ.
-    """
+    """How many keys were compared, and what differs: `common.pt` first, then in the natural order of keys."""
 
     compared: int
     differences: tuple[Difference, ...]
@@ -104,18 +87,7 @@ class DiffReport:
 def diff(
     a: CheckpointFolder, b: CheckpointFolder, tolerance: Tolerance | None = None, pattern: str | None = None
 ) -> DiffReport:
-    """Compare all tensors and objects, and `common.pt` (the common state of `torch_dist`) as one object.
-
-    Args:
-        a: One side, opened.
-        b: The other.
-        tolerance: What counts as equal; None: equal values.
-        pattern: Regular expression that keys must contain; None: all keys.
-
-    Raises:
-        CheckpointError: Either is damaged.
-        ConfigurationError: The pattern is no regular expression.
-    """
+    """Compare all tensors by value, and objects and `common.pt` (the common state of `torch_dist`) by their bytes."""
     wanted = compiled(pattern)
     everything = {*a.tensors, *a.objects, *b.tensors, *b.objects}
     keys = natural_order(key for key in everything if wanted.search(key))
@@ -133,8 +105,10 @@ def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference |
         side = "A" if left.exists() else "B"
         told = f"file with iteration, arguments and parameter groups that only {side} has"
         return Difference(COMMON_FILE, f"only in {side}", told)
-    told_first = first_difference(read_common_file(a), read_common_file(b))
-    return None if told_first is None else Difference(COMMON_FILE, "object", told_first)
+    try:
+        return _bytes_difference(COMMON_FILE, read_file(left), read_file(right))
+    except OSError as error:
+        raise CheckpointError(f"{COMMON_FILE} cannot be read: {error.strerror}") from error
 
 
 def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance) -> Difference | None:
@@ -150,8 +124,12 @@ def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, toleranc
         return None if values is None else Difference(key, "values", _values_in_words(values, left.numel), values)
     if type(left) is not type(right):
         return Difference(key, "type", both)
-    told = _object_difference(a, b, key)
-    return None if told is None else Difference(key, "object", told)
+    return _bytes_difference(key, a.read_bytes(key), b.read_bytes(key))
+
+
+def _bytes_difference(key: str, left: bytes, right: bytes) -> Difference | None:
+    told = f"object of {len(left)} bytes in A, and other {len(right)} bytes in B"
+    return None if left == right else Difference(key, "object", told)
 
 
 def _in_words(entry: TensorEntry | ObjectEntry | None) -> str:
@@ -163,27 +141,12 @@ def _in_words(entry: TensorEntry | ObjectEntry | None) -> str:
 def tensor_difference(
     a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance
 ) -> ValueDifference | None:
-    """Compare the values of a tensor, which has one shape and dtype on both sides, chunk by chunk of `a`.
-
-    Raises:
-        CheckpointError: Bytes are damaged.
-    """
+    """Compare the values of a tensor, which has one shape and dtype on both sides, chunk by chunk of `a`."""
     found: ValueDifference | None = None
     for box, values in pieces(a, key):
         found = _merged(found, compare_piece(values, b.read_box(key, box.offsets, box.lengths), box, tolerance))
         del values  # before the next one is read
     return found
-
-
-def _object_difference(a: CheckpointFolder, b: CheckpointFolder, key: str) -> str | None:
-    """Describe where an object differs; None if it does not.
-
-    Raises:
-        CheckpointError: It is damaged or asks for code.
-    """
-    if a.read_bytes(key) == b.read_bytes(key):
-        return None
-    return first_difference(a.read_object(key), b.read_object(key))
 
 
 def _values_in_words(found: ValueDifference, numel: int) -> str:
@@ -199,14 +162,7 @@ def _values_in_words(found: ValueDifference, numel: int) -> str:
 
 
 def compare_piece(a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Tolerance) -> ValueDifference | None:
-    """Compare the values of one box.
-
-    Args:
-        a: Shaped as the box.
-        b: As a, and of its dtype.
-        box: Where they lie in the global tensor.
-        tolerance: What counts as equal.
-    """
+    """Compare the values of one box."""
     a, b = a.reshape(-1), b.reshape(-1)
     if torch.equal(_bytes(a), _bytes(b)):  # equal in every sense, NaN included
         return None
@@ -238,10 +194,7 @@ def _merged(a: ValueDifference | None, b: ValueDifference | None) -> ValueDiffer
 def _differing(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
     if tolerance.bitwise or not (a.dtype.is_floating_point or a.dtype.is_complex or tolerance.rtol or tolerance.atol):
         return (_bytes(a) != _bytes(b)).any(-1)
-    if tolerance.rtol or tolerance.atol:
-        return ~torch.isclose(_wide(a), _wide(b), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
-    a, b = _wide(a), _wide(b)
-    return (a != b) & ~(a.isnan() & b.isnan())
+    return ~torch.isclose(_wide(a), _wide(b), rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
@@ -261,75 +214,3 @@ def _index(place: int, box: Box) -> tuple[int, ...]:
         place, here = divmod(place, length)
         found.append(offset + here)
     return tuple(reversed(found))
-
-
-# ---- objects ---------------------------------------------------------------------------------------------------------
-
-
-def first_difference(a: Any, b: Any, path: str = "") -> str | None:
-    """Describe where two objects differ first; None if they are equal. Two NaN are equal.
-
-    Args:
-        a: As `objects.load_object` reads it.
-        b: As a.
-        path: Of both inside their entry.
-    """
-    if isinstance(a, Opaque) and isinstance(b, Opaque):
-        a, b = (
-            {"class": x.qualified_name, "arguments": x.arguments, "state": x.state, "items": x.items} for x in (a, b)
-        )
-    if isinstance(a, argparse.Namespace) and isinstance(b, argparse.Namespace):
-        a, b = vars(a), vars(b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return _of_mappings(a, b, path)
-    if type(a) is not type(b):
-        return _told(path, a, b)
-    if isinstance(a, list | tuple):
-        return _of_sequences(a, b, path)
-    if isinstance(a, torch.Tensor):
-        return None if _equal_tensors(a, b) else _told(path, a, b)
-    if hasattr(a, "tobytes"):  # NumPy
-        equal = (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
-        return None if equal or _is_nan(a, b) else _told(path, a, b)
-    return None if a == b or _is_nan(a, b) else _told(path, a, b)
-
-
-def _of_mappings(a: Mapping[Any, Any], b: Mapping[Any, Any], path: str) -> str | None:
-    for key in sorted({*a, *b}, key=str):
-        inner = shortened(f"{path}.{key}" if path else str(key))
-        if key not in a or key not in b:
-            return f"{inner} is only in {'B' if key not in a else 'A'}"
-        found = first_difference(a[key], b[key], inner)
-        if found is not None:
-            return found
-    return None
-
-
-def _of_sequences(a: Any, b: Any, path: str) -> str | None:
-    if len(a) != len(b):
-        return f"{path or 'it'} has {len(a)} elements in A and {len(b)} in B"
-    for place, (left, right) in enumerate(zip(a, b, strict=True)):
-        found = first_difference(left, right, shortened(f"{path}[{place}]"))
-        if found is not None:
-            return found
-    return None
-
-
-def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
-
-
-def _is_nan(a: Any, b: Any) -> bool:
-    return isinstance(a, float) and a != a and b != b  # only NaN differs from itself
-
-
-def _told(path: str, a: Any, b: Any) -> str:
-    left, right = _short(a), _short(b)
-    if left == right:
-        left, right = f"{left} ({type(a).__name__})", f"{right} ({type(b).__name__}), with other values"
-    return f"{path + ': ' if path else ''}{left} in A, {right} in B"
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

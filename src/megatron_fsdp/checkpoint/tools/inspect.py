@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fsdp.checkpoint.checksum import checksum_box, combine
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
-from megatron_fsdp.checkpoint.tools.kinds import (
+from megatron_fsdp.checkpoint.kinds import (
     Kind,
     as_json,
     dtype_name,
@@ -24,6 +22,7 @@ from megatron_fsdp.checkpoint.tools.kinds import (
     recognise,
     side_file_problems,
 )
+from megatron_fsdp.checkpoint.store import RELEASE, RunFolder, is_whole, iteration_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
@@ -41,14 +40,8 @@ BLOCK = 1 << 18
 class TensorStatistics:
     """Statistics of one tensor; of complex numbers, of their magnitudes.
 
-    Attributes:
-        minimum: Of the finite elements; None where there are none.
-        maximum: Of the finite elements; None where there are none.
-        mean: Of the finite elements; None where there are none.
-        norm: Square root of the sum of squares of the finite elements, computed in float64; None where it
-            overflows. So is the mean.
-        non_finite: Elements that are infinite or not a number.
-        zeros: Elements that are zero.
+    All but the counts are of the finite elements, None where there are none; mean and norm (the root of the sum of
+    squares) are computed in float64, None where they overflow.
     """
 
     minimum: float | None
@@ -61,18 +54,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class ListedEntry:
-    """One listed key.
-
-    Attributes:
-        type: `tensor` or `object`.
-        key: Its name.
-        nbytes: Of the tensor's elements, or of the stored object.
-        shape: Global; None for an object.
-        dtype: Such as `bfloat16`; None for an object.
-        chunks: How many boxes it is cut into; 1 for an object.
-        files: Names of the files that hold it.
-        statistics: None unless asked for, and for objects.
-    """
+    """One listed key; `nbytes` are those of the elements, or of the stored object, which has no shape and dtype."""
 
     type: str
     key: str
@@ -86,18 +68,9 @@ class ListedEntry:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The description of a checkpoint.
+    """What `inspect` says of a checkpoint: the keys that the filter let through, and how many it left out (`hidden`).
 
-    Attributes:
-        path: The folder.
-        kind: Format, generation, layout of the optimizer.
-        marker: What `metadata.json` says.
-        common: The common state as plain data.
-        entries: Keys in natural order; only those that the filter let through.
-        hidden: How many the filter left out.
-        files: Bytes of each file that keys lie in.
-        mcore_data: True shapes of flattened tensors (generation G1).
-        problems: What is wrong with it, one line each.
+    `marker` is the content of `metadata.json`, `mcore_data` the true shapes of flattened tensors (generation G1).
     """
 
     path: Path
@@ -122,17 +95,7 @@ class Inspection:
 def inspect_folder(
     folder: CheckpointFolder, pattern: str | None = None, *, with_statistics: bool = False
 ) -> Inspection:
-    """Describe an open checkpoint.
-
-    Args:
-        folder: Opened.
-        pattern: Regular expression that keys must contain; None: all keys.
-        with_statistics: Read all listed tensors, one chunk in memory at a time.
-
-    Raises:
-        CheckpointError: `metadata.json` or a tensor is damaged.
-        ConfigurationError: The pattern is no regular expression.
-    """
+    """Describe an open checkpoint."""
     wanted = compiled(pattern)
     problems = [f"{item.name} is {item.state}: {item.reason}" for item in side_file_problems(folder)]
     problems += [] if folder.tensors else ["it holds no tensors"]
@@ -168,11 +131,7 @@ def _listed(folder: CheckpointFolder, key: str, with_statistics: bool) -> Listed
 
 
 def compiled(pattern: str | None) -> re.Pattern[str]:
-    """Compile the user's regular expression.
-
-    Raises:
-        ConfigurationError: It is not a regular expression.
-    """
+    """Compile the user's regular expression."""
     try:
         return re.compile(pattern or "")
     except re.error as error:
@@ -188,6 +147,40 @@ def natural_order(keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=parts)
 
 
+# ---- the checkpoints of a run ----------------------------------------------------------------------------------------
+
+
+class ListedCheckpoint(NamedTuple):
+    """One folder of a run: its name, iteration (None for `release`), bytes of its files, and its state.
+
+    `is_latest` says that loading the latest one loads it, `is_whole` that it was finished.
+    """
+
+    name: str
+    iteration: int | None
+    nbytes: int
+    is_latest: bool
+    is_whole: bool
+
+
+def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
+    """List the checkpoints of a run, oldest first, `release` before all; unfinished ones too."""
+    root = Path(root)
+    if is_whole(root) or not root.is_dir():
+        return []
+    latest = RunFolder(root).latest()
+    found = [
+        ListedCheckpoint(path.name, iteration_of(path.name), _nbytes(path), path == latest, is_whole(path))
+        for path in root.iterdir()
+        if path.name == RELEASE or iteration_of(path.name) is not None
+    ]
+    return sorted(found, key=lambda item: -1 if item.iteration is None else item.iteration)
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,16 +189,11 @@ def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-def pieces(folder: CheckpointFolder, key: str, wanted: Box | None = None) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Read the chunks of a tensor, or what a box holds of them, one at a time, each with its box.
-
-    Raises:
-        CheckpointError: Bytes are damaged.
-    """
+def pieces(folder: CheckpointFolder, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Read the chunks of a tensor one at a time, each with its box."""
     for index, chunk in enumerate(folder.tensors[key].chunks):
-        shared = chunk.box if wanted is None else chunk.box.meet(wanted)
-        if shared is not None and shared.numel:
-            yield shared, folder.read_chunk(key, index)[shared.inside(chunk.box).indices]
+        if chunk.box.numel:
+            yield chunk.box, folder.read_chunk(key, index)
 
 
 def statistics_of(chunks: Iterable[torch.Tensor]) -> TensorStatistics:
@@ -248,8 +236,6 @@ class Shown:
         value: The part of the tensor, without dimensions that were asked for by one index; or the object, as data.
         entry: What the metadata say of a tensor; None for an object.
         box: The part that `value` is; None for an object.
-        checksum: Of a tensor: of the part, taken as a tensor of its own (of the whole tensor: as in manifests), as 16
-            hexadecimal digits; None unless asked for. Of an object: SHA-256 of the stored bytes.
     """
 
     key: str
@@ -257,27 +243,14 @@ class Shown:
     value: Any
     entry: TensorEntry | None = None
     box: Box | None = None
-    checksum: str | None = None
 
 
-def show(folder: CheckpointFolder, key: str, part: str | None = None, *, with_hash: bool = False) -> Shown:
-    """Read one entry.
-
-    Args:
-        folder: Opened.
-        key: Of a tensor or an object.
-        part: Such as `0:2,:8` or `3,-1`; None: all of a small tensor, the first corner of a large one.
-        with_hash: Also compute the checksum of a tensor, of the part if one is given, else of the whole.
-
-    Raises:
-        CheckpointError: There is no such key (the nearest ones are named), or its bytes are damaged.
-        ConfigurationError: The part does not fit, or is given for an object.
-    """
+def show(folder: CheckpointFolder, key: str, part: str | None = None) -> Shown:
+    """Read an object, or a part of a tensor: None is all of a small one, the first corner of a large one."""
     if key in folder.objects:
         if part is not None:
             raise ConfigurationError(f"{key} is an object; --slice is for tensors, leave it out")
-        raw = folder.read_bytes(key)
-        return Shown(key, len(raw), folder.read_object(key), checksum=hashlib.sha256(raw).hexdigest())
+        return Shown(key, folder.objects[key].span.length, folder.read_object(key))
     if key not in folder.tensors:
         raise CheckpointError(f"{folder.path} has no {key}{_nearest(folder, key)}")
     entry = folder.tensors[key]
@@ -286,21 +259,13 @@ def show(folder: CheckpointFolder, key: str, part: str | None = None, *, with_ha
     values = folder.read_box(key, box.offsets, box.lengths)
     for dim in reversed(gone):
         values = values.select(dim, 0)
-    hashed = _checksum(folder, key, whole(entry.shape) if part is None else box) if with_hash else None
-    return Shown(key, entry.nbytes, values, entry, box, hashed)
+    return Shown(key, entry.nbytes, values, entry, box)
 
 
 def _nearest(folder: CheckpointFolder, key: str) -> str:
     everything = [*folder.tensors, *folder.objects]
     near = difflib.get_close_matches(key, everything, 3, 0.5) or [name for name in everything if key in name][:3]
     return f"; did you mean {' or '.join(near)}?" if near else f"; it has {len(everything)} other keys: see `inspect`"
-
-
-def _checksum(folder: CheckpointFolder, key: str, box: Box) -> str:
-    """Compute the checksum of a part of a tensor as a tensor of its own, chunk by chunk."""
-    read = pieces(folder, key, box)
-    parts = [checksum_box(values, held.inside(box).offsets, box.lengths) for held, values in read]
-    return f"{combine(parts):016x}"
 
 
 def _corner(entry: TensorEntry) -> Box:
@@ -314,9 +279,6 @@ def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
 
     Returns:
         The box, and the dimensions that were given as one index.
-
-    Raises:
-        ConfigurationError: It is not of this form, or outside of the tensor.
     """
     words = text.strip().strip("[]").split(",")
     if len(words) > len(shape):

@@ -10,7 +10,7 @@ import mmap
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,21 +22,14 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from megatron_fsdp.checkpoint.archive import load_object_file, write_archive
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.hf.files import portions
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
 from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
+from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.safe_read import Opaque, reading, shortened
+from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, Source, TensorSource, write_sources
 from megatron_fsdp.checkpoint.tools.inspect import pieces, whole
-from megatron_fsdp.checkpoint.tools.kinds import COMMON_FILE
-from megatron_fsdp.checkpoint.tools.repack import (
-    KeyPath,
-    ObjectSource,
-    Source,
-    TensorSource,
-    nested_paths,
-    path_conflict,
-    write_folder,
-)
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
@@ -50,14 +43,7 @@ _AS_IT_IS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torc
 
 @dataclass(frozen=True)
 class RepackReport:
-    """What a conversion did.
-
-    Attributes:
-        tensors: How many tensors were written.
-        nbytes: Bytes of their elements.
-        objects: How many other values were written.
-        notes: What is not exactly as it was, one line each.
-    """
+    """How many tensors (of how many bytes) and other values were written, and what is not exactly as it was."""
 
     tensors: int
     nbytes: int
@@ -72,14 +58,6 @@ def to_torch_save(folder: CheckpointFolder, target: Path, *, tensors_only: bool 
     """Write the whole state dict of a checkpoint as one file that `torch.load(weights_only=True)` reads.
 
     Meanwhile the tensors lie in a temporary file beside `target`, as large as they are.
-
-    Args:
-        folder: Opened.
-        target: Must not exist; it appears whole or not at all.
-        tensors_only: Leave out everything that is no tensor.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or the file exists or cannot be written.
     """
     notes: list[str] = []
     with new_file(target) as temporary:
@@ -87,7 +65,7 @@ def to_torch_save(folder: CheckpointFolder, target: Path, *, tensors_only: bool 
             leaves: dict[str, Any] = dict(_assembled(folder, target.absolute().parent))
             if not tensors_only:
                 leaves |= {key: plain(folder.read_object(key), key, notes) for key in folder.objects}
-            paths = {key: path for key, path in nested_paths(folder).items() if key in leaves}
+            paths = {key: path for key, path in _nested_paths(folder).items() if key in leaves}
             with temporary.open("wb") as stream:
                 write_archive(_nested(leaves, paths), stream)
                 stream.flush()
@@ -125,13 +103,33 @@ def _assembled(folder: CheckpointFolder, place: Path) -> Iterator[tuple[str, tor
 
 def _nested(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
     """Return the nested state dict again, in the order of the metadata."""
-    conflict = path_conflict(paths)
+    conflict = _path_conflict(paths)
     try:
         if conflict is None:
             return unflatten_state_dict({key: leaves[key] for key in paths}, dict(paths))
     except (TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
         conflict = f"they name both a list and a dict ({shortened(str(error))})"
     raise CheckpointError(f"the metadata contradict themselves about how keys nest: {conflict}")
+
+
+def _nested_paths(folder: CheckpointFolder) -> dict[str, KeyPath]:
+    """Return the path of each key in the nested state dict; keys that are not nested are their own path."""
+    found = folder.metadata.planner_data  # its paths were checked when the folder was opened
+    told = found if isinstance(found, dict) else {}
+    return {key: told.get(key, (key,)) for key in folder.metadata.state_dict_metadata}
+
+
+def _path_conflict(paths: Mapping[str, KeyPath]) -> str | None:
+    """Describe a key that would be two things: another entry too, or the group of others; None if none."""
+    groups = {path[:depth]: key for key, path in paths.items() for depth in range(1, len(path))}
+    entries: dict[KeyPath, str] = {}
+    for key, path in paths.items():
+        if path in groups:
+            return f"{key} would be an entry, and also the group that holds {groups[path]}"
+        if path in entries:
+            return f"{key} and {entries[path]} would be one entry"
+        entries[path] = key
+    return None
 
 
 # ---- one file to a folder ----------------------------------------------------------------------------------------
@@ -164,7 +162,7 @@ def from_torch_save(
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes = _tied(tensors)
     with new_folder(target) as temporary:
-        write_folder(temporary, _sources(leaves, chunk_bytes, notes), paths)
+        write_sources(temporary, _sources(leaves, chunk_bytes, notes), paths)
     nbytes = sum(value.nbytes for value in tensors.values())
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
 
@@ -237,12 +235,9 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     for key, value in tensors.items():
         if value.numel():
             sharing.setdefault(value.untyped_storage().data_ptr(), []).append(key)
-    return [f"{_some(keys)} share memory; each is written in full" for keys in sharing.values() if len(keys) > 1]
-
-
-def _some(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
+    return [
+        f"{some_of(keys, _SHOWN)} share memory; each is written in full" for keys in sharing.values() if len(keys) > 1
+    ]
 
 
 # ---- objects that torch's safe loader accepts ------------------------------------------------------------------------
@@ -250,11 +245,6 @@ def _some(keys: Sequence[str]) -> str:
 
 def plain(value: Any, key: str, notes: list[str]) -> Any:
     """Turn an object into one of plain containers, numbers, text and tensors.
-
-    Args:
-        value: As `objects.load_object` reads it.
-        key: Names it in notes.
-        notes: Takes a line for each thing that changes its type.
 
     Returns:
         The object, copied where something changed.

@@ -67,11 +67,7 @@ class Kind:
 
 
 def recognise(folder: CheckpointFolder) -> Kind:
-    """Recognise the kind of an open folder, from names alone.
-
-    Raises:
-        CheckpointError: `metadata.json` is there and is not JSON.
-    """
+    """Recognise the kind of an open folder, from names alone."""
     tensors, objects = folder.tensors.keys(), folder.objects.keys()
     has_file, has_object = (folder.path / COMMON_FILE).is_file(), COMMON_KEY in objects
     name, generation = "dcp", None
@@ -101,11 +97,7 @@ def _optimizer_layout(tensors: Collection[str], format_name: str) -> str:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Read `metadata.json`; empty if there is none.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
+    """Read `metadata.json`; empty if there is none."""
     path = folder / MARKER
     if not path.is_file():
         return {}
@@ -119,11 +111,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def read_common(folder: CheckpointFolder) -> dict[str, Any]:
-    """Read the common state: of torch_dist Megatron's dict, else the objects of the same names.
-
-    Raises:
-        CheckpointError: It is damaged, asks for code, or is no dict.
-    """
+    """Read the common state: of torch_dist Megatron's dict, else the objects of the same names."""
     if COMMON_KEY in folder.objects:
         where, found = COMMON_KEY, folder.read_object(COMMON_KEY)
         if isinstance(found, list) and len(found) == 1:  # Megatron wraps objects in a list
@@ -138,11 +126,7 @@ def read_common(folder: CheckpointFolder) -> dict[str, Any]:
 
 
 def read_common_file(folder: CheckpointFolder) -> Any:
-    """Read `common.pt`, as Megatron's generations G1 and G2 have it.
-
-    Raises:
-        CheckpointError: It is not there, damaged, or asks for code.
-    """
+    """Read `common.pt`, as Megatron's generations G1 and G2 have it."""
     path = folder.path / COMMON_FILE
     try:
         return load_object(read_file(path), str(path))
@@ -190,11 +174,7 @@ class SideFileProblem(NamedTuple):
 
 
 def side_file_problems(folder: CheckpointFolder) -> list[SideFileProblem]:
-    """List what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint.
-
-    Args:
-        folder: Opened; may lack any file but `.metadata`.
-    """
+    """List what is missing or damaged of the files that Megatron writes with every `torch_dist` checkpoint."""
     found = []
     has_marker, backend = (folder.path / MARKER).is_file(), None
     try:
