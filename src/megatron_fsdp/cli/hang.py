@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fsdp.cli.output import add_json, write_json, write_line, write_table
+from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 
 if TYPE_CHECKING:
@@ -58,33 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(_as_json(found))
     else:
-        _write(found)
+        write_line(str(found))
     return EXIT_DIFFERENT if found.is_odd else EXIT_SAME
-
-
-def _write(found: Explanation) -> None:
-    sentences = [text for finding in found.findings for text in finding.sentences]
-    for line in sentences or ["no rank stands out"]:
-        write_line(line)
-    write_line()
-    write_table(
-        ("", "rank", "model", "process", "operations", "quiet", "what it did last"),
-        [
-            (
-                "*" if row.is_odd else "",
-                str(row.rank),
-                str(row.model),
-                row.process,
-                str(row.operations),
-                f"{row.quiet_s:.1f} s",
-                row.doing,
-            )
-            for row in found.rows
-        ],
-        right=("rank", "model", "operations", "quiet"),
-    )
-    for line in found.remarks:
-        write_line(line)
 
 
 def _as_json(found: Explanation) -> dict[str, Any]:

@@ -245,7 +245,6 @@ class RankLog:
         words: The last error that was logged; empty: none.
         termination: What Python ran when SIGTERM came last; empty: none came.
         alive: Whether the process runs; None: it is on another machine.
-        flight: What PyTorch's flight recorder had, one line per collective; empty where there is no dump.
         read_ns: When it was read, in nanoseconds since 1970.
     """
 
@@ -255,7 +254,6 @@ class RankLog:
     words: str = ""
     termination: str = ""
     alive: bool | None = None
-    flight: tuple[str, ...] = ()
     read_ns: int = 0
 
 
