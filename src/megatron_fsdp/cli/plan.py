@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -22,9 +22,17 @@ from megatron_fsdp.plan import report
 from megatron_fsdp.plan.checking import check_by_simulation
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import PRESETS, build_meta_model, comes_from_config
-from megatron_fsdp.plan.planning import Plan, Recommendation, Workload, make_workload, plan_workload, recommend
+from megatron_fsdp.plan.planning import (
+    Plan,
+    Recommendation,
+    Workload,
+    WorkloadOptions,
+    make_workload,
+    plan_workload,
+    recommend,
+)
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
-from megatron_fsdp.plan.setup import Accumulation, Backend, ParallelRanks, Setup, find_optimizer
+from megatron_fsdp.plan.setup import Accumulation, Backend, ParallelRanks, Recompute, Setup, find_optimizer
 from megatron_fsdp.train.options.presets import PRESETS as TRAINER_PRESETS
 
 _AUTO = "auto"
@@ -130,9 +138,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--outer-strategy", help="no_shard or optim (no_shard)")
     add(
         "--recompute",
-        choices=("none", "full", "selective", "attention", "mlp"),
-        help="what is recomputed (selective: all but attention and every second matrix product); with --strategy auto "
-        "none and full are tried",
+        choices=get_args(Recompute),
+        help="what is recomputed (full: layers; selective: the core of attention; every_second_product: layers but for "
+        "the results of attention and of every second product; mlp); with --strategy auto none and full are tried",
     )
     add("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, momentum or sgd (adamw)")
     add("--dtype", help="of the weights that compute uses, for configs (bf16)")
@@ -250,15 +258,14 @@ def _workload(args: argparse.Namespace, ranks: ParallelRanks, dtype: torch.dtype
     if args.model in TRAINER_PRESETS:
         return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, dtype)
     loss_fn: Any = None if args.loss is None else import_by_path(args.loss, "--loss")
-    return make_workload(
-        args.model,
-        ranks,
+    asked = WorkloadOptions(
         inputs=None if args.inputs is None else _inputs(args.inputs),
         loss_fn=loss_fn,
         sequence_length=args.sequence_length,
         micro_batch=args.micro_batch_size,
         dtype=None if args.dtype is None else dtype,
     )
+    return make_workload(args.model, ranks, asked)
 
 
 def _inputs(path: str) -> Any:

@@ -16,8 +16,8 @@ from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.plan.models import build_meta_model
-from megatron_fsdp.plan.planning import Workload, make_workload
-from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Recompute, Setup, find_optimizer
+from megatron_fsdp.plan.planning import Workload, WorkloadOptions, make_workload
+from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Setup, find_optimizer
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
 from megatron_fsdp.train.options.command_line import parse_options
@@ -29,7 +29,6 @@ from megatron_fsdp.train.options.resolve import resolve
 
 _BYTES = 256
 """The vocabulary of the trainer's default tokens."""
-_RECOMPUTE: dict[str | None, Recompute] = {None: "none", "full": "full", "selective": "attention"}
 
 # ---- presets --------------------------------------------------------------------------------------------------------
 
@@ -83,9 +82,8 @@ def _workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[i
         targets = tokens if logits.is_meta else torch.empty_like(tokens, device=logits.device)  # in a simulated run
         return next_token_loss(logits, targets)
 
-    return make_workload(
-        model, ranks, inputs=tokens, loss_fn=loss, fsdp_unit_modules=[Block], name=name, tokens=tokens.numel()
-    )
+    asked = WorkloadOptions(inputs=tokens, loss_fn=loss, fsdp_unit_modules=[Block], name=name, tokens=tokens.numel())
+    return make_workload(model, ranks, asked)
 
 
 # ---- configurations -------------------------------------------------------------------------------------------------
@@ -119,14 +117,8 @@ def planned_run(path: Path, num_ranks: int) -> PlannedRun:
     setup, options = _setup(job), job.options
     model = options.model.hf_config or options.model.hf_model
     if model is not None:
-        workload = make_workload(
-            model,
-            setup.ranks,
-            sequence_length=job.seq_length,
-            micro_batch=job.batch.micro,
-            dtype=job.dtype,
-            name=str(model),
-        )
+        asked = WorkloadOptions(job.seq_length, job.batch.micro, job.dtype, name=str(model))
+        workload = make_workload(model, setup.ranks, asked)
         return PlannedRun(setup, workload, lambda: build_meta_model(model, job.dtype), job.notices)
     vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
     if vocab_size is None:
@@ -188,6 +180,6 @@ def _setup(job: Job) -> Setup:
         microbatches=job.batch.microbatches,
         accumulation=Accumulation.LAST if defers else Accumulation.EVERY,
         optimizer=find_optimizer("adamw-fused" if chosen.optimizer == "adam" else momentum),
-        recompute=_RECOMPUTE[job.options.training.recompute_granularity],
+        recompute=job.options.training.recompute_granularity or "none",
         sequence_parallel=job.options.parallel.sequence_parallel,
     )

@@ -75,7 +75,7 @@ def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bo
         **({"dp_outer_dim": "dp_outer"} if "dp_outer" in sizes else {}),
     ) as simulated:
         memory = simulated.model.memory()
-        held = plan.memory.held
+        held = plan.memory
         found = [
             Checked("compute weights", held.compute_weights, memory.compute_weight_bytes),
             Checked("main weights", held.main_weights, memory.main_weight_bytes),
@@ -118,7 +118,7 @@ def _after_steps(plan: Plan, simulated: SimulatedModel) -> list[Checked]:
     borrowed = simulated.model.memory().transient_peak_bytes
     found = [
         Checked("gathered weights, buckets and scratch", plan.step.borrowed_bytes, borrowed),
-        Checked("optimizer", plan.memory.held.optimizer, _state_bytes(simulated.optimizer)),
+        Checked("optimizer", plan.memory.optimizer, _state_bytes(simulated.optimizer)),
     ]
     for axis, traffic in simulated.model.traffic_by_axis().items():
         sent = traffic.since(before[axis])

@@ -442,9 +442,9 @@ def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
     choices: dict[Recompute, tuple[float, float, float]] = {  # bytes kept, operations repeated: products, attention
         "none": (everything, 0.0, 0.0),
         "full": (outside, sum(flops[:-1]), scores),
-        "attention": (everything - attention, sum(flops[:out]), scores),
+        "selective": (everything - result, 0.0, scores),
         "mlp": (everything - mlp, sum(flops[out + 1 : -1]), 0.0),
-        "selective": (outside + result + results, sum(flops[1::2]), 0.0),
+        "every_second_product": (outside + result + results, sum(flops[1::2]), 0.0),
     }
     kept, again, again_scores = choices[setup.recompute]
     wide = shape.chosen * shape.expert_inner if share.is_mixture(layer) else shape.inner
@@ -579,9 +579,9 @@ def share_exchanges(share: DecoderShare, setup: Setup) -> tuple[Exchange, ...]:
     if share.is_last:
         both("tp", "lm_head", half, 1)
     for unit, layer in zip(units, share.layers, strict=True):
-        both("tp", unit, half, 4, full=4, attention=1, mlp=1, selective=2)
-        both("cp", unit, keys, 1, full=1, attention=1, selective=1)
-        both("ep", unit, rows if share.is_mixture(layer) else 0, 2, full=2, mlp=2, selective=2)
+        both("tp", unit, half, 4, full=4, mlp=1, every_second_product=2)
+        both("cp", unit, keys, 1, full=1, selective=1, every_second_product=1)
+        both("ep", unit, rows if share.is_mixture(layer) else 0, 2, full=2, mlp=2, every_second_product=2)
     if ranks.pp > 1:
         sent = share.hidden_bytes // ranks.tp
         found.append(Exchange("pp", units[-1], sent, False, virtual - share.is_last))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.sharding.placement import placements_for
 
-Recompute = Literal["none", "full", "selective", "attention", "mlp"]
-"""What backward recomputes: nothing, whole layers (every unit but the root), all but the results of attention and
-of every second matrix product (torch's selective checkpoints), or the attention or the MLP (or mixture) of layers."""
+Recompute = Literal["none", "full", "selective", "every_second_product", "mlp"]
+"""What backward recomputes: nothing; whole layers (every unit but the root); the core of attention, which is all of it
+but its products with weights (as in Megatron-LM); whole layers but for the results of attention and of every second
+product; or the MLP (or mixture) of layers."""
 
 
 def nearest_name(given: str, known: Iterable[str]) -> str:
@@ -269,6 +270,27 @@ class Setup:
         """Whether gradients are reduced during backward."""
         return self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
 
-    def but(self, **changes: object) -> Setup:
+    def but(self, **changes: Any) -> Setup:
         """Return a copy with other values, checked anew."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)
+
+
+def make_setup(ranks: Ranks, **options: Any) -> Setup:
+    """Make a setup of fields of which members may be given by name, and None stands for the default.
+
+    Raises:
+        ConfigurationError: A name is not known, or a value is not possible.
+    """
+    find: dict[str, Callable[[Any], object]] = {
+        "strategy": lambda given: resolve_strategy(given, "strategy"),
+        "outer_strategy": lambda given: resolve_strategy(given, "outer_strategy"),
+        "optimizer": lambda given: given if isinstance(given, OptimizerKind) else find_optimizer(given),
+        "backend": lambda given: find_member(Backend, given, "backend"),
+        "accumulation": lambda given: find_member(Accumulation, given, "accumulation"),
+    }
+    chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    return Setup(resolve_ranks(ranks), **{name: find.get(name, _as_it_is)(value) for name, value in chosen.items()})
+
+
+def _as_it_is(given: object) -> object:
+    return given
