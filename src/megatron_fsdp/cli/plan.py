@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
-from megatron_fsdp.cli.output import write_error, write_facts, write_json, write_line, write_table
-from megatron_fsdp.cli.plan_config import build_trainer_model, planned_run, trainer_workload
+from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_table
+from megatron_fsdp.cli.plan_config import planned_run, trainer_workload
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.config.precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import report
-from megatron_fsdp.plan.checking import check_by_simulation
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
-from megatron_fsdp.plan.models import PRESETS, build_meta_model, comes_from_config
+from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import (
     Plan,
     Recommendation,
@@ -37,7 +34,7 @@ from megatron_fsdp.train.options.presets import PRESETS as TRAINER_PRESETS
 
 _AUTO = "auto"
 _MOST_RANKS = 10**7
-_BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "check", "run", "parser")
+_BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "run", "parser")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -77,7 +74,6 @@ def add_parser(subparsers: Any) -> None:
     out("--json", action="store_true", help="print JSON")
     out("--picture", metavar="FILE", type=Path, help="draw memory over the step (.png, .svg, .pdf)")
     out("--units", action="store_true", help="list units with their parameters and padding")
-    out("--check", action="store_true", help="check the plan by a simulated run of the real engine")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -172,13 +168,12 @@ def run(args: argparse.Namespace) -> int:
         )
     if not 1 <= args.ranks <= _MOST_RANKS:
         raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
-    plan, build = _plan_model(args) if args.config is None else _plan_config(args)
-    agrees = not args.check or _agrees(args, plan, build)
-    return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
+    plan = _plan_model(args) if args.config is None else _plan_config(args)
+    return EXIT_SAME if plan.fits else EXIT_DIFFERENT
 
 
-def _plan_config(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]]:
-    """Plan a run of the trainer from its configuration file, show it, and return how its model is built."""
+def _plan_config(args: argparse.Namespace) -> Plan:
+    """Plan a run of the trainer from its configuration file, and show it."""
     for name, default in vars(args.parser.parse_args([])).items():
         if name not in _BESIDE_CONFIG and getattr(args, name) != default:
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
@@ -189,11 +184,11 @@ def _plan_config(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module
     if not args.json:
         for notice in run.notices:
             write_line(f"the trainer tells: {notice}")
-    return plan, run.build
+    return plan
 
 
-def _plan_model(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]]:
-    """Plan a model with the options of the command line, show it, and return how it is built."""
+def _plan_model(args: argparse.Namespace) -> Plan:
+    """Plan a model with the options of the command line, and show it."""
     is_auto = args.strategy == _AUTO
     if is_auto and (args.outer is not None or args.outer_strategy is not None):
         raise ConfigurationError(
@@ -210,13 +205,7 @@ def _plan_model(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]
     else:
         plan = plan_workload(workload, setup, machine)
     _show(args, plan, tried)
-
-    def build() -> nn.Module:
-        if args.model in TRAINER_PRESETS:
-            return build_trainer_model(args.model, dtype)
-        return build_meta_model(args.model, dtype if comes_from_config(args.model) else None)
-
-    return plan, build
+    return plan
 
 
 # ---- from flags to what is planned ----------------------------------------------------------------------------------
@@ -336,19 +325,3 @@ def _show(args: argparse.Namespace, plan: Plan, tried: Recommendation | None) ->
     write_line("flags: " + " ".join(report.flags(plan.setup)))
     if args.picture is not None:
         write_line(f"memory over the step: {args.picture}")
-
-
-def _agrees(args: argparse.Namespace, plan: Plan, build: Callable[[], nn.Module]) -> bool:
-    """Simulate the run with the engine, print both, and return whether they agree."""
-    found = check_by_simulation(plan, build)
-    if not args.json:
-        write_line()
-        rows = [
-            (each.name, f"{each.planned:,}", f"{each.simulated:,}", "ok" if each.agrees else "DIFFERS")
-            for each in found
-        ]
-        write_table(("checked by a simulated run", "planned", "simulated", ""), rows, right=("planned", "simulated"))
-    wrong = [each.name for each in found if not each.agrees]
-    if wrong:
-        write_error(f"plan and simulation differ in {', '.join(wrong)}")
-    return not wrong

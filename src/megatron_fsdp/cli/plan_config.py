@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from megatron_fsdp.config.engine_options import resolve_memory_options
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.plan.models import build_meta_model
 from megatron_fsdp.plan.planning import Workload, WorkloadOptions, make_workload
 from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Setup, find_optimizer
 from megatron_fsdp.train.models.build import model_shape
@@ -31,11 +28,6 @@ _BYTES = 256
 """The vocabulary of the trainer's default tokens."""
 
 # ---- presets --------------------------------------------------------------------------------------------------------
-
-
-def build_trainer_model(name: str, dtype: torch.dtype) -> Decoder:
-    """Build the model of a preset with a vocabulary of bytes, on the default device."""
-    return _build(_preset(name)[0], _BYTES, dtype)
 
 
 def trainer_workload(
@@ -58,7 +50,7 @@ def trainer_workload(
         own_micro_batch if micro_batch is None else micro_batch,
         (options.seq_length or 1) if sequence_length is None else sequence_length,
     )
-    return _workload(lambda: build_trainer_model(name, dtype), ranks, shape, name)
+    return _workload(options, _BYTES, dtype, ranks, shape, name)
 
 
 def _preset(name: str) -> tuple[ModelOptions, int]:
@@ -67,22 +59,20 @@ def _preset(name: str) -> tuple[ModelOptions, int]:
     return options.model, options.training.micro_batch_size or 1
 
 
-def _build(options: ModelOptions, vocab_size: int, dtype: torch.dtype) -> Decoder:
-    """Build the trainer's own decoder for these options on the default device."""
-    return Decoder(model_shape(options, vocab_size)).to(dtype)
-
-
-def _workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[int, int], name: str) -> Workload:
+def _workload(
+    options: ModelOptions, vocab_size: int, dtype: torch.dtype, ranks: ParallelRanks, shape: tuple[int, int], name: str
+) -> Workload:
     """Build the workload of one rank with the trainer's own decoder, on (sequences, tokens)."""
     with torch.device("meta"):
-        model = build()
+        model = Decoder(model_shape(options, vocab_size)).to(dtype)
     tokens = torch.empty(shape, dtype=torch.long, device="meta")
-
-    def loss(logits: torch.Tensor) -> torch.Tensor:
-        targets = tokens if logits.is_meta else torch.empty_like(tokens, device=logits.device)  # in a simulated run
-        return next_token_loss(logits, targets)
-
-    asked = WorkloadOptions(inputs=tokens, loss_fn=loss, fsdp_unit_modules=[Block], name=name, tokens=tokens.numel())
+    asked = WorkloadOptions(
+        inputs=tokens,
+        loss_fn=lambda logits: next_token_loss(logits, tokens),
+        fsdp_unit_modules=[Block],
+        name=name,
+        tokens=tokens.numel(),
+    )
     return make_workload(model, ranks, asked)
 
 
@@ -96,13 +86,11 @@ class PlannedRun:
     Attributes:
         setup: Ranks, strategy, dtypes, batch and optimizer.
         workload: What one rank computes.
-        build: Makes the whole model on the default device, to check a plan by.
         notices: Messages that the trainer would print.
     """
 
     setup: Setup
     workload: Workload
-    build: Callable[[], nn.Module]
     notices: tuple[str, ...]
 
 
@@ -119,19 +107,16 @@ def planned_run(path: Path, num_ranks: int) -> PlannedRun:
     if model is not None:
         asked = WorkloadOptions(job.seq_length, job.batch.micro, job.dtype, name=str(model))
         workload = make_workload(model, setup.ranks, asked)
-        return PlannedRun(setup, workload, lambda: build_meta_model(model, job.dtype), job.notices)
+        return PlannedRun(setup, workload, job.notices)
     vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
     if vocab_size is None:
         raise ConfigurationError(
             f"--config {path} does not say how many tokens there are: set vocab_size, or tokenizer_type: byte"
         )
 
-    def build() -> Decoder:
-        return _build(options.model, vocab_size, job.dtype)
-
-    return PlannedRun(
-        setup, _workload(build, setup.ranks, (job.batch.micro, job.seq_length), str(path)), build, job.notices
-    )
+    shape = job.batch.micro, job.seq_length
+    workload = _workload(options.model, vocab_size, job.dtype, setup.ranks, shape, str(path))
+    return PlannedRun(setup, workload, job.notices)
 
 
 def _check(job: Job, path: Path) -> None:

@@ -2,8 +2,8 @@
 
 The engine's own `Scheduler` decides what is gathered, reduced and released, and when; gathered weights and buckets live
 in its own `WeightMemory` and `BucketPool`, on the meta device; its own layouts say what a collective sends. This file
-adds a clock, and the order in which the executor borrows buckets and waits for reductions, which
-`megatron_fsdp.plan.checking` compares with the engine.
+adds a clock, and the order in which the executor borrows buckets and waits for reductions, which tests compare with the
+engine.
 """
 
 from __future__ import annotations

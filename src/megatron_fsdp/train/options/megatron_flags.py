@@ -162,7 +162,7 @@ _NOT_HERE: Mapping[str, str] = {
     "sequences are cut over all context-parallel ranks alike; leave it out": "--hybrid-context-parallel",
     "context-parallel ranks are one group; leave it out": "--hierarchical-context-parallel-sizes",
     "ranks lie pipeline by data by context by tensor, always; leave it out": "--use-tp-pp-dp-mapping",
-    "`mfsdp plan --check` runs one rank of many without the others": "--fake-process-group",
+    "`mfsdp describe` wraps a model as one rank of many without the others": "--fake-process-group",
     "interleaved pipelines are not offered by the trainer; leave it out": (
         "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
     ),
