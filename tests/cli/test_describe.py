@@ -56,7 +56,7 @@ def test_json_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--model", TOWER, "--ranks", "8", "--option", "verify_ranks"], "give NAME=VALUE"),
         (["--model", TOWER, "--ranks", "8", "--option", "nccl_ub=True"], "not supported yet"),
         (["--model", "tests.support.tower:Towr", "--ranks", "8"], "the nearest name is 'Tower'"),
-        (["--hf-config", "no/such/folder", "--ranks", "8"], "there is no such file or folder"),
+        (["--hf-config", "no/such/folder", "--ranks", "8"], "there is no such file or folder as no/such/folder"),
     ],
 )
 def test_refusals(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,7 @@ _AFTER_S = 10.0
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` returned.
-    """
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
     parser = subparsers.add_parser(
         "hang",
         help="name the rank that the others wait for, its unit and what it does",
@@ -41,14 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain why a run hangs.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConfigurationError: There are no logs, or the time is invalid.
-    """
+    """Explain why a run hangs, and return the exit status."""
     from megatron_fsdp.config.hang_log import checked_timeout
     from megatron_fsdp.hang.explain import explain
     from megatron_fsdp.hang.reading import read_folder

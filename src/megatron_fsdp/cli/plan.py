@@ -29,7 +29,7 @@ from megatron_fsdp.plan.planning import (
     recommend,
 )
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
-from megatron_fsdp.plan.setup import Accumulation, Backend, ParallelRanks, Recompute, Setup, find_optimizer
+from megatron_fsdp.plan.setup import ParallelRanks, Recompute, Setup, make_setup
 from megatron_fsdp.train.options.presets import PRESETS as TRAINER_PRESETS
 
 _AUTO = "auto"
@@ -38,11 +38,7 @@ _BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture"
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` returned.
-    """
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
     parser = subparsers.add_parser(
         "plan",
         help="memory, traffic and time of a run, without hardware",
@@ -148,20 +144,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan a run and print the plan.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConfigurationError: A name is not known or a value is impossible.
-    """
+    """Plan a run and print the plan, and return the exit status."""
     if args.list:
         return _list()
     if args.published:
         return _published(as_json=args.json)
-    if args.picture is not None and not args.picture.parent.is_dir():
-        raise ConfigurationError(f"--picture {args.picture}: there is no folder {args.picture.parent}; make it first")
     if args.model is None and args.config is None:
         raise ConfigurationError(
             "no model was given; name a preset (--list), a config or package.module:function, or give --config"
@@ -214,33 +201,26 @@ def _plan_model(args: argparse.Namespace) -> Plan:
 def _setup(args: argparse.Namespace) -> Setup:
     dtypes = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
     strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
-    return Setup(
+    same = ("microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel")
+    same += ("virtual_stages", "fp8", "overlap_exchanges")
+    return make_setup(
         _ranks(args),
-        resolve_strategy(_number(strategy), "--strategy"),
-        resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
-        MixedPrecisionPolicy(*(None if name == _AUTO else dtype_from_name(name) for name in dtypes)),
-        microbatches=args.microbatches,
-        accumulation=Accumulation[args.accumulation.upper()],
-        optimizer=find_optimizer(args.optimizer),
-        recompute=args.recompute or "none",
-        backend=Backend(args.backend),
-        sequence_parallel=args.sequence_parallel,
-        virtual_stages=args.virtual_stages,
-        fp8=args.fp8,
-        overlap_exchanges=args.overlap_exchanges,
+        strategy=resolve_strategy(_number(strategy), "--strategy"),
+        outer_strategy=resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
+        policy=MixedPrecisionPolicy(*(None if name == _AUTO else dtype_from_name(name) for name in dtypes)),
+        **{name: getattr(args, name) for name in same},
     )
 
 
 def _ranks(args: argparse.Namespace) -> ParallelRanks:
-    if args.outer is not None and args.outer < 1:
-        raise ConfigurationError(f"invalid --outer {args.outer}: give 1 or more, or leave it out")
-    divided = args.tp * args.cp * args.pp * (args.outer or 1)
+    outer = 1 if args.outer is None else args.outer
+    divided = args.tp * args.cp * args.pp * outer
     if divided < 1 or args.ranks % divided:
         raise ConfigurationError(
             f"--ranks {args.ranks} is not a multiple of tp x cp x pp x outer = {args.tp} x {args.cp} x {args.pp} x "
-            f"{args.outer or 1} = {divided}; give sizes whose product divides it"
+            f"{outer} = {divided}; give sizes whose product divides it"
         )
-    return ParallelRanks(args.ranks // divided, args.outer or 1, args.tp, args.cp, args.pp, args.ep)
+    return ParallelRanks(args.ranks // divided, outer, args.tp, args.cp, args.pp, args.ep)
 
 
 def _workload(args: argparse.Namespace, ranks: ParallelRanks, dtype: torch.dtype) -> Workload:

@@ -33,14 +33,7 @@ _BYTES = 256
 def trainer_workload(
     name: str, ranks: ParallelRanks, sequence_length: int | None, micro_batch: int | None, dtype: torch.dtype
 ) -> Workload:
-    """Build the workload of one rank of the trainer with a preset.
-
-    Args:
-        name: Of the preset.
-        ranks: Data-parallel ones only.
-        sequence_length: Tokens of a sequence; None: the preset's.
-        micro_batch: Sequences per rank; None: the preset's.
-        dtype: Of the weights that compute uses.
+    """Build the workload of one rank of the trainer with a preset, which has a batch of its own.
 
     Raises:
         ConfigurationError: The ranks are those of another parallelism.
@@ -81,13 +74,7 @@ def _workload(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of the trainer, for the planner.
-
-    Attributes:
-        setup: Ranks, strategy, dtypes, batch and optimizer.
-        workload: What one rank computes.
-        notices: Messages that the trainer would print.
-    """
+    """A run of the trainer, for the planner; the trainer would print the notices."""
 
     setup: Setup
     workload: Workload

@@ -21,11 +21,7 @@ _RANK_COLUMNS = ("rank", "step", "own", *_TIMES, "exposed", "hidden", "sent", "m
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command.
-
-    Args:
-        commands: What `ArgumentParser.add_subparsers` returned.
-    """
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
     parser = commands.add_parser(
         "trace",
         help="look into recorded timelines",
@@ -42,14 +38,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read timelines, compare them, and write the requested output.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        TraceError: There is nothing to read, or it is damaged.
-    """
+    """Read timelines, compare them, and write the requested output, and return the exit status."""
     from megatron_fsdp.trace.files import read_timelines, write_chrome
     from megatron_fsdp.trace.summary import compare, on_one_clock
 

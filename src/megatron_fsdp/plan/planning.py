@@ -374,13 +374,7 @@ class Plan:
 
 
 def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: ComputeProfile | None = None) -> Plan:
-    """Plan a run of a workload on a machine.
-
-    Args:
-        workload: What one rank computes.
-        setup: Ranks, strategy and options.
-        machine: What it runs on.
-        profile: Of this workload under this recomputation, where it is known from an earlier plan; None: find out.
+    """Plan a run of a workload on a machine; `profile` is that of an earlier plan with the same recomputation.
 
     Raises:
         ConfigurationError: As sharding the model with these options would.
@@ -540,9 +534,6 @@ def ranks_that_fit(plan: Plan) -> int | None:
 
     Persistent memory and what an optimizer borrows shrink with the ranks; gathered weights, buckets and
     activations do not. None where more ranks do not help, or the strategy does not share everything out.
-
-    Args:
-        plan: Under `optim_grads_params` without an outer axis.
     """
     setup, memory = plan.setup, plan.memory
     if setup.strategy is not ShardingStrategy.optim_grads_params or setup.ranks.dp_outer > 1:

@@ -34,12 +34,7 @@ def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recomput
     """Let modules keep only their inputs and recompute in backward inside the block (torch's checkpoint).
 
     Hooks of the modules run outside of the recomputation, as the engine's do. Random numbers are drawn anew, which
-    changes no shape.
-
-    Args:
-        model: Changed inside of the block only.
-        unit_names: Name of each unit's module, the root first.
-        recompute: Which modules.
+    changes no shape. `unit_names` begin with the root.
 
     Raises:
         ConfigurationError: There is no such module.

@@ -22,12 +22,7 @@ product; or the MLP (or mixture) of layers."""
 
 
 def nearest_name(given: str, known: Iterable[str]) -> str:
-    """Make the end of an error message: the nearest known name, and all of them.
-
-    Args:
-        given: What does not exist.
-        known: What does.
-    """
+    """Make the end of an error message: the nearest known name, and all of them."""
     names = list(known)
     nearest = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""

@@ -119,16 +119,10 @@ def _owned(group: GroupPlan) -> list[int]:
 
 
 def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules = None) -> PlannedModel:
-    """Shard a model on paper, as `fully_shard` would.
+    """Shard a model on paper, as `fully_shard` would; the module is only read.
 
-    Args:
-        module: On the meta device or not; it is only read. Its parameters are what one tensor-parallel rank of one
-            pipeline stage holds, experts those of all expert-parallel ranks.
-        setup: Ranks, strategy and options.
-        fsdp_unit_modules: As for `fully_shard`.
-
-    Returns:
-        The units with their layouts.
+    Its parameters are what one tensor-parallel rank of one pipeline stage holds, experts those of all expert-parallel
+    ranks.
 
     Raises:
         ConfigurationError: As `fully_shard` would for the model and these options.
