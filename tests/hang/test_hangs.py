@@ -179,7 +179,7 @@ CASES = [
     (
         raise_before_the_update,
         Kind.RAISED,
-        ["rank 1 raised an error outside of the model after the backward of step 2:", "ValueError: bad batch"],
+        ["rank 1 raised an error outside of the model in step 2:", "ValueError: bad batch"],
     ),
 ]
 

@@ -201,8 +201,8 @@ def _plan_model(args: argparse.Namespace) -> Plan:
 def _setup(args: argparse.Namespace) -> Setup:
     dtypes = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
     strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
-    same = ("microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel")
-    same += ("virtual_stages", "fp8", "overlap_exchanges")
+    same = ["microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel"]
+    same += ["virtual_stages", "fp8", "overlap_exchanges"]
     return make_setup(
         _ranks(args),
         strategy=resolve_strategy(_number(strategy), "--strategy"),

@@ -40,12 +40,12 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read timelines, compare them, and write the requested output, and return the exit status."""
     from megatron_fsdp.trace.files import read_timelines, write_chrome
-    from megatron_fsdp.trace.summary import compare, on_one_clock
+    from megatron_fsdp.trace.summary import compare
 
     timelines = read_timelines(args.folder, partial=args.partial)
     found = compare(timelines, args.step)
     if args.merge is not None:
-        write_chrome(args.merge, on_one_clock(timelines))
+        write_chrome(args.merge, timelines)
     if args.json:
         write_json(_as_json(found, timelines))
     else:

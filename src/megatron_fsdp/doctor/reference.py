@@ -167,7 +167,7 @@ class _OneProcess:
         again = self._try([self.task.parts_whole(microbatches)], seed=self.task.seed + 1)
         random = _differing(whole, again, self.tolerance)
         if random is not None:
-            raise _NotComparableError(_tell_random(self.probe.model, random))
+            raise _NotComparableError(_tell_random(random))
         return whole
 
     def _require_finite(self, step: int, when: str, loss: float, kinds: Mapping[str, Values]) -> None:
@@ -287,19 +287,11 @@ def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | Non
     return None
 
 
-def _tell_random(model: nn.Module, difference: str) -> str:
-    layers = []
-    for name, module in model.named_modules():
-        p = getattr(module, "p", 0.0)
-        if module.training and "dropout" in type(module).__name__.lower() and isinstance(p, float) and p > 0:
-            layers.append(f"`{name}` is {type(module).__name__}({p:g})")
-    told = "it draws random numbers or is not deterministic"
-    advice = "take the noise out of model_fn, or draw it from the samples"
-    if layers:
-        told = f"it draws random numbers ({', '.join(layers[:4])})"
-        advice = "set dropout to 0, or put the model into eval mode in model_fn"
+def _tell_random(difference: str) -> str:
     return (
-        f"the model does not repeat itself on the same samples: {difference}; {told}. Sharding was not judged: {advice}"
+        f"the model does not repeat itself on the same samples: {difference}; it draws random numbers (dropout) or is "
+        "not deterministic. Sharding was not judged: set dropout to 0, put the model into eval mode in model_fn, or "
+        "draw the noise from the samples"
     )
 
 

@@ -40,7 +40,6 @@ _WAITING = {
     Phase.INSTALL: "installs weights",
 }
 _BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
-_ENDS_BACKWARD = frozenset({Phase.BACKWARD, Phase.COPY, Phase.REDUCE, Phase.REDUCE_OUTER, Phase.RETIRE, Phase.FINALISE})
 
 
 class Kind(Enum):
@@ -83,13 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is odd among the ranks that share one model.
-
-    Attributes:
-        kind: What is wrong.
-        ranks: The odd ranks.
-        sentences: In words.
-    """
+    """What is odd among the ranks that share one model: which of them, and in words."""
 
     kind: Kind
     ranks: tuple[int, ...] = ()
@@ -98,13 +91,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a run stands still.
-
-    Attributes:
-        findings: One for each set of ranks that share a model.
-        rows: All ranks.
-        remarks: What else to know, one sentence each.
-    """
+    """Why a run stands still: a finding for each set of ranks that share a model, all ranks, and what else to know."""
 
     findings: tuple[Finding, ...]
     rows: tuple[Row, ...]
@@ -245,7 +232,7 @@ class _Ranks:
 
     def _raised(self, ranks: tuple[int, ...]) -> Finding:
         state = self.states[ranks[0]]
-        place = f"outside of the model {after(state)}"
+        place = f"outside of the model in step {state.last.step}"
         is_inside = state.failure is not None or state.is_inside
         if is_inside:
             # A hook of autograd fails untold, in the backward of a unit that never ends.
@@ -443,16 +430,6 @@ def where(step: int, at: Record | State) -> str:
     if not at.in_backward and at.phase in _BETWEEN:
         return f"in step {step}"
     return f"in the {'backward' if at.in_backward else 'forward'} of step {step}"
-
-
-def after(state: State) -> str:
-    """Name the place outside of the model where a rank is, such as `after the backward of step 3`."""
-    step = state.last.step
-    if state.phase is Phase.INSTALL:
-        return f"before the forward of step {step}"
-    if state.in_backward or state.phase in _ENDS_BACKWARD:
-        return f"after the backward of step {step}"
-    return f"in step {step}" if state.phase in ON_REQUEST else f"after the forward of step {step}"
 
 
 def operation_told(operation: Record, units: Sequence[UnitFacts]) -> str:

@@ -26,12 +26,7 @@ _MOST_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Logs:
-    """The logs of the newest run in a folder.
-
-    Attributes:
-        ranks: By model, then by rank.
-        remarks: What was left out and why, one sentence each.
-    """
+    """The logs of the newest run in a folder, by model, then by rank; what was left out and why."""
 
     ranks: tuple[RankLog, ...]
     remarks: tuple[str, ...] = ()
@@ -101,24 +96,12 @@ def read_folder(folder: Path, run: str | None = None) -> Logs:
         raise ConfigurationError(f"{folder} holds logs of other runs only; give each job its own folder")
     # SIGTERM is noted in the newest log of a process only.
     terminations = {log.writer.process: log.termination for log in ranks if log.termination}
-    remarks += _others_told(
-        [log for log in found if log.writer.run != run], min(log.writer.started_ns for log in ranks)
-    )
+    others = sorted({log.writer.rank for log in found if log.writer.run != run})
+    if others:
+        remarks.append(f"logs of rank {', '.join(map(str, others))} are of other runs and were left out")
     return Logs(
         tuple(replace(log, termination=terminations.get(log.writer.process, "")) for log in ranks), tuple(remarks)
     )
-
-
-def _others_told(others: Sequence[RankLog], began_ns: int) -> list[str]:
-    """Say which ranks have logs of other runs."""
-    by_run: dict[str, set[int]] = {}
-    for log in others:
-        which = "a later run" if log.writer.started_ns > began_ns else "an earlier run"
-        by_run.setdefault("another run that still lives" if log.alive else which, set()).add(log.writer.rank)
-    return [
-        f"logs of rank {', '.join(map(str, sorted(ranks)))} are of {which} and were left out"
-        for which, ranks in by_run.items()
-    ]
 
 
 # ---- what a rank was doing -------------------------------------------------------------------------------------------

@@ -276,16 +276,13 @@ def make_setup(ranks: Ranks, **options: Any) -> Setup:
     Raises:
         ConfigurationError: A name is not known, or a value is not possible.
     """
-    find: dict[str, Callable[[Any], object]] = {
+    find: dict[str, Callable[[Any], Any]] = {
         "strategy": lambda given: resolve_strategy(given, "strategy"),
         "outer_strategy": lambda given: resolve_strategy(given, "outer_strategy"),
         "optimizer": lambda given: given if isinstance(given, OptimizerKind) else find_optimizer(given),
         "backend": lambda given: find_member(Backend, given, "backend"),
         "accumulation": lambda given: find_member(Accumulation, given, "accumulation"),
     }
-    chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    return Setup(resolve_ranks(ranks), **{name: find.get(name, _as_it_is)(value) for name, value in chosen.items()})
-
-
-def _as_it_is(given: object) -> object:
-    return given
+    chosen = {name: value for name, value in options.items() if value is not None}
+    found = {name: find[name](value) if name in find else value for name, value in chosen.items()}
+    return Setup(resolve_ranks(ranks), **found)
