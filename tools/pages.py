@@ -254,10 +254,6 @@ PICTURES = {
         "Gap of the loss to the reference, over 50 steps",
         lambda path: precision_parity.plot(path, precision_parity.published()),
     ),
-    "trace": Picture(
-        "Timelines of two ranks in one step",
-        lambda path: _in_this_process(["trace", "benchmarks/results/trace", "--png", str(path)], str(ROOT)),
-    ),
 }
 
 WHOLE: dict[str, Callable[[], str]] = {

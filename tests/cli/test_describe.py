@@ -24,9 +24,8 @@ _CONFIG = {
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "--model", TOWER, "--ranks", "8", "--rank", "5", "--strategy", "optim"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == "MegatronFSDP of Tower: 8,704 parameters, strategy optim"
-    assert told[1] == "rank 5 of 8, on cpu"
-    assert "  floors.0 ... floors.7 (8 x Floor): 1,024 parameters each" in told
+    assert told[0].startswith("wrapper MegatronFSDP, model Tower, rank 5, world_size 8, device cpu, strategy optim,")
+    assert "unit floors.0 ... floors.7 (8 units): Floor, 1,024 parameters each" in told
     assert not dist.is_initialized()
 
 
@@ -57,7 +56,7 @@ def test_json_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--model", TOWER, "--ranks", "8", "--option", "verify_ranks"], "give NAME=VALUE"),
         (["--model", TOWER, "--ranks", "8", "--option", "nccl_ub=True"], "not supported yet"),
         (["--model", "tests.support.tower:Towr", "--ranks", "8"], "the nearest name is 'Tower'"),
-        (["--hf-config", "no/such/folder", "--ranks", "8"], "there is no such file or folder"),
+        (["--hf-config", "no/such/folder", "--ranks", "8"], "there is no such file or folder as no/such/folder"),
     ],
 )
 def test_refusals(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,14 +40,6 @@ def test_gradients_are_reduced_once_where_the_trainer_does_so(tmp_path: Path) ->
     assert planned_run(path, 2).setup.accumulation is Accumulation.EVERY
 
 
-@pytest.mark.full
-def test_a_simulated_run_of_the_engine_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, DECODER.replace("fsdp_double_buffer: true", "seed: 3"))
-    assert main(["plan", "--config", str(path), "--ranks", "4", "--check", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["setup"]["strategy"] == "optim_grads_params"
-
-
 @pytest.mark.parametrize(
     ("said", "flags"),
     [("", "--microbatches 2"), ("pipeline_model_parallel_size: 2\n", "--microbatches 4 --pp 2")],

@@ -63,8 +63,6 @@ def test_what_cannot_be_read_ends_with_status_2(
     assert "holds no trace-rank*.json" in capsys.readouterr().err
     assert main(["trace", str(folder), "--step", "7"]) == 2
     assert "step 7 was not recorded; those of all ranks are 0" in capsys.readouterr().err
-    assert main(["trace", str(folder), "--png", str(tmp_path / "no" / "where.png")]) == 2
-    assert "where.png" in capsys.readouterr().err
     write_timeline(folder, replace(OTHER, world_size=3))
     assert main(["trace", str(folder)]) == 2
     assert "mixes recordings: world_size differs between ranks 0 and 1" in capsys.readouterr().err

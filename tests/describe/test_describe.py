@@ -47,25 +47,23 @@ def told(
 
 
 GOLDEN = """\
-MegatronFSDP of Tower: 8,704 parameters, strategy optim_grads_params
-rank 1 of 4, on cpu
-  dp (shard): 4 ranks, this is 1, gloo, global ranks 0 to 3
-
-8 units besides the root (given classes Floor)
-  (root) (Tower): 512 parameters
-    2 tensors; padding none; 128 elements here, cut at rows
-    weights: compute float32 [Shard], gather float32, main float32 [Shard]
-    gradients: reduce float32, accumulate float32 [Shard]; optimizer state float32
-  floors.0 ... floors.7 (8 x Floor): 1,024 parameters each
-    2 tensors; padding none; 256 elements here, cut at rows
-    weights: compute float32 [Shard], gather float32, main float32 [Shard]
-    gradients: reduce float32, accumulate float32 [Shard]; optimizer state float32
-
-memory: 17.0 KiB of weights and gradients at rest, 17.1 KiB of optimizer state
-  gathered weights: at most 2 units besides the root, 4.0 KiB each (slots); 1 ahead in forward, 1 in backward
-  gradients on their way: 2 buckets of 4.0 KiB
-  so far at most 24.0 KiB of these, 8.0 KiB now
-AdamW: 18 parameters in 1 groups, steps on local tensors"""
+wrapper MegatronFSDP, model Tower, rank 1, world_size 4, device cpu, strategy optim_grads_params,
+unit_source given classes Floor, frozen_numel 0, numel 8,704
+axis name dp, role shard, size 4, position 1, ranks 0 to 3, backend gloo
+unit (root): Tower, 512 parameters
+  group parameters 2, numel 512, padding_numel 0, shard_numel 128, granularity rows, is_trainable, tensor_parallel 0,
+        storage float32, compute float32, gather float32, reduce float32, accumulate float32, main float32,
+        optimizer_state float32, compute_weight Shard, main_gradient Shard, main_weight Shard, compute_bytes 512 B,
+        main_bytes 0 B, gradient_bytes 512 B, padding_fraction 0.0000
+unit floors.0 ... floors.7 (8 units): Floor, 1,024 parameters each
+  group parameters 2, numel 1,024, padding_numel 0, shard_numel 256, granularity rows, is_trainable,
+        tensor_parallel 0, storage float32, compute float32, gather float32, reduce float32, accumulate float32,
+        main float32, optimizer_state float32, compute_weight Shard, main_gradient Shard, main_weight Shard,
+        compute_bytes 1.0 KiB, main_bytes 0 B, gradient_bytes 1.0 KiB, padding_fraction 0.0000
+memory allocator slots, slots 2, slot_bytes 4.0 KiB, buckets 2, bucket_bytes 4.0 KiB, forward_prefetch 1,
+       backward_prefetch 1, persistent_bytes 17.0 KiB, optimizer_bytes 17.1 KiB, gathered_bytes 8.0 KiB,
+       transient_peak_bytes 24.0 KiB
+optimizer class_name AdamW, param_groups 1, parameters 18, steps_locally"""
 
 
 def test_text_of_a_small_model() -> None:
@@ -164,7 +162,7 @@ def test_axes_of_a_hybrid_mesh() -> None:
     assert (described.strategy, described.outer_strategy) == ("optim_grads_params", "optim")
     assert described.units[1].groups[0].main_weight == ("Shard", "Shard")
     assert described.units[1].groups[0].shard_numel == FLOOR_NUMEL // 8
-    assert "outer (outer): 2 ranks, this is 1, gloo, global ranks 2, 6" in str(described)
+    assert "axis name outer, role outer, size 2, position 1, ranks 2 6, backend gloo\n" in str(described)
 
 
 CHANGED: dict[str, dict[str, Any]] = {
@@ -233,7 +231,7 @@ def _usual() -> Description:
 def test_one_rank_communicates_with_nobody() -> None:
     described = told(1, rank=0)
     assert described.axes[0].backend is None
-    assert "1 rank, never communicates" in str(described)
+    assert "axis name dp, role shard, size 1, position 0, ranks 0\n" in str(described)
 
 
 def test_tied_frozen_and_unused_parameters() -> None:
@@ -281,7 +279,7 @@ def _deep() -> nn.Module:
 def test_thirty_two_layers_are_good_to_read() -> None:
     described = told(64, build=_deep, steps=1)
     assert len(str(described).splitlines()) <= 60
-    assert "floors.0 ... floors.31 (32 x Floor): 1,024 parameters each" in str(described)
+    assert "unit floors.0 ... floors.31 (32 units): Floor, 1,024 parameters each" in str(described)
     assert json.loads(json.dumps(described.to_dict())) == described.to_dict()
     with pytest.raises(dataclasses.FrozenInstanceError):
         described.rank = 3  # type: ignore[misc]
@@ -303,7 +301,7 @@ def test_tensor_parallel_parts() -> None:
         ("dp", "shard", 1, (1, 3, 5, 7)),
         ("tp", "tensor parallel", 1, (2, 3)),
     ]
-    assert "2 tensors, 2 cut by tensor parallelism" in str(described)
+    assert "tensor_parallel 2," in str(described)
 
 
 def test_depths_of_both_directions_are_told_apart() -> None:

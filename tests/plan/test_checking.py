@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.checking import check_by_simulation
 from megatron_fsdp.plan.planning import plan
+from tests.support.simulated_plan import check_by_simulation
 from tests.support.tower import FEATURES, Floor, Tower
 from tests.support.transformer import Block, TinyTransformer
 
@@ -81,6 +80,14 @@ def test_a_plan_is_what_the_engine_does(
     assert ("dp_outer: bytes sent" in names) is ("dp_outer" in ranks)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_state_of_optimizers_is_what_torch_keeps(optimizer: str) -> None:
+    found = plan(
+        tower, 4, inputs=INPUTS[tower](), loss_fn=_mean, fsdp_unit_modules=[Floor], optimizer=optimizer, backend="gloo"
+    )
+    assert [each for each in check_by_simulation(found, tower) if not each.agrees] == []
+
+
 def test_a_wrong_plan_is_told() -> None:
     found = plan(
         tower,
@@ -93,9 +100,3 @@ def test_a_wrong_plan_is_told() -> None:
     )
     checked = check_by_simulation(found, partial(Tower, hidden=(48, 32, 40, 32, 64)), steps=False)
     assert [each.name for each in checked if not each.agrees] == ["compute weights", "main weights", "main gradients"]
-
-
-def test_what_a_simulation_cannot_do_is_refused() -> None:
-    found = plan(tower, 4, inputs=INPUTS[tower](), loss_fn=_mean, fsdp_unit_modules=[Floor], recompute="full")
-    with pytest.raises(ConfigurationError, match="the plan has recompute"):
-        check_by_simulation(found, tower)

@@ -16,11 +16,10 @@ from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.machine import find_machine
-from megatron_fsdp.plan.planning import RankMemory, Workload
+from megatron_fsdp.plan.planning import RankMemory, Workload, rank_memory
 from megatron_fsdp.plan.replay import replay_step
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
-from megatron_fsdp.plan.sharded import held_bytes as planned_bytes
-from megatron_fsdp.plan.sharded import plan_model, saving_bytes
+from megatron_fsdp.plan.sharded import plan_model
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.tower import FEATURES, Floor, Tower
@@ -233,12 +232,7 @@ def planned(case: Case, rank: int) -> tuple[RankMemory, int, int]:
     profile = profile_compute(module, inputs, unit_names=names, loss_fn=spec.loss, kernels="cpu")
     workload = Workload(case.model, module, inputs, 1)
     step = replay_step(model, profile, find_machine("h100"))
-    memory = RankMemory(
-        planned_bytes(model, workload.buffer_bytes, profile.used),
-        profile.input_bytes,
-        step.peak,
-        saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
-    )
+    memory = rank_memory(workload, model, profile, step)
     # where the root's weights were given back, an element of each of its groups stands for them
     stand_ins = sum(group.precision.compute.itemsize for group in model.units[0].groups if group.weights_in_slots)
     return memory, step.borrowed_bytes, step.moments[-1].gathered_bytes + stand_ins
@@ -260,11 +254,10 @@ SHORT = [
 def test_bytes_of_a_rank_are_those_planned(run_ranks: RunRanks, case: Case) -> None:
     for rank, measured in enumerate(run_ranks(case.world, _measure, case)):
         plan, borrowed_bytes, gathered_bytes = planned(case, rank)
-        held = plan.held
-        assert measured.buffers == (held.compute_weights, held.main_weights, held.main_gradients)
-        assert measured.state_bytes == held.optimizer
+        assert measured.buffers == (plan.compute_weights, plan.main_weights, plan.main_gradients)
+        assert measured.state_bytes == plan.optimizer
         assert measured.saved_bytes == plan.saving_bytes
         assert measured.transient_bytes == borrowed_bytes
-        kept = held.at_all_times + plan.input_bytes + gathered_bytes
+        kept = plan.resting_bytes + plan.input_bytes + gathered_bytes
         assert measured.between_bytes == kept, (measured.between_bytes - kept, plan)
         assert measured.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03), plan

@@ -44,9 +44,16 @@ def test_recomputation_repeats_a_forward_up_to_what_backward_needs() -> None:
     assert full.recomputed_flops == forward - last_products
 
 
-@pytest.mark.parametrize("recompute", ["selective", "attention", "mlp"])
+@pytest.mark.parametrize("recompute", ["selective", "every_second_product", "mlp"])
 def test_parts_keep_more_than_units_and_less_than_all(recompute: Recompute) -> None:
     assert profile("full").kept_bytes < profile(recompute).kept_bytes < profile("none").kept_bytes
+
+
+def test_the_core_of_attention_repeats_no_product_with_weights() -> None:
+    plain, found = profile("none"), profile("selective")
+    products = [sum(segment.product_flops for segment in each.segments) for each in (plain, found)]
+    assert products[0] == products[1]
+    assert found.recomputed_flops > 0
 
 
 def test_forwards_are_put_back() -> None:
@@ -65,5 +72,5 @@ def test_nothing_to_recompute_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no units besides the root"), recomputing(model, [""], "full"):
         pass
     words = "no units with self_attn, self_attention, attention, attn"
-    with pytest.raises(ConfigurationError, match=words), recomputing(Tower(), ["", "floors.0"], "attention"):
+    with pytest.raises(ConfigurationError, match=words), recomputing(Tower(), ["", "floors.0"], "selective"):
         pass

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from megatron_fsdp.hang.compare import Kind
-from megatron_fsdp.hang.explain import Explanation, explain
+from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.reading import read_folder
 from tests.support.usage_models import FEATURES, Layer, Ordered
 from tests.support.worker_pool import preloaded_modules

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_fsdp.cli.output import add_json, write_json, write_line
@@ -17,11 +19,7 @@ _OUTER, _SHARD = "dp_outer", "dp_shard"
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` returned.
-    """
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
     parser = subparsers.add_parser(
         "describe",
         help="units, layouts, dtypes, groups and options of a model on a rank, without hardware",
@@ -55,20 +53,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Describe the model.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConfigurationError: An option is unknown, or the model cannot be wrapped like that.
-    """
+    """Describe the model, and return the exit status."""
     from megatron_fsdp.config.precision import dtype_from_name
     from megatron_fsdp.plan.models import build_meta_model
     from megatron_fsdp.plan.simulate import simulated_model
 
     dtype = None if args.dtype is None else dtype_from_name(args.dtype, "--dtype")
-    spec = args.model if args.hf_config is None else _config_file(args.hf_config)
+    spec = args.model if args.hf_config is None else Path(args.hf_config)
     with simulated_model(
         lambda: build_meta_model(spec, dtype),
         num_ranks=_sizes(args),
@@ -85,14 +76,6 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_SAME
 
 
-def _config_file(given: str) -> Any:
-    from pathlib import Path
-
-    if not Path(given).exists():
-        raise ConfigurationError(f"--hf-config {given}: there is no such file or folder; nothing is downloaded")
-    return Path(given)
-
-
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
     if args.outer is None:
         return {_SHARD: args.ranks}
@@ -102,19 +85,12 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _optimizer(name: str) -> Any:
+    """Return a function that builds an optimizer of the parameters that are trained."""
     import torch
 
-    def adamw(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(_trainable(params))
-
-    def sgd(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(_trainable(params), lr=0.1)
-
-    return {"adamw": adamw, "sgd": sgd, "none": None}[name]
-
-
-def _trainable(params: Any) -> list[Any]:
-    return [param for param in params if param.requires_grad]
+    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=0.1)}
+    kind = kinds.get(name)
+    return None if kind is None else lambda params: kind([param for param in params if param.requires_grad])
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -22,11 +22,7 @@ _STRATEGIES = ("0", "1", "2", "3", "all")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` returned.
-    """
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
     parser = subparsers.add_parser(
         "doctor",
         help="train a model sharded on local ranks and in one process, and name what differs",
@@ -56,14 +52,22 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--samples", type=int, metavar="N", help="with --hf-config (default: 2 per rank and microbatch)"
     )
     parser.add_argument("--batch", metavar="FN", help="a function of a seed, or of nothing, that makes a batch")
-    parser.add_argument("--loss", metavar="FN", help="(model, samples) -> loss; without it the model's own .loss")
+    parser.add_argument(
+        "--loss", dest="loss_fn", metavar="FN", help="(model, samples) -> loss; without it the model's own .loss"
+    )
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--optimizer", default="adamw", metavar="FN", help="adamw (default), sgd, or (model) -> optimizer"
+        "--optimizer",
+        dest="optimizer_fn",
+        default="adamw",
+        metavar="FN",
+        help="adamw (default), sgd, or (model) -> optimizer",
     )
-    parser.add_argument("--shard", metavar="FN", help="(model, optimizer) -> both sharded, in place of fully_shard")
+    parser.add_argument(
+        "--shard", dest="shard_fn", metavar="FN", help="(model, optimizer) -> both sharded, in place of fully_shard"
+    )
     parser.add_argument("--ranks", type=int, default=3, metavar="N", help="ranks to start (default 3)")
     parser.add_argument(
         "--strategy", nargs="+", default=["all"], choices=_STRATEGIES, help="of fully_shard (default all)"
@@ -77,41 +81,33 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, metavar="X", help="allowed difference, relative (default: by dtype)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ...; default: accelerators if there are enough")
-    parser.add_argument("--no-checkpoint", action="store_true", help="leave the checkpoint round trip out")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for all of it (default 600)")
+    parser.add_argument(
+        "--no-checkpoint", dest="checkpoint", action="store_false", help="leave the checkpoint round trip out"
+    )
+    parser.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds for all of it (default 600)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check parity and print the result.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        MegatronFSDPError: The check could not be run.
-    """
+    """Check parity and print the result, and return the exit status."""
     from megatron_fsdp.doctor import check_parity  # the engine; commands for checkpoints start without it
 
     model_fn, batch = _what(args)
     strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
+    same = ("loss_fn", "optimizer_fn", "shard_fn", "ranks", "steps", "microbatches", "reduction", "seed", "tolerance")
     report = check_parity(
         model_fn,
         batch,
-        loss_fn=args.loss,
-        optimizer_fn=args.optimizer,
-        shard_fn=args.shard,
-        ranks=args.ranks,
         strategies=strategies,
-        steps=args.steps,
-        microbatches=args.microbatches,
         max_norm=args.max_norm or None,
-        reduction=args.reduction,
-        seed=args.seed,
-        tolerance=args.tolerance,
-        checkpoint=not args.no_checkpoint,
-        device=args.device,
-        timeout_s=args.timeout,
+        **{name: getattr(args, name) for name in (*same, "checkpoint", "device", "timeout_s")},
     )
     if args.json:
         write_json(report.to_dict())
@@ -156,15 +152,7 @@ def _show(report: ParityReport) -> None:
 
 
 def causal_model(path: str, layers: int | None) -> nn.Module:
-    """Build a causal language model with random weights, in eval mode.
-
-    Args:
-        path: A config.json, or the folder it is in.
-        layers: How many layers; None: as many as the configuration says.
-
-    Raises:
-        ConfigurationError: transformers is missing, or builds no causal language model from this configuration.
-    """
+    """Build a causal language model with random weights, in eval mode; None `layers`: as many as the config says."""
     config = _config(path, layers)
     transformers: Any = require("transformers", "--hf-config")
     try:

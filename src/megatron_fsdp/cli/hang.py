@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fsdp.cli.output import add_json, write_json, write_line, write_table
+from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 
 if TYPE_CHECKING:
@@ -16,11 +16,7 @@ _AFTER_S = 10.0
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` returned.
-    """
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
     parser = subparsers.add_parser(
         "hang",
         help="name the rank that the others wait for, its unit and what it does",
@@ -41,14 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain why a run hangs.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConfigurationError: There are no logs, or the time is invalid.
-    """
+    """Explain why a run hangs, and return the exit status."""
     from megatron_fsdp.config.hang_log import checked_timeout
     from megatron_fsdp.hang.explain import explain
     from megatron_fsdp.hang.reading import read_folder
@@ -58,33 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(_as_json(found))
     else:
-        _write(found)
+        write_line(str(found))
     return EXIT_DIFFERENT if found.is_odd else EXIT_SAME
-
-
-def _write(found: Explanation) -> None:
-    sentences = [text for finding in found.findings for text in finding.sentences]
-    for line in sentences or ["no rank stands out"]:
-        write_line(line)
-    write_line()
-    write_table(
-        ("", "rank", "model", "process", "operations", "quiet", "what it did last"),
-        [
-            (
-                "*" if row.is_odd else "",
-                str(row.rank),
-                str(row.model),
-                row.process,
-                str(row.operations),
-                f"{row.quiet_s:.1f} s",
-                row.doing,
-            )
-            for row in found.rows
-        ],
-        right=("rank", "model", "operations", "quiet"),
-    )
-    for line in found.remarks:
-        write_line(line)
 
 
 def _as_json(found: Explanation) -> dict[str, Any]:

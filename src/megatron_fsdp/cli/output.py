@@ -41,13 +41,7 @@ def write_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 
 def write_table(columns: Sequence[str], rows: Rows, *, right: Sequence[str] = ()) -> None:
-    """Print a table.
-
-    Args:
-        columns: Their titles.
-        rows: Cells of each row.
-        right: Titles of the columns that are aligned to the right.
-    """
+    """Print a table; the columns of the titles `right` are aligned to the right."""
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[place]) for row in [columns, *cells]) for place in range(len(columns))]
     for row in [columns, *cells]:

@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
-from megatron_fsdp.cli.output import write_error, write_facts, write_json, write_line, write_table
-from megatron_fsdp.cli.plan_config import build_trainer_model, planned_run, trainer_workload
+from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_table
+from megatron_fsdp.cli.plan_config import planned_run, trainer_workload
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.config.precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import report
-from megatron_fsdp.plan.checking import check_by_simulation
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
-from megatron_fsdp.plan.models import PRESETS, build_meta_model, comes_from_config
-from megatron_fsdp.plan.planning import Plan, Recommendation, Workload, make_workload, plan_workload, recommend
+from megatron_fsdp.plan.models import PRESETS
+from megatron_fsdp.plan.planning import (
+    Plan,
+    Recommendation,
+    Workload,
+    WorkloadOptions,
+    make_workload,
+    plan_workload,
+    recommend,
+)
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
-from megatron_fsdp.plan.setup import Accumulation, Backend, ParallelRanks, Setup, find_optimizer
-from megatron_fsdp.train.options.command_line import PRESETS as TRAINER_PRESETS
+from megatron_fsdp.plan.setup import ParallelRanks, Recompute, Setup, make_setup
+from megatron_fsdp.train.options.presets import PRESETS as TRAINER_PRESETS
 
 _AUTO = "auto"
 _MOST_RANKS = 10**7
-_BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "check", "run", "parser")
+_BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "run", "parser")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` returned.
-    """
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
     parser = subparsers.add_parser(
         "plan",
         help="memory, traffic and time of a run, without hardware",
@@ -69,7 +70,6 @@ def add_parser(subparsers: Any) -> None:
     out("--json", action="store_true", help="print JSON")
     out("--picture", metavar="FILE", type=Path, help="draw memory over the step (.png, .svg, .pdf)")
     out("--units", action="store_true", help="list units with their parameters and padding")
-    out("--check", action="store_true", help="check the plan by a simulated run of the real engine")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -130,9 +130,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--outer-strategy", help="no_shard or optim (no_shard)")
     add(
         "--recompute",
-        choices=("none", "full", "selective", "attention", "mlp"),
-        help="what is recomputed (selective: all but attention and every second matrix product); with --strategy auto "
-        "none and full are tried",
+        choices=get_args(Recompute),
+        help="what is recomputed (full: layers; selective: the core of attention; every_second_product: layers but for "
+        "the results of attention and of every second product; mlp); with --strategy auto none and full are tried",
     )
     add("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, momentum or sgd (adamw)")
     add("--dtype", help="of the weights that compute uses, for configs (bf16)")
@@ -144,33 +144,23 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan a run and print the plan.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConfigurationError: A name is not known or a value is impossible.
-    """
+    """Plan a run and print the plan, and return the exit status."""
     if args.list:
         return _list()
     if args.published:
         return _published(as_json=args.json)
-    if args.picture is not None and not args.picture.parent.is_dir():
-        raise ConfigurationError(f"--picture {args.picture}: there is no folder {args.picture.parent}; make it first")
     if args.model is None and args.config is None:
         raise ConfigurationError(
             "no model was given; name a preset (--list), a config or package.module:function, or give --config"
         )
     if not 1 <= args.ranks <= _MOST_RANKS:
         raise ConfigurationError(f"invalid --ranks {args.ranks}: give 1 to {_MOST_RANKS:,}")
-    plan, build = _plan_model(args) if args.config is None else _plan_config(args)
-    agrees = not args.check or _agrees(args, plan, build)
-    return EXIT_SAME if plan.fits and agrees else EXIT_DIFFERENT
+    plan = _plan_model(args) if args.config is None else _plan_config(args)
+    return EXIT_SAME if plan.fits else EXIT_DIFFERENT
 
 
-def _plan_config(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]]:
-    """Plan a run of the trainer from its configuration file, show it, and return how its model is built."""
+def _plan_config(args: argparse.Namespace) -> Plan:
+    """Plan a run of the trainer from its configuration file, and show it."""
     for name, default in vars(args.parser.parse_args([])).items():
         if name not in _BESIDE_CONFIG and getattr(args, name) != default:
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
@@ -181,11 +171,11 @@ def _plan_config(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module
     if not args.json:
         for notice in run.notices:
             write_line(f"the trainer tells: {notice}")
-    return plan, run.build
+    return plan
 
 
-def _plan_model(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]]:
-    """Plan a model with the options of the command line, show it, and return how it is built."""
+def _plan_model(args: argparse.Namespace) -> Plan:
+    """Plan a model with the options of the command line, and show it."""
     is_auto = args.strategy == _AUTO
     if is_auto and (args.outer is not None or args.outer_strategy is not None):
         raise ConfigurationError(
@@ -202,13 +192,7 @@ def _plan_model(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]
     else:
         plan = plan_workload(workload, setup, machine)
     _show(args, plan, tried)
-
-    def build() -> nn.Module:
-        if args.model in TRAINER_PRESETS:
-            return build_trainer_model(args.model, dtype)
-        return build_meta_model(args.model, dtype if comes_from_config(args.model) else None)
-
-    return plan, build
+    return plan
 
 
 # ---- from flags to what is planned ----------------------------------------------------------------------------------
@@ -217,48 +201,40 @@ def _plan_model(args: argparse.Namespace) -> tuple[Plan, Callable[[], nn.Module]
 def _setup(args: argparse.Namespace) -> Setup:
     dtypes = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
     strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
-    return Setup(
+    same = ["microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel"]
+    same += ["virtual_stages", "fp8", "overlap_exchanges"]
+    return make_setup(
         _ranks(args),
-        resolve_strategy(_number(strategy), "--strategy"),
-        resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
-        MixedPrecisionPolicy(*(None if name == _AUTO else dtype_from_name(name) for name in dtypes)),
-        microbatches=args.microbatches,
-        accumulation=Accumulation[args.accumulation.upper()],
-        optimizer=find_optimizer(args.optimizer),
-        recompute=args.recompute or "none",
-        backend=Backend(args.backend),
-        sequence_parallel=args.sequence_parallel,
-        virtual_stages=args.virtual_stages,
-        fp8=args.fp8,
-        overlap_exchanges=args.overlap_exchanges,
+        strategy=resolve_strategy(_number(strategy), "--strategy"),
+        outer_strategy=resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
+        policy=MixedPrecisionPolicy(*(None if name == _AUTO else dtype_from_name(name) for name in dtypes)),
+        **{name: getattr(args, name) for name in same},
     )
 
 
 def _ranks(args: argparse.Namespace) -> ParallelRanks:
-    if args.outer is not None and args.outer < 1:
-        raise ConfigurationError(f"invalid --outer {args.outer}: give 1 or more, or leave it out")
-    divided = args.tp * args.cp * args.pp * (args.outer or 1)
+    outer = 1 if args.outer is None else args.outer
+    divided = args.tp * args.cp * args.pp * outer
     if divided < 1 or args.ranks % divided:
         raise ConfigurationError(
             f"--ranks {args.ranks} is not a multiple of tp x cp x pp x outer = {args.tp} x {args.cp} x {args.pp} x "
-            f"{args.outer or 1} = {divided}; give sizes whose product divides it"
+            f"{outer} = {divided}; give sizes whose product divides it"
         )
-    return ParallelRanks(args.ranks // divided, args.outer or 1, args.tp, args.cp, args.pp, args.ep)
+    return ParallelRanks(args.ranks // divided, outer, args.tp, args.cp, args.pp, args.ep)
 
 
 def _workload(args: argparse.Namespace, ranks: ParallelRanks, dtype: torch.dtype) -> Workload:
     if args.model in TRAINER_PRESETS:
         return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, dtype)
     loss_fn: Any = None if args.loss is None else import_by_path(args.loss, "--loss")
-    return make_workload(
-        args.model,
-        ranks,
+    asked = WorkloadOptions(
         inputs=None if args.inputs is None else _inputs(args.inputs),
         loss_fn=loss_fn,
         sequence_length=args.sequence_length,
         micro_batch=args.micro_batch_size,
         dtype=None if args.dtype is None else dtype,
     )
+    return make_workload(args.model, ranks, asked)
 
 
 def _inputs(path: str) -> Any:
@@ -329,19 +305,3 @@ def _show(args: argparse.Namespace, plan: Plan, tried: Recommendation | None) ->
     write_line("flags: " + " ".join(report.flags(plan.setup)))
     if args.picture is not None:
         write_line(f"memory over the step: {args.picture}")
-
-
-def _agrees(args: argparse.Namespace, plan: Plan, build: Callable[[], nn.Module]) -> bool:
-    """Simulate the run with the engine, print both, and return whether they agree."""
-    found = check_by_simulation(plan, build)
-    if not args.json:
-        write_line()
-        rows = [
-            (each.name, f"{each.planned:,}", f"{each.simulated:,}", "ok" if each.agrees else "DIFFERS")
-            for each in found
-        ]
-        write_table(("checked by a simulated run", "planned", "simulated", ""), rows, right=("planned", "simulated"))
-    wrong = [each.name for each in found if not each.agrees]
-    if wrong:
-        write_error(f"plan and simulation differ in {', '.join(wrong)}")
-    return not wrong

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from megatron_fsdp.config.engine_options import resolve_memory_options
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from megatron_fsdp.plan.models import build_meta_model
-from megatron_fsdp.plan.planning import Workload, make_workload
-from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Recompute, Setup, find_optimizer
+from megatron_fsdp.plan.planning import Workload, WorkloadOptions, make_workload
+from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Setup, find_optimizer
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
 from megatron_fsdp.train.options.command_line import Layer, assemble, find_preset, parse_options
@@ -27,27 +24,14 @@ from megatron_fsdp.train.options.resolve import resolve
 
 _BYTES = 256
 """The vocabulary of the trainer's default tokens."""
-_RECOMPUTE: dict[str | None, Recompute] = {None: "none", "full": "full", "selective": "attention"}
 
 # ---- presets --------------------------------------------------------------------------------------------------------
-
-
-def build_trainer_model(name: str, dtype: torch.dtype) -> Decoder:
-    """Build the model of a preset with a vocabulary of bytes, on the default device."""
-    return _build(_preset(name)[0], _BYTES, dtype)
 
 
 def trainer_workload(
     name: str, ranks: ParallelRanks, sequence_length: int | None, micro_batch: int | None, dtype: torch.dtype
 ) -> Workload:
-    """Build the workload of one rank of the trainer with a preset.
-
-    Args:
-        name: Of the preset.
-        ranks: Data-parallel ones only.
-        sequence_length: Tokens of a sequence; None: the preset's.
-        micro_batch: Sequences per rank; None: the preset's.
-        dtype: Of the weights that compute uses.
+    """Build the workload of one rank of the trainer with a preset, which has a batch of its own.
 
     Raises:
         ConfigurationError: The ranks are those of another parallelism.
@@ -57,7 +41,7 @@ def trainer_workload(
         own_micro_batch if micro_batch is None else micro_batch,
         (options.seq_length or 1) if sequence_length is None else sequence_length,
     )
-    return _workload(lambda: build_trainer_model(name, dtype), ranks, shape, name)
+    return _workload(options, _BYTES, dtype, ranks, shape, name)
 
 
 def _preset(name: str) -> tuple[ModelOptions, int]:
@@ -66,24 +50,21 @@ def _preset(name: str) -> tuple[ModelOptions, int]:
     return options.model, options.training.micro_batch_size or 1
 
 
-def _build(options: ModelOptions, vocab_size: int, dtype: torch.dtype) -> Decoder:
-    """Build the trainer's own decoder for these options on the default device."""
-    return Decoder(model_shape(options, vocab_size)).to(dtype)
-
-
-def _workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[int, int], name: str) -> Workload:
+def _workload(
+    options: ModelOptions, vocab_size: int, dtype: torch.dtype, ranks: ParallelRanks, shape: tuple[int, int], name: str
+) -> Workload:
     """Build the workload of one rank with the trainer's own decoder, on (sequences, tokens)."""
     with torch.device("meta"):
-        model = build()
+        model = Decoder(model_shape(options, vocab_size)).to(dtype)
     tokens = torch.empty(shape, dtype=torch.long, device="meta")
-
-    def loss(logits: torch.Tensor) -> torch.Tensor:
-        targets = tokens if logits.is_meta else torch.empty_like(tokens, device=logits.device)  # in a simulated run
-        return next_token_loss(logits, targets)
-
-    return make_workload(
-        model, ranks, inputs=tokens, loss_fn=loss, fsdp_unit_modules=[Block], name=name, tokens=tokens.numel()
+    asked = WorkloadOptions(
+        inputs=tokens,
+        loss_fn=lambda logits: next_token_loss(logits, tokens),
+        fsdp_unit_modules=[Block],
+        name=name,
+        tokens=tokens.numel(),
     )
+    return make_workload(model, ranks, asked)
 
 
 # ---- configurations -------------------------------------------------------------------------------------------------
@@ -91,18 +72,10 @@ def _workload(build: Callable[[], Decoder], ranks: ParallelRanks, shape: tuple[i
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of the trainer, for the planner.
-
-    Attributes:
-        setup: Ranks, strategy, dtypes, batch and optimizer.
-        workload: What one rank computes.
-        build: Makes the whole model on the default device, to check a plan by.
-        notices: Messages that the trainer would print.
-    """
+    """A run of the trainer, for the planner; the trainer would print the notices."""
 
     setup: Setup
     workload: Workload
-    build: Callable[[], nn.Module]
     notices: tuple[str, ...]
 
 
@@ -117,27 +90,18 @@ def planned_run(path: Path, num_ranks: int) -> PlannedRun:
     setup, options = _setup(job), job.options
     model = options.model.hf_config or options.model.hf_model
     if model is not None:
-        workload = make_workload(
-            model,
-            setup.ranks,
-            sequence_length=job.seq_length,
-            micro_batch=job.batch.micro,
-            dtype=job.dtype,
-            name=str(model),
-        )
-        return PlannedRun(setup, workload, lambda: build_meta_model(model, job.dtype), job.notices)
+        asked = WorkloadOptions(job.seq_length, job.batch.micro, job.dtype, name=str(model))
+        workload = make_workload(model, setup.ranks, asked)
+        return PlannedRun(setup, workload, job.notices)
     vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
     if vocab_size is None:
         raise ConfigurationError(
             f"--config {path} does not say how many tokens there are: set vocab_size, or tokenizer_type: byte"
         )
 
-    def build() -> Decoder:
-        return _build(options.model, vocab_size, job.dtype)
-
-    return PlannedRun(
-        setup, _workload(build, setup.ranks, (job.batch.micro, job.seq_length), str(path)), build, job.notices
-    )
+    shape = job.batch.micro, job.seq_length
+    workload = _workload(options.model, vocab_size, job.dtype, setup.ranks, shape, str(path))
+    return PlannedRun(setup, workload, job.notices)
 
 
 def _check(job: Job, path: Path) -> None:
@@ -186,6 +150,6 @@ def _setup(job: Job) -> Setup:
         microbatches=job.batch.microbatches,
         accumulation=Accumulation.LAST if defers else Accumulation.EVERY,
         optimizer=find_optimizer("adamw-fused" if chosen.optimizer == "adam" else momentum),
-        recompute=_RECOMPUTE[job.options.training.recompute_granularity],
+        recompute=job.options.training.recompute_granularity or "none",
         sequence_parallel=job.options.parallel.sequence_parallel,
     )

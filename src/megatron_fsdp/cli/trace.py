@@ -1,4 +1,4 @@
-"""`mfsdp trace`: recordings of all ranks as a table, JSON, a picture or one file for a viewer."""
+"""`mfsdp trace`: recordings of all ranks as a table, JSON or one file for a viewer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ _RANK_COLUMNS = ("rank", "step", "own", *_TIMES, "exposed", "hidden", "sent", "m
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command.
-
-    Args:
-        commands: What `ArgumentParser.add_subparsers` returned.
-    """
+    """Add the command to what `ArgumentParser.add_subparsers` returned."""
     parser = commands.add_parser(
         "trace",
         help="look into recorded timelines",
@@ -36,31 +32,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="where write_timeline wrote trace-rank*.json")
     parser.add_argument("--step", type=int, metavar="K", help="look at one step; else at all that every rank recorded")
     parser.add_argument("--json", action="store_true", help="print JSON, with times in nanoseconds")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the step, or the last one")
     parser.add_argument("--merge", type=Path, metavar="FILE", help="write one JSON of all ranks for Perfetto")
     parser.add_argument("--partial", action="store_true", help="go on where files of some ranks are missing")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read timelines, compare them, and write the requested output.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        TraceError: There is nothing to read, or it is damaged.
-    """
+    """Read timelines, compare them, and write the requested output, and return the exit status."""
     from megatron_fsdp.trace.files import read_timelines, write_chrome
-    from megatron_fsdp.trace.picture import timeline_png
-    from megatron_fsdp.trace.summary import compare, on_one_clock
+    from megatron_fsdp.trace.summary import compare
 
     timelines = read_timelines(args.folder, partial=args.partial)
     found = compare(timelines, args.step)
-    if args.png is not None:
-        timeline_png(args.png, timelines, None if args.step is None else [args.step])
     if args.merge is not None:
-        write_chrome(args.merge, on_one_clock(timelines))
+        write_chrome(args.merge, timelines)
     if args.json:
         write_json(_as_json(found, timelines))
     else:

@@ -4,138 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-_RANKS_SHOWN = 8
-_NAMES_SHOWN = 4
-
-
-def lines_of(told: Description) -> list[str]:
-    """Format a description as text: runs of equal units in one line, options only where they were given.
-
-    Args:
-        told: What to describe.
-
-    Returns:
-        Lines without line ends.
-    """
-    outer = f", {told.outer_strategy} outside" if told.outer_strategy is not None else ""
-    lines = [
-        f"{told.wrapper} of {told.model}: {told.numel:,} parameters, strategy {told.strategy}{outer}",
-        f"rank {told.rank} of {told.world_size}, on {told.device}",
-        *_axis_lines(told),
-        "",
-        *_unit_lines(told),
-        "",
-        *_memory_lines(told.memory),
-        *_optimizer_lines(told),
-        *_option_lines(told),
-    ]
-    return [*lines, *(f"note: {notice}" for notice in told.notices)]
-
-
-def _axis_lines(told: Description) -> Iterator[str]:
-    for axis in told.axes:
-        yield f"  {axis.name} ({axis.role}): {_ranks(axis)}"
-    if told.own_groups:
-        yield "  collectives run over process groups of the engine's own"
-
-
-def _ranks(axis: AxisDescription) -> str:
-    if axis.backend is None:
-        return "1 rank, never communicates"
-    second = ", gathers over a second group" if axis.has_gather_group else ""
-    return f"{axis.size} ranks, this is {axis.position}, {axis.backend}, global ranks {_some(axis.ranks)}{second}"
-
-
-def _some(ranks: Sequence[int]) -> str:
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step or 1)):
-        return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step != 1 else "")
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    return shown + (f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else "")
-
-
-def _unit_lines(told: Description) -> Iterator[str]:
-    yield f"{len(told.units) - 1} units besides the root ({told.unit_source})"
-    for _, run in groupby(told.units, key=_pattern):
-        yield from _run_lines(list(run))
-    for further, first in told.tied:
-        yield f"  {further} is tied to {first}"
-    if told.frozen_numel:
-        yield f"  {told.frozen_numel:,} parameters are frozen"
-    if told.unused:
-        more = f" and {len(told.unused) - _NAMES_SHOWN} more" if len(told.unused) > _NAMES_SHOWN else ""
-        yield f"  no rank used {', '.join(told.unused[:_NAMES_SHOWN])}{more}"
-
-
-def _pattern(unit: UnitDescription) -> tuple[object, ...]:
-    """Return what consecutive units that are described together have in common."""
-    return (unit.index == 0, re.sub(r"\d+", "#", unit.label), unit.class_name, unit.numel, unit.groups)
-
-
-def _run_lines(run: Sequence[UnitDescription]) -> Iterator[str]:
-    first, each = run[0], " each" if len(run) > 1 else ""
-    names = first.label if len(run) == 1 else f"{first.label} ... {run[-1].label}"
-    count = f"{len(run)} x " if len(run) > 1 else ""
-    yield f"  {names} ({count}{first.class_name}): {first.numel:,} parameters{each}"
-    for group in first.groups:
-        yield from (f"    {line}" for line in _group_lines(group))
-
-
-def _group_lines(group: GroupDescription) -> Iterator[str]:
-    kinds = [
-        "" if group.is_trainable else "frozen",
-        "experts" if group.is_expert else "",
-        f"{group.tensor_parallel} cut by tensor parallelism" if group.tensor_parallel else "",
-    ]
-    kind = "".join(f", {kind}" for kind in kinds if kind)
-    padding = f"{group.padding_numel:,} ({100 * group.padding_fraction:.2f} %)" if group.padding_numel else "none"
-    yield (
-        f"{group.parameters} tensors{kind}; padding {padding}; {group.shard_numel:,} elements here, "
-        f"cut at {' or '.join(group.granularity)}"
-    )
-    yield (
-        f"weights: compute {group.compute} [{', '.join(group.compute_weight)}], gather {group.gather or 'none'}, "
-        f"main {group.main} [{', '.join(group.main_weight)}]"
-    )
-    if group.is_trainable:
-        state = f"; optimizer state {', '.join(group.optimizer_state)}" if group.optimizer_state else ""
-        yield (
-            f"gradients: reduce {group.reduce or 'none'}, accumulate {group.accumulate} "
-            f"[{', '.join(group.main_gradient)}]{state}"
-        )
-
-
-def _memory_lines(memory: MemoryDescription) -> Iterator[str]:
-    held = f"{in_bytes(memory.persistent_bytes)} of weights and gradients at rest"
-    yield f"memory: {held}, {in_bytes(memory.optimizer_bytes)} of optimizer state"
-    if memory.slots:
-        yield (
-            f"  gathered weights: at most {memory.slots} units besides the root, {in_bytes(memory.slot_bytes)} each "
-            f"({memory.allocator}); {memory.forward_prefetch} ahead in forward, {memory.backward_prefetch} in backward"
-        )
-    yield f"  gradients on their way: {memory.buckets} buckets of {in_bytes(memory.bucket_bytes)}"
-    yield f"  so far at most {in_bytes(memory.transient_peak_bytes)} of these, {in_bytes(memory.gathered_bytes)} now"
-
-
-def _optimizer_lines(told: Description) -> Iterator[str]:
-    if not told.optimizers:
-        yield "no optimizer is connected"
-    for optimizer in told.optimizers:
-        how = "steps on local tensors" if optimizer.steps_locally else "steps on DTensors"
-        yield f"{optimizer.class_name}: {optimizer.parameters} parameters in {optimizer.param_groups} groups, {how}"
-
-
-def _option_lines(told: Description) -> Iterator[str]:
-    if told.options:
-        yield ""
-        yield "options that are not at their defaults"
-    for name, value in told.options.items():
-        yield f"  {name}={value}"
+_WIDTH = 118
+_SHOWN = 8
 
 
 def in_bytes(count: float) -> str:
@@ -349,8 +225,66 @@ class Description:
         return plain
 
     def __str__(self) -> str:
-        """Format for people."""
-        return "\n".join(lines_of(self))
+        """Format for people: fields that say something, and runs of equal units together."""
+        return "\n".join(_lines(self))
+
+
+def _lines(told: Description) -> Iterator[str]:
+    yield from _wrapped(told, "", numel=told.numel)
+    for axis in told.axes:
+        yield from _wrapped(axis, "axis ")
+    for _, run in groupby(told.units, key=_pattern):
+        units = list(run)
+        names = units[0].label if len(units) == 1 else f"{units[0].label} ... {units[-1].label} ({len(units)} units)"
+        yield f"unit {names}: {units[0].class_name}, {units[0].numel:,} parameters{' each' * (len(units) > 1)}"
+        for group in units[0].groups:
+            yield from _wrapped(group, "  group ", padding_fraction=f"{group.padding_fraction:.4f}")
+    yield from _wrapped(told.memory, "memory ")
+    for optimizer in told.optimizers:
+        yield from _wrapped(optimizer, "optimizer ")
+    yield from (f"option {name}={value}" for name, value in told.options.items())
+    yield from (f"{further} is tied to {first}" for further, first in told.tied)
+    yield from (f"note: {notice}" for notice in told.notices)
+
+
+_OWN_LINES = ("axes", "units", "memory", "optimizers", "options", "tied", "notices")
+
+
+def _wrapped(part: Any, title: str, **more: object) -> list[str]:
+    """List the names and values of the fields that say something, as wrapped lines."""
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)} | more
+    shown = [
+        (name, value)
+        for name, value in values.items()
+        if name not in _OWN_LINES and value is not None and value is not False and value != ()
+    ]
+    words = [name if value is True else f"{name} {_word(name, value)}" for name, value in shown]
+    unbreakable = ", ".join(word.replace(" ", "\0") for word in words)
+    found = textwrap.wrap(title + unbreakable, _WIDTH, subsequent_indent=" " * len(title), break_long_words=False)
+    return [line.replace("\0", " ") for line in found]
+
+
+def _word(name: str, value: Any) -> str:
+    if name == "ranks":
+        return _ranks(value)
+    if name.endswith("_bytes"):
+        return in_bytes(value)
+    if isinstance(value, tuple):
+        return "/".join(value[:_SHOWN]) + f" and {len(value) - _SHOWN} more" * (len(value) > _SHOWN)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name ranks that are equally far apart by their ends."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step or 1)):
+        return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step != 1 else "")
+    return " ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+
+def _pattern(unit: UnitDescription) -> tuple[object, ...]:
+    """Return what consecutive units that are described together have in common."""
+    return (unit.index == 0, re.sub(r"\d+", "#", unit.label), unit.class_name, unit.numel, unit.groups)
 
 
 def _plain(value: object) -> object:

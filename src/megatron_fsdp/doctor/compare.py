@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megatron_fsdp.doctor.diagnose import EXACT, Context, Diagnosis, Tolerance, diagnose
 from megatron_fsdp.doctor.reference import Reference
 from megatron_fsdp.doctor.report import (
     BUFFER,
@@ -18,19 +17,19 @@ from megatron_fsdp.doctor.report import (
     GRADIENT,
     INITIAL,
     LOADED,
-    LOSS,
     RESUMED,
     STATE,
     WEIGHT,
     Difference,
 )
+from megatron_fsdp.doctor.tolerance import EXACT, Tolerance
 from megatron_fsdp.doctor.training import Observation, Place, Values
 
 _ROUNDINGS = 4
 """A weight before and after, on either side, each rounded once or twice by half an eps."""
+_FEW = 8
+"""Up to this many elements may each equal that of some rank by chance."""
 _AFTERWARDS = {LOADED: " after saving and loading", RESUMED: " in the run that was loaded"}
-_UPDATE = Tolerance(1e-2)
-"""For diagnosing an update: a difference of nearly equal weights has few significant digits."""
 
 
 def compare(reference: Reference, found: Observation, *, repeats: bool = True) -> list[Difference]:
@@ -48,6 +47,15 @@ def compare(reference: Reference, found: Observation, *, repeats: bool = True) -
     pairs = {place: (want, found.values[place]) for place, want in right} | dict(found.round_trip)
     places = (_Tensors(reference, found, repeats, place, *pair).compare() for place, pair in pairs.items())
     return [difference for difference in places if difference is not None]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What is said of a tensor that differs; see `Difference`."""
+
+    kind: str
+    words: str
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,29 +101,22 @@ class _Tensors:
         rank = self._wrong_rank(name)
         value = self.got.get(name) if rank is None else self.by_rank[name][rank]
         if name in self.by_rank and rank is None:
-            told = Diagnosis(
-                "ranks disagree", "is not the same on all ranks, though each is within what rounding allows"
-            )
+            words = "is not the same on all ranks, though each is within what rounding allows"
+            told = _Told("ranks disagree", words)
         else:
-            told = self._explain(name, value)
-            if rank is not None:
-                told = replace(told, words=f"is not the same on all ranks: on rank {rank} it {told.words}")
-            told = replace(told, words=told.words + _AFTERWARDS.get(self.where, "") + self._tell_owners(names))
+            told = self._tell(name, value)
+        on = "" if rank is None else f"is not the same on all ranks: on rank {rank} it "
         error, limit = self._worst(name, value)
-        return Difference(
-            self.where, self.step, name, told.kind, told.words, told.ratio, error, limit, tuple(names[1:])
-        )
+        words = f"{on}{told.words}{_AFTERWARDS.get(self.where, '')}"
+        return Difference(self.where, self.step, name, told.kind, words, told.ratio, error, limit, tuple(names[1:]))
 
     def _ordered(self) -> Iterator[str]:
-        """Yield names in the order of causes: gradients as backward makes them, then frozen weights before others."""
+        """Yield names in the order of causes: gradients as backward makes them."""
         every = dict.fromkeys([*self.want, *self.got])
-        if self.where == GRADIENT:
-            order = self.reference.backward_order
-            yield from (name for name in order if name in every)
-            yield from (name for name in every if name not in order)
-        else:
-            compared = [n for n in every if self.where != BUFFER or n not in self.reference.excused]
-            yield from sorted(compared, key=lambda name: name not in self.reference.frozen)
+        order = self.reference.backward_order if self.where == GRADIENT else ()
+        yield from (name for name in order if name in every)
+        excused = self.reference.excused if self.where == BUFFER else ()
+        yield from (name for name in every if name not in order and name not in excused)
 
     # ---- does it differ -----------------------------------------------------------------------------------------
 
@@ -127,16 +128,10 @@ class _Tensors:
             is_nothing = want is None and self.where == GRADIENT and present is not None and not bool(present.any())
             # Not every optimizer shows its steps.
             return want is not got and not is_nothing and self.where != COUNTER
-        if want.shape != got.shape:
+        if want.shape != got.shape or bool(self.allowed.differing(want, got, self._extra(name)).any()):
             return True
-        return bool(self._wrong_elements(name, got).any())
-
-    def _wrong_elements(self, name: str, got: Tensor) -> Tensor:
-        """Return which elements differ from those of one process; both tensors have the same shape."""
-        want = self.want[name]
-        assert want is not None
-        wrong, update = self.allowed.differing(want, got, self._extra(name)), self._update(name, got)
-        return wrong if update is None else wrong | (update[0] > update[1])
+        update = self._update(name, got)
+        return update is not None and bool((update[0] > update[1]).any())
 
     def _wrong_rank(self, name: str) -> int | None:
         """Return the first rank whose value is wrong, where ranks disagree."""
@@ -190,67 +185,56 @@ class _Tensors:
             allowed = allowed if spread is None else allowed + 2 * spread
         return (own - change).abs(), allowed
 
-    # ---- causes -------------------------------------------------------------------------------------------------
+    # ---- how it differs -----------------------------------------------------------------------------------------
 
-    def _explain(self, name: str, got: Tensor | None) -> Diagnosis:
-        want, context = self.want.get(name), self._context(name)
-        is_frozen = name in self.reference.frozen
-        if self.where == GRADIENT and is_frozen:
-            return Diagnosis("frozen", "belongs to a frozen parameter, which has none in one process: it is trained")
-        if self.where == COUNTER and want is not None and got is not None:
-            return Diagnosis("counter", f"is {float(got):g} where one process has {float(want):g}")
+    def _tell(self, name: str, got: Tensor | None) -> _Told:
+        """Say how a tensor differs, by what was measured: values, norms, and other runs of one process."""
+        want = self.want.get(name)
+        if got is None:
+            return _Told("missing", "is missing (None), where one process has one")
+        if want is None:
+            return _Told("unexpected", "is there, where one process has none (None)")
+        if want.shape != got.shape:
+            return _Told("shape", f"has the shape {tuple(got.shape)} where one process has {tuple(want.shape)}")
+        bad = ~got.isfinite() & want.isfinite()
+        if bool(bad.any()):
+            what = "NaN" if bool(got.isnan().any()) else "infinite"
+            return _Told("non-finite", f"is {what} in {int(bad.sum())} of {bad.numel()} elements")
+        stale = self.reference.stale.get(self.place, {}).get(name)
+        if stale is not None and self.allowed.agrees(stale, got):
+            return _Told("stale", f"is what the weights before update {self.step - 1} give")
+        unreduced = self._tell_unreduced(name, want, got)
+        if unreduced is not None:
+            return _Told("not reduced", unreduced)
+        if not want.dim():
+            ratio = float(got) / float(want) if float(want) else math.inf
+            return _Told("differs", f"is {float(got):.7g} where one process has {float(want):.7g}", ratio)
         changes = self._changes(name, got)
         if changes is None:
-            told = diagnose(want, got, context, self.allowed)
-            hint = ": as where ranks draw weights from seeds of their own"
-            is_drawn = self.where == INITIAL and told.kind == "unknown"
-            return replace(told, words=told.words + hint) if is_drawn else self._with_wrong_ranks(told)
-        if is_frozen:
-            return Diagnosis("frozen", f"is a frozen parameter, and has changed in update {self.step}")
-        if bool(changes[0].any()) and not bool(changes[1].any()):
-            words = f"is stale by one step: it equals its value before update {self.step} (not updated)"
-            return Diagnosis("stale", words, 0.0)
-        told = diagnose(want, got, context, self.allowed)
-        if told.kind not in ("factor", "unknown"):
-            return told
-        told = diagnose(*changes, replace(context, what="update", stale=None), _UPDATE)
-        return replace(told, words=f"has an update that {told.words}")
+            return _told_by_norms("has", want.double(), got.double())
+        return _told_by_norms("has an update with", *changes)
 
-    def _with_wrong_ranks(self, told: Diagnosis) -> Diagnosis:
-        """Name the ranks whose loss is wrong, if the tensor is a loss."""
-        if self.where != LOSS or not self.found.losses_of_ranks:
-            return told
-        losses = self.found.losses_of_ranks[self.step - 1]
-        wrong = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        if self.step == 1 and not wrong:
-            pairs = zip(self.reference.losses_of_ranks, losses, strict=False)
-            wrong = [rank for rank, (right, own) in enumerate(pairs) if not self.allowed.agree_numbers(right, own)]
-        return replace(told, words=f"{told.words} (wrong on rank(s) {', '.join(map(str, wrong))})") if wrong else told
+    def _tell_unreduced(self, name: str, want: Tensor, got: Tensor) -> str | None:
+        """Recognise a gradient of some ranks' samples only, where those of each rank alone are known."""
+        of_ranks = [found.get(name) for found in self.reference.of_ranks] if self.place == (GRADIENT, 1) else []
+        own = [value for value in of_ranks if value is not None]
+        if len(own) < max(2, len(of_ranks)):
+            return None
+        for scale in (1.0, 1.0 / len(own)):
+            wrong = torch.stack([self.allowed.differing(value * scale, got) for value in own])
+            for rank, differs in enumerate(wrong):
+                if not bool(differs.any()):
+                    return f"is not reduced over ranks: it equals the gradient of rank {rank}'s samples alone"
+            if got.numel() > _FEW and not bool(wrong.all(0).any()):
+                return "is not reduced over ranks: each piece equals the gradient of one rank's samples alone"
+        for rank, value in enumerate(own):
+            if self.allowed.agrees(want.double() - value.double() / len(own), got):
+                return f"lacks the gradient of rank {rank}'s samples: it is not in the sum"
+        return None
 
-    def _tell_owners(self, names: Sequence[str]) -> str:
-        """Name the ranks whose shards hold everything that differs, unless all do."""
-        ranks, owners = set[int](), self.found.owners
-        for name in names:
-            want, got = self.want.get(name), self.got.get(name)
-            owner = owners.get(name.partition(": ")[0])
-            if want is None or got is None or owner is None or want.shape != got.shape or want.numel() != len(owner):
-                return ""
-            ranks |= set(owner[self._wrong_elements(name, got).flatten()].unique().tolist())
-        if len(ranks) == self.reference.num_ranks or (
-            len(names) == 1 and len(owners[names[0].partition(": ")[0]].unique()) == 1
-        ):
-            return ""  # where one rank holds the only one that differs, either may be the cause
-        return f" (whatever differs there is in the shard of rank(s) {', '.join(map(str, sorted(ranks)))})"
 
-    def _context(self, name: str) -> Context:
-        reference, at = self.reference, "that of" if self.where == LOSS else "the gradient at"
-        of_ranks = [found.get(name) for found in reference.of_ranks] if self.place == (GRADIENT, 1) else []
-        known = tuple(value for value in of_ranks if value is not None)
-        return Context(
-            reference.num_ranks,
-            reference.microbatches,
-            {GRADIENT: GRADIENT, WEIGHT: WEIGHT, INITIAL: WEIGHT}.get(self.where, "value"),
-            known if len(known) == len(of_ranks) else (),
-            reference.stale.get(self.place, {}).get(name),
-            f"{at} the weights before update {self.step - 1}",
-        )
+def _told_by_norms(verb: str, want: Tensor, got: Tensor) -> _Told:
+    norms = float(want.norm()), float(got.norm())
+    ratio = norms[1] / norms[0] if norms[0] else math.inf
+    cosine = float(want.flatten() @ got.flatten()) / (norms[0] * norms[1]) if all(norms) else 0.0
+    return _Told("differs", f"{verb} {ratio:.5g} times the norm of one process, cosine {cosine:.4g}", ratio)

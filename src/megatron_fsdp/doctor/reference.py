@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from megatron_fsdp.doctor.diagnose import EXACT, Tolerance, tell_ratio, tolerance_of
 from megatron_fsdp.doctor.report import BUFFER, GRADIENT, INITIAL, LOSS, STATE, WEIGHT, Difference, few
 from megatron_fsdp.doctor.task import Part, Task
+from megatron_fsdp.doctor.tolerance import EXACT, Tolerance, tolerance_of
 from megatron_fsdp.doctor.training import Observation, Place, Trainee, Values, number
 from megatron_fsdp.errors import ConfigurationError
 
@@ -22,16 +22,12 @@ class Reference:
     """The values that one process found.
 
     Attributes:
-        num_ranks: How many data-parallel ranks it stands for.
-        microbatches: Per step.
         tolerance: How far a correct run may be from it.
         observation: The right values; only initial weights where nothing can be compared.
         finding: What is wrong with the model or its loss, if anything is.
         can_compare: Whether the model repeats itself.
         notes: Remarks that are no fault.
-        frozen: Parameters that are not trained.
         backward_order: Parameters in the order in which their gradients came.
-        losses_of_ranks: Loss of each rank's samples in step 1.
         of_ranks: Gradients of each rank's samples alone, in step 1.
         stale: Losses and gradients at the weights before the last update, of each step after the first.
         spread: How far a weight, or optimizer state, moves in each step when gradients change by what rounding may
@@ -39,16 +35,12 @@ class Reference:
         excused: Buffers that differ between ranks in right runs: statistics of batch normalisation.
     """
 
-    num_ranks: int
-    microbatches: int
     tolerance: Tolerance
     observation: Observation
     finding: Difference | None = None
     can_compare: bool = True
     notes: tuple[str, ...] = ()
-    frozen: frozenset[str] = frozenset()
     backward_order: tuple[str, ...] = ()
-    losses_of_ranks: tuple[float, ...] = ()
     of_ranks: tuple[Values, ...] = ()
     stale: Mapping[Place, Values] = field(default_factory=dict)
     spread: tuple[Values, ...] = ()
@@ -60,21 +52,13 @@ class _NotComparableError(Exception):
 
 
 def run_reference(task: Task, num_ranks: int, device: torch.device) -> Reference:
-    """Train one process as all ranks together should.
-
-    Args:
-        task: What to train.
-        num_ranks: For how many ranks it stands.
-        device: Where.
-    """
+    """Train one process as `num_ranks` ranks together should."""
     run = _OneProcess(task, num_ranks, device)
     try:
         return run.result()
     except _NotComparableError as unfit:
         finding = Difference("one process against itself", 0, "", "not repeatable", str(unfit))
-        return Reference(
-            num_ranks, task.microbatches, run.tolerance, Observation({}), finding, can_compare=False, notes=run.notes()
-        )
+        return Reference(run.tolerance, Observation({}), finding, can_compare=False, notes=run.notes())
 
 
 @dataclass(frozen=True)
@@ -114,9 +98,10 @@ class _OneProcess:
         self._require_repeatable_build(initial)
         microbatches = self.task.microbatches_of(1, self.num_ranks, self.device)
         whole = self._require_repeatable_pass(microbatches)
-        of_ranks = [
-            self._try([self.task.parts_of_rank(microbatches, rank, self.num_ranks)]) for rank in range(self.num_ranks)
-        ]
+        of_ranks = tuple(
+            self._try([self.task.parts_of_rank(microbatches, rank, self.num_ranks)]).gradients
+            for rank in range(self.num_ranks)
+        )
         slices = self._try(self.task.parts_of_all(microbatches, self.num_ranks))
         not_a_mean = _differing(whole, slices, self.tolerance)
         order = _watch_backward(self.trainee)
@@ -126,20 +111,15 @@ class _OneProcess:
         if not_a_mean is not None and not self.batch_norms:
             words = _tell_not_mean(self.task, whole.loss, slices.loss, self.num_ranks, not_a_mean)
             finding = Difference("loss", 0, "", "not a mean", words)
-        gradients_of_ranks = tuple(each.gradients for each in of_ranks)
         return Reference(
-            num_ranks=self.num_ranks,
-            microbatches=self.task.microbatches,
             tolerance=self.tolerance,
             observation=Observation(values),
             finding=finding,
             notes=self.notes() + self._tell_untrained(values),
-            frozen=frozenset(name for name, param in self.trainee.named_parameters() if not param.requires_grad),
             backward_order=tuple(dict.fromkeys(order)),
-            losses_of_ranks=tuple(each.loss for each in of_ranks),
-            of_ranks=gradients_of_ranks,
+            of_ranks=of_ranks,
             stale=stale,
-            spread=self._spread(values, gradients_of_ranks, stale),
+            spread=self._spread(values, of_ranks, stale),
             excused=frozenset(
                 f"{layer}.{buffer}".lstrip(".")
                 for layer in self.batch_norms
@@ -187,7 +167,7 @@ class _OneProcess:
         again = self._try([self.task.parts_whole(microbatches)], seed=self.task.seed + 1)
         random = _differing(whole, again, self.tolerance)
         if random is not None:
-            raise _NotComparableError(_tell_random(self.probe.model, random))
+            raise _NotComparableError(_tell_random(random))
         return whole
 
     def _require_finite(self, step: int, when: str, loss: float, kinds: Mapping[str, Values]) -> None:
@@ -307,19 +287,11 @@ def _differing(expected: _Pass, found: _Pass, tolerance: Tolerance) -> str | Non
     return None
 
 
-def _tell_random(model: nn.Module, difference: str) -> str:
-    layers = []
-    for name, module in model.named_modules():
-        p = getattr(module, "p", 0.0)
-        if module.training and "dropout" in type(module).__name__.lower() and isinstance(p, float) and p > 0:
-            layers.append(f"`{name}` is {type(module).__name__}({p:g})")
-    told = "it draws random numbers or is not deterministic"
-    advice = "take the noise out of model_fn, or draw it from the samples"
-    if layers:
-        told = f"it draws random numbers ({', '.join(layers[:4])})"
-        advice = "set dropout to 0, or put the model into eval mode in model_fn"
+def _tell_random(difference: str) -> str:
     return (
-        f"the model does not repeat itself on the same samples: {difference}; {told}. Sharding was not judged: {advice}"
+        f"the model does not repeat itself on the same samples: {difference}; it draws random numbers (dropout) or is "
+        "not deterministic. Sharding was not judged: set dropout to 0, put the model into eval mode in model_fn, or "
+        "draw the noise from the samples"
     )
 
 
@@ -329,8 +301,8 @@ def _tell_not_mean(task: Task, whole: float, slices: float, num_ranks: int, diff
     if task.reduction == "mean" and abs(slices * num_ranks - whole) <= 1e-3 * abs(whole):
         return (
             f"the loss is a sum over samples, not a mean: {told}. Gradients are averaged over ranks, so those of this "
-            f"loss come out as {tell_ratio(1 / num_ranks, num_ranks, 1)}. Use a mean, or calculate_per_token_loss=True "
-            'in your shard_fn with reduction="sum" here'
+            f"loss come out as 1/{num_ranks} of what they should be. Use a mean, or calculate_per_token_loss=True in "
+            'your shard_fn with reduction="sum" here'
         )
     return (
         f"the loss is not a mean over samples: {told}. Slices may hold unequal numbers of counted tokens, or samples "

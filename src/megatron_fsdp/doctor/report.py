@@ -33,9 +33,11 @@ class Difference:
         where: What kind of value: loss, gradient, gradient norm, step counter, weight, optimizer state, ...
         step: Optimizer step, from 1; 0 before the first.
         name: The tensor, by its name in the user's model; empty for the loss and the norm.
-        kind: The cause, for programs (`Diagnosis.kind`).
-        words: The cause, for people.
-        ratio: Found over expected, where that is one number.
+        kind: How, for programs: missing, unexpected, shape, non-finite, stale (what the weights before the last update
+            give), not reduced (some ranks' samples only), ranks disagree or differs; of the model itself: not a mean
+            or not repeatable.
+        words: How, for people.
+        ratio: The norm that was found over that of one process, of a weight that of the update; None: not known.
         error: Largest difference of an element.
         allowed: What was allowed for that element.
         also: Other tensors that differ in the same place.

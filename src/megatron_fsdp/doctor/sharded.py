@@ -35,26 +35,18 @@ def shard_with(strategy: int | str, device: torch.device) -> ShardFn:
 
 
 def run_sharded(task: Task, shard: ShardFn, known: tuple[str, ...], device: torch.device) -> Observation:
-    """Train on these ranks and record what is compared; collective.
+    """Train on these ranks and record what is compared, the same on every rank; collective.
 
-    Args:
-        task: What to train.
-        shard: How to shard it.
-        known: Names of parameters and buffers in the user's own model.
-        device: Of this rank.
-
-    Returns:
-        The same on every rank.
+    `known` are the names of parameters and buffers in the user's own model.
     """
     trainee = Trainee(*_shard(shard, task.build(device)), task, known)
-    values, owners = dict[Place, Values]({(INITIAL, 0): trainee.parameters()}), trainee.owners()
-    losses: list[tuple[float, ...]] = []
+    values = dict[Place, Values]({(INITIAL, 0): trainee.parameters()})
     torch.manual_seed(task.seed)
     for step in range(1, task.steps + 1):
-        values |= _step(task, trainee, step, device, losses)
+        values |= _step(task, trainee, step, device)
     values[BUFFER, task.steps] = trainee.buffers()
     trip = _round_trip(task, trainee, shard, known, device) if task.checkpoint else {}
-    return Observation(values, tuple(losses), trip, _disagreements(values), owners)
+    return Observation(values, trip, _disagreements(values))
 
 
 def _shard(shard: ShardFn, pair: Pair) -> Pair:
@@ -74,16 +66,13 @@ def _shard(shard: ShardFn, pair: Pair) -> Pair:
     return given[0], given[1]
 
 
-def _step(
-    task: Task, trainee: Trainee, step: int, device: torch.device, losses: list[tuple[float, ...]]
-) -> dict[Place, Values]:
-    """Make one step with this rank's samples, and record the losses of all ranks."""
+def _step(task: Task, trainee: Trainee, step: int, device: torch.device) -> dict[Place, Values]:
+    """Make one step with this rank's samples."""
     num_ranks = dist.get_world_size()
     microbatches = task.microbatches_of(step, num_ranks, device)
 
     def add_up(loss: float) -> float:
-        losses.append(tuple(gather_objects(loss)))
-        return sum(losses[-1]) * task.share_of_rank(num_ranks)
+        return sum(gather_objects(loss)) * task.share_of_rank(num_ranks)
 
     return trainee.step(step, [task.parts_of_rank(microbatches, dist.get_rank(), num_ranks)], add_up)
 
@@ -101,7 +90,7 @@ def _round_trip(
         fresh = Trainee(*_shard(shard, task.build(device, task.seed + _OTHER_SEED)), task, known)
         checkpointer.load(fresh.model, fresh.optimizer)
         loaded, later = _everything(fresh), task.steps + 1
-        went_on, resumed = (_step(task, each, later, device, [])[WEIGHT, later] for each in (trainee, fresh))
+        went_on, resumed = (_step(task, each, later, device)[WEIGHT, later] for each in (trainee, fresh))
         return {(LOADED, 0): (saved, loaded), (RESUMED, later): (went_on, resumed)}
     finally:
         if made:

@@ -181,8 +181,7 @@ def require_count(argument: str, value: Any) -> None:
 def count_samples(batch: Any) -> int:
     """Count the samples of a batch: the length of the first dimension, which all its tensors share.
 
-    Args:
-        batch: A tensor, or tensors in dicts, tuples and lists. Numbers and other values belong to every part.
+    Numbers and other values belong to every part.
 
     Raises:
         ConfigurationError: It has no tensor with a dimension, or their first dimensions differ.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -30,17 +29,13 @@ class Observation:
 
     Attributes:
         values: All that is compared, in the order of causes.
-        losses_of_ranks: Loss of each rank's samples in every step; empty in one process.
         round_trip: What was saved and what was loaded, and the step after it with and without loading.
         disagreements: Where ranks hold different values that should be the same: those of each rank, by name.
-        owners: Which rank holds each element of the parameters that are sharded; flat, int16.
     """
 
     values: Mapping[Place, Values]
-    losses_of_ranks: tuple[tuple[float, ...], ...] = ()
     round_trip: Mapping[Place, tuple[Values, Values]] = field(default_factory=dict)
     disagreements: Mapping[Place, Mapping[str, tuple[Tensor | None, ...]]] = field(default_factory=dict)
-    owners: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Trainee:
@@ -68,17 +63,6 @@ class Trainee:
     def parameters(self) -> Values:
         """Return the whole weights."""
         return {name: whole(param) for name, param in self.named_parameters()}
-
-    def owners(self) -> Mapping[str, Tensor]:
-        """Return which rank holds each element of the sharded parameters; flat, int16."""
-        found = {}
-        for name, param in self.named_parameters():
-            if isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements):
-                with torch.no_grad():
-                    own = torch.zeros_like(param, dtype=torch.float32)
-                    own.to_local().fill_(dist.get_rank())  # type: ignore[attr-defined]  # a DTensor as its pattern
-                    found[name] = whole(own).flatten().to(torch.int16)
-        return found
 
     def gradients(self) -> Values:
         """Return the whole gradients; None where there is none."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.hang.compare import Kind, Mismatch, first_mismatch
 from megatron_fsdp.hang.log_file import Record, UnitFacts
 from megatron_fsdp.hang.reading import ON_REQUEST, Doing, Logs, State, state_of
 
@@ -14,12 +14,11 @@ _UNSURE_S = 1.5
 """Uncertainty of clocks and heartbeats, in seconds."""
 _SILENT_S = 5.0
 """Seconds by which a rank on another machine must fall silent before the others to count as gone."""
-_TAKES_ALL = (
-    "what compares ranks, takes a norm or puts whole tensors together has to be called on every rank, or on none"
+_ADVICE = (
+    "every rank has to call the same units in the same order, and what takes all ranks (norms, whole tensors) on every "
+    "rank or on none (docs/debugging.md)"
 )
-_ADVICE = "every rank has to call the same units in the same order (docs/debugging.md)"
 _ROWS_SHOWN = 16
-_FLIGHTS_SHOWN = 2
 _FRAMES_SHOWN = 4
 _PARAMETERS_SHOWN = 4
 
@@ -40,17 +39,22 @@ _WAITING = {
     Phase.COPY: "copies a gradient of {unit}",
     Phase.INSTALL: "installs weights",
 }
-_DONE = {
-    Phase.GATHER: "gathers {unit} ({bytes} bytes)",
-    Phase.REDUCE: "reduces {unit} ({bytes} bytes)",
-    Phase.GATHER_OUTER: "gathers {unit} over the outer axis ({bytes} bytes)",
-    Phase.REDUCE_OUTER: "reduces {unit} over the outer axis ({bytes} bytes)",
-    Phase.AGREE: "compares notes with the other ranks",
-    Phase.NORM: "computes the norm of all gradients",
-    Phase.WHOLE: "puts whole tensors together",
-}
 _BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
-_ENDS_BACKWARD = frozenset({Phase.BACKWARD, Phase.COPY, Phase.REDUCE, Phase.REDUCE_OUTER, Phase.RETIRE, Phase.FINALISE})
+
+
+class Kind(Enum):
+    """The kind of a finding."""
+
+    NOTHING = "nothing is odd"
+    MISSING = "a rank has no log"
+    DIED = "a process died"
+    RAISED = "a rank raised an error"
+    ENDED = "a rank ended its program"
+    DIFFERENT = "ranks communicate different things"
+    RESET = "not all ranks were reset"
+    ELSEWHERE = "a rank is busy elsewhere"
+    BEHIND = "a rank is behind"
+    EQUAL = "all ranks wait for the same"
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is odd among the ranks that share one model.
-
-    Attributes:
-        kind: What is wrong.
-        ranks: The odd ranks.
-        sentences: In words.
-    """
+    """What is odd among the ranks that share one model: which of them, and in words."""
 
     kind: Kind
     ranks: tuple[int, ...] = ()
@@ -93,13 +91,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a run stands still.
-
-    Attributes:
-        findings: One for each set of ranks that share a model.
-        rows: All ranks.
-        remarks: What else to know, one sentence each.
-    """
+    """Why a run stands still: a finding for each set of ranks that share a model, all ranks, and what else to know."""
 
     findings: tuple[Finding, ...]
     rows: tuple[Row, ...]
@@ -134,9 +126,7 @@ def explain(logs: Logs, after_s: float) -> Explanation:
         sets.setdefault((state.log.writer.model, state.log.writer.peers), []).append(state)
     findings = {key: _Ranks(key[1], members, after_s).find() for key, members in sets.items()}
     rows = [_row(state, findings[state.log.writer.model, state.log.writer.peers]) for state in states]
-    recorded = [log for log in logs.ranks if log.flight][:_FLIGHTS_SHOWN]
-    flights = [f"flight recorder of rank {log.writer.rank}: {line}" for log in recorded for line in log.flight]
-    return Explanation(tuple(findings.values()), tuple(rows), (*logs.remarks, *flights))
+    return Explanation(tuple(findings.values()), tuple(rows), logs.remarks)
 
 
 def _row(state: State, finding: Finding) -> Row:
@@ -242,7 +232,7 @@ class _Ranks:
 
     def _raised(self, ranks: tuple[int, ...]) -> Finding:
         state = self.states[ranks[0]]
-        place = f"outside of the model {after(state)}"
+        place = f"outside of the model in step {state.last.step}"
         is_inside = state.failure is not None or state.is_inside
         if is_inside:
             # A hook of autograd fails untold, in the backward of a unit that never ends.
@@ -281,23 +271,22 @@ class _Ranks:
         found = first_mismatch({rank: state.operations for rank, state in self.states.items()})
         if found is None:
             return None
-        named = found.others_do
-        place = f"(operation {found.number}, {where(named.step, named)})"
-        if found.odd_does.kind == named.kind:
+        camps = [(ranks, self.states[ranks[0]].operations[found.number]) for ranks in found.camps]
+        (others, usual), *odd = sorted(camps, key=lambda camp: -len(camp[0]))
+        # Of as many against as many, nobody can say who is right.
+        is_tie = len(others) == len(odd[0][0])
+        ranks = tuple(sorted(rank for camp, _ in (camps if is_tie else odd) for rank in camp))
+        if odd[0][1].kind == usual.kind:
             told = (
-                f"{listed(found.odd)} did something else than {listed(found.others)} before operation {found.number}, "
-                "the first that all logs hold"
+                f"{listed(odd[0][0])} did something else than {listed(others)} before operation {found.number}, the "
+                "first that all logs hold"
             )
-            return Finding(found.kind, found.odd, (told, _ADVICE))
-        both = (
-            f"it {operation_told(found.odd_does, self.units)} where {subject(found.others)} "
-            f"{operation_told(named, self.units)} {place}"
-        )
-        told = f"{listed(found.odd)} {self._accused(found)}: {both}"
-        if ON_REQUEST & {named.phase, found.odd_does.phase}:
-            return Finding(found.kind, found.odd, (told, *self._stuck_told(), _TAKES_ALL))
-        unit = unit_told(self.units[named.unit])
-        return Finding(found.kind, found.odd, (told, unit, *self._stuck_told(), _ADVICE))
+            return Finding(Kind.DIFFERENT, ranks, (told, _ADVICE))
+        does = [f"{subject(camp)} {operation_told(operation, self.units)}" for camp, operation in odd]
+        place = f"(operation {found.number}, {where(usual.step, usual)})"
+        told = f"{', '.join(does)} where {subject(others)} {operation_told(usual, self.units)} {place}"
+        unit = () if usual.phase in ON_REQUEST else (unit_told(self.units[usual.unit]),)
+        return Finding(Kind.DIFFERENT, ranks, (told, *unit, *self._stuck_told(), _ADVICE))
 
     def _reset_alone(self) -> Finding:
         by_epoch: dict[int, list[int]] = {}
@@ -308,17 +297,6 @@ class _Ranks:
         told = f"{listed(odd)} called reset() a different number of times than the other ranks; call it on every rank"
         return Finding(Kind.RESET, odd, (told, *self._stuck_told()))
 
-    def _accused(self, found: Mismatch) -> str:
-        if found.kind is Kind.ALONE:
-            return "does alone what takes all ranks"
-        if found.kind is Kind.SKIPPED and found.others_do.phase in ON_REQUEST:
-            return "did not take part"
-        if found.kind is Kind.SKIPPED:
-            return f"skipped {self.units[found.others_do.unit].label}"
-        if found.kind is Kind.BYTES:
-            return f"communicates another number of bytes for {self.units[found.others_do.unit].label}"
-        return "communicates in another order"
-
     # ---- ranks that do not come ---------------------------------------------------------------------------------
 
     def _elsewhere(self) -> Finding | None:
@@ -326,8 +304,6 @@ class _Ranks:
         if not stuck:
             return None
         elsewhere = [state for state in self.states.values() if not state.waits and not state.waited_in_vain]
-        if elsewhere and len(elsewhere) > len(stuck) and all(state.phase in ON_REQUEST for state in stuck):
-            return self._alone(stuck)
         if elsewhere:
             ranks = tuple(state.rank for state in elsewhere)
             told = [f"rank {s.rank} {doing_told(s, self.units)} since {seconds(s.quiet_s)}" for s in elsewhere[:4]]
@@ -344,7 +320,7 @@ class _Ranks:
             return None
         told_equal = (
             "all ranks wait for the same, and all have come: the network is slow or broken, or collectives of another "
-            "library are in the way (set TORCH_FR_BUFFER_SIZE=2000 to have PyTorch record those)"
+            "library are in the way (TORCH_FR_BUFFER_SIZE=2000 has PyTorch record those)"
         )
         return Finding(Kind.EQUAL, (), (told_equal, *self._stuck_told()))
 
@@ -354,12 +330,6 @@ class _Ranks:
         dead = [rank for rank in ranks if rank in gone or self.states[rank].was_terminated]
         told = [f"after that rank {rank} {self._death_told(rank)}" for rank in dead[:4]]
         return (*told, *(self._stack_told(dead[0]) if dead else ()))
-
-    def _alone(self, stuck: Sequence[State]) -> Finding:
-        """Describe a few ranks that began something that most have not, such as a norm that only they compute."""
-        ranks = tuple(state.rank for state in stuck)
-        told = f"only {subject(ranks)} {doing_told(stuck[0], self.units)}, and most ranks have not come to that"
-        return Finding(Kind.ALONE, ranks, (told, *self._others_told(ranks)))
 
     # ---- sentences ----------------------------------------------------------------------------------------------
 
@@ -392,6 +362,38 @@ def _own_error_ns(state: State) -> int | None:
     if state.failure is not None:
         return None if state.waited_in_vain else state.failure.time_ns
     return state.last.time_ns if state.doing is Doing.ENDED and state.log.words else None
+
+
+# ---- the first operation in which ranks differ -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first operation in which ranks differ: its number, and the ranks that did the same, lowest rank first."""
+
+    number: int
+    camps: tuple[tuple[int, ...], ...]
+
+
+def first_mismatch(by_rank: Mapping[int, Mapping[int, Record]]) -> Mismatch | None:
+    """Compare what ranks did, by number; None where nothing differs as far as all logs reach.
+
+    Args:
+        by_rank: The operations of each rank that can be compared, by their number.
+    """
+    logs = {rank: operations for rank, operations in sorted(by_rank.items()) if operations}
+    if len(logs) < 2:
+        return None
+    first = max(min(operations) for operations in logs.values())
+    for number in range(first, max(max(operations) for operations in logs.values()) + 1):
+        there = {rank: operations[number] for rank, operations in logs.items() if number in operations}
+        # Hashes differ also where what differs has been overwritten.
+        camps: dict[object, list[int]] = {}
+        for rank, operation in there.items():
+            camps.setdefault((operation.kind, operation.hash), []).append(rank)
+        if len(camps) > 1:
+            return Mismatch(number, tuple(map(tuple, camps.values())))
+    return None
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -430,20 +432,10 @@ def where(step: int, at: Record | State) -> str:
     return f"in the {'backward' if at.in_backward else 'forward'} of step {step}"
 
 
-def after(state: State) -> str:
-    """Name the place outside of the model where a rank is, such as `after the backward of step 3`."""
-    step = state.last.step
-    if state.phase is Phase.INSTALL:
-        return f"before the forward of step {step}"
-    if state.in_backward or state.phase in _ENDS_BACKWARD:
-        return f"after the backward of step {step}"
-    return f"in step {step}" if state.phase in ON_REQUEST else f"after the forward of step {step}"
-
-
 def operation_told(operation: Record, units: Sequence[UnitFacts]) -> str:
     """Describe an operation, as the predicate of a sentence about one rank."""
-    template = _DONE.get(operation.phase, operation.phase.value)
-    return template.format(unit=units[operation.unit].label, bytes=operation.num_bytes)
+    size = f" ({operation.num_bytes} bytes)" if operation.num_bytes else ""
+    return _WAITING[operation.phase].format(unit=units[operation.unit].label) + size
 
 
 def doing_told(state: State, units: Sequence[UnitFacts]) -> str:

@@ -112,13 +112,7 @@ class Record(NamedTuple):
 def fold(so_far: int, phase: Phase, unit: int, num_bytes: int) -> int:
     """Hash a sequence with one more operation: a polynomial in the operations, modulo the prime 2 ** 61 - 1.
 
-    Ranks compare such hashes to find out whether they did the same.
-
-    Args:
-        so_far: The hash before it; 0 for an empty sequence.
-        phase: What communicates.
-        unit: Index of the unit, 0 or more.
-        num_bytes: Its bytes.
+    Ranks compare such hashes to find out whether they did the same; that of an empty sequence is 0.
     """
     for part in (_NUMBER_OF[phase], unit, num_bytes):
         so_far = (so_far * 1_000_003 + part + 1) % (2**61 - 1)
@@ -245,7 +239,6 @@ class RankLog:
         words: The last error that was logged; empty: none.
         termination: What Python ran when SIGTERM came last; empty: none came.
         alive: Whether the process runs; None: it is on another machine.
-        flight: What PyTorch's flight recorder had, one line per collective; empty where there is no dump.
         read_ns: When it was read, in nanoseconds since 1970.
     """
 
@@ -255,7 +248,6 @@ class RankLog:
     words: str = ""
     termination: str = ""
     alive: bool | None = None
-    flight: tuple[str, ...] = ()
     read_ns: int = 0
 
 
@@ -352,15 +344,9 @@ def _record(content: bytes, at: int, writer: Writer) -> Record | None:
 
 
 class Ring:
-    """The writing side of a log; it counts and hashes what communicates.
-
-    Args:
-        path: Where; an existing file is replaced.
-        writer: Who writes.
-        capacity: Records to hold.
+    """The writing side of a log, which replaces an older file; it counts and hashes what communicates.
 
     Attributes:
-        path: As given.
         written: Records so far.
         last_ns: When the last one was written; when the file was made, before the first.
         step: How many times weights have been installed.

@@ -1,21 +1,12 @@
-"""The logs of a folder, dumps of PyTorch's flight recorder beside them, and what each rank was doing.
-
-What cannot be read is left out, with a remark. Of the flight recorder, which records the last collectives of a
-process, of any library, only the JSON form is read; dumps in pickle, which could run code, are left alone.
-"""
+"""The logs of a folder, and what each rank was doing. What cannot be read is left out, with a remark."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
-
-from torch._C import _distributed_c10d
 
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
@@ -31,17 +22,11 @@ from megatron_fsdp.hang.log_file import (
 )
 
 _MOST_BYTES = 1 << 28
-_FLIGHTS_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Logs:
-    """The logs of the newest run in a folder.
-
-    Attributes:
-        ranks: By model, then by rank.
-        remarks: What was left out and why, one sentence each.
-    """
+    """The logs of the newest run in a folder, by model, then by rank; what was left out and why."""
 
     ranks: tuple[RankLog, ...]
     remarks: tuple[str, ...] = ()
@@ -67,8 +52,7 @@ def read_log(path: Path) -> RankLog:
     writer = read_writer(path)
     alive = writer.process.is_alive
     log = parse_log(_content(path))  # again: of a process that is dead, this is the last
-    flight = read_flight(path.with_name(flight_name(writer)))
-    return replace(log, alive=alive, flight=flight, read_ns=time.time_ns())
+    return replace(log, alive=alive, read_ns=time.time_ns())
 
 
 def _content(path: Path) -> bytes:
@@ -112,81 +96,11 @@ def read_folder(folder: Path, run: str | None = None) -> Logs:
         raise ConfigurationError(f"{folder} holds logs of other runs only; give each job its own folder")
     # SIGTERM is noted in the newest log of a process only.
     terminations = {log.writer.process: log.termination for log in ranks if log.termination}
-    remarks += _others_told(
-        [log for log in found if log.writer.run != run], min(log.writer.started_ns for log in ranks)
-    )
+    others = sorted({log.writer.rank for log in found if log.writer.run != run})
+    if others:
+        remarks.append(f"logs of rank {', '.join(map(str, others))} are of other runs and were left out")
     return Logs(
         tuple(replace(log, termination=terminations.get(log.writer.process, "")) for log in ranks), tuple(remarks)
-    )
-
-
-def _others_told(others: Sequence[RankLog], began_ns: int) -> list[str]:
-    """Say which ranks have logs of other runs."""
-    by_run: dict[str, set[int]] = {}
-    for log in others:
-        which = "a later run" if log.writer.started_ns > began_ns else "an earlier run"
-        by_run.setdefault("another run that still lives" if log.alive else which, set()).add(log.writer.rank)
-    return [
-        f"logs of rank {', '.join(map(str, sorted(ranks)))} are of {which} and were left out"
-        for which, ranks in by_run.items()
-    ]
-
-
-# ---- the flight recorder ---------------------------------------------------------------------------------------------
-
-
-def flight_name(writer: Writer) -> str:
-    """Return the file name of a dump."""
-    return f"rank-{writer.rank:05d}{f'.model-{writer.model}' if writer.model else ''}.flight.json"
-
-
-def dump_flight(folder: Path, writer: Writer) -> bool:
-    """Write this process's flight recorder beside its log; return whether it held anything.
-
-    The recorder is on if `TORCH_FR_BUFFER_SIZE` (or `TORCH_NCCL_TRACE_BUFFER_SIZE`) is above 0.
-    """
-    dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None) or getattr(
-        _distributed_c10d, "_dump_nccl_trace_json", None
-    )
-    with contextlib.suppress(OSError, RuntimeError):
-        text = b"" if dump is None else dump()
-        if last_entries(text):
-            path = folder / flight_name(writer)
-            beside = path.with_name(f"{path.name}.{writer.process.pid}")
-            beside.write_bytes(text)
-            beside.replace(path)
-            return True
-    return False
-
-
-def read_flight(path: Path) -> tuple[str, ...]:
-    """Read the last collectives of a dump, one line each; nothing where there is none, or it cannot be read."""
-    try:
-        return last_entries(_content(path))
-    except (ValueError, OSError):
-        return ()
-
-
-def last_entries(text: bytes) -> tuple[str, ...]:
-    """List the last collectives of a dump in JSON, oldest first, one line each.
-
-    Args:
-        text: As `torch._C._distributed_c10d._dump_fr_trace_json` gives it; anything else gives nothing.
-    """
-    try:
-        entries = json.loads(text).get("entries", [])
-        return tuple(_flight_told(entry) for entry in entries[-_FLIGHTS_SHOWN:])
-    except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
-        return ()
-
-
-def _flight_told(entry: Mapping[str, Any]) -> str:
-    group = entry.get("process_group", entry.get("pg_name", "?"))
-    if isinstance(group, list | tuple):
-        group = " ".join(str(part) for part in group)
-    return (
-        f"{entry['profiling_name']} number {entry.get('collective_seq_id', '?')} of group {group}: "
-        f"{entry.get('state', 'state unknown')}, {entry.get('input_sizes')} to {entry.get('output_sizes')}"
     )
 
 

@@ -23,7 +23,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
 from megatron_fsdp.hang.log_file import Mark, Process, Ring, UnitFacts, Writer, file_name, rank_and_model, this_process
-from megatron_fsdp.hang.reading import ON_REQUEST, dump_flight, flight_name, read_folder, read_writer, state_of
+from megatron_fsdp.hang.reading import ON_REQUEST, read_folder, read_writer, state_of
 
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 _MOST_HANDLES = 1024
@@ -153,7 +153,6 @@ class HangLog(Observer):
         return min(_BEAT_S, self._timeout_s / 4)
 
     def _speak_up(self, quiet_s: float) -> None:
-        dump_flight(self.folder, self.writer)
         try:
             logs = read_folder(self.folder, self.writer.run)
         except (MegatronFSDPError, OSError) as error:
@@ -207,7 +206,6 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
             process,
             _facts(engine.units),
         )
-        (folder / flight_name(writer)).unlink(missing_ok=True)  # of an earlier run
         return Ring(folder / file_name(rank, writer.model), writer), writer
     except OSError as error:
         raise ConfigurationError(

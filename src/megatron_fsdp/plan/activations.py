@@ -296,14 +296,7 @@ def _grouped_product(
 
 
 def operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Count the floating point operations of one operator call.
-
-    Args:
-        func: An operator of torch with its overload, as a dispatch mode gets it.
-        args: Of the call.
-        kwargs: Of the call.
-        result: Of the call.
-    """
+    """Count the floating point operations of one operator call."""
     packet = func.overloadpacket
     own = _OWN.get(packet)
     if own is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -43,84 +44,81 @@ def kernels_of(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-def _attention_by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    mask = _additive(attn_mask, query.dtype)
+@dataclass(frozen=True)
+class _Attention:
+    """The arguments of `scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def mask(self) -> Tensor | None:
+        """A mask to add to scores for one of booleans, as torch makes it; other masks as they are."""
+        if self.attn_mask is None or self.attn_mask.dtype != torch.bool:
+            return self.attn_mask
+        kept, masked = (torch.scalar_tensor(x, dtype=self.query.dtype, device="meta") for x in (0.0, float("-inf")))
+        return torch.where(self.attn_mask, kept, masked)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether queries, keys and values have four dimensions and are not empty."""
+        return all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in (self.query, self.key, self.value))
+
+    @property
+    def has_one_head_size(self) -> bool:
+        """Whether queries, keys and values have as many features."""
+        return len({tensor.shape[-1] for tensor in (self.query, self.key, self.value)}) == 1
+
+
+def _attention_by_products(call: _Attention) -> Tensor:
     result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.dropout_p,
+        call.is_causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
     )
     return result[0]
 
 
-def _attention_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    mask = _additive(attn_mask, query.dtype)
+def _attention_on_cpu(call: _Attention) -> Tensor:
+    mask = call.mask
     learned_mask = mask is not None and mask.requires_grad
-    if dropout_p or learned_mask or not (_is_plain(query, key, value) and _has_one_head_size(query, key, value)):
-        return _attention_by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    if call.dropout_p or learned_mask or not (call.is_plain and call.has_one_head_size):
+        return _attention_by_products(call)
     result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        call.query, call.key, call.value, call.dropout_p, call.is_causal, attn_mask=mask, scale=call.scale
     )
     return result[0]
 
 
-def _attention_on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    mask, plain = _additive(attn_mask, query.dtype), _is_plain(query, key, value)
-    is_small = _has_one_head_size(query, key, value) and query.shape[-1] <= _FLASH_HEAD_DIM
+def _attention_on_cuda(call: _Attention) -> Tensor:
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    is_small = call.has_one_head_size and query.shape[-1] <= _FLASH_HEAD_DIM
     result: tuple[Tensor, ...]
-    if plain and is_small and mask is None and query.dtype in _HALF:
-        result = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-    elif plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
+    if call.is_plain and is_small and mask is None and query.dtype in _HALF:
+        result = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, call.dropout_p, call.is_causal, False, scale=call.scale
+        )
+    elif call.is_plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
         mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         result = _ATEN._scaled_dot_product_efficient_attention(
-            query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
+            query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=call.scale
         )
     else:
-        return _attention_by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        return _attention_by_products(call)
     return result[0]
-
-
-def _is_plain(*tensors: Tensor) -> bool:
-    """Return whether all tensors have four dimensions and are not empty."""
-    return all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in tensors)
-
-
-def _has_one_head_size(*tensors: Tensor) -> bool:
-    return len({tensor.shape[-1] for tensor in tensors}) == 1
-
-
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask to add to scores for one of booleans, as torch makes it; other masks as they are."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    kept, masked = (torch.scalar_tensor(x, dtype=dtype, device="meta") for x in (0.0, float("-inf")))
-    return torch.where(mask, kept, masked)
 
 
 def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
@@ -154,12 +152,12 @@ class _RmsNorm(torch.autograd.Function):
         return grads[0] * given, torch.empty_like(weight) if wanted else None, None
 
 
-_TABLES: dict[Kernels, dict[str, Callable[..., Any]]] = {
-    "cuda": {
-        "scaled_dot_product_attention": _attention_on_cuda,
-        "dropout": _fused_dropout,
-        "rms_norm": _fused_rms_norm,
-    },
-    "cpu": {"scaled_dot_product_attention": _attention_on_cpu},
-    "math": {"scaled_dot_product_attention": _attention_by_products},
+def _attention(kernel: Callable[[_Attention], Tensor]) -> dict[str, Callable[..., Tensor]]:
+    return {"scaled_dot_product_attention": lambda *args, **kwargs: kernel(_Attention(*args, **kwargs))}
+
+
+_TABLES: dict[Kernels, dict[str, Callable[..., Tensor]]] = {
+    "cuda": {**_attention(_attention_on_cuda), "dropout": _fused_dropout, "rms_norm": _fused_rms_norm},
+    "cpu": _attention(_attention_on_cpu),
+    "math": _attention(_attention_by_products),
 }

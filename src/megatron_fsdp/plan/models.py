@@ -102,11 +102,7 @@ def read_config(source: str | Path) -> Any:
 def build_from_config(config: Any, dtype: torch.dtype, kind: str = "AutoModelForCausalLM", **options: Any) -> nn.Module:
     """Build a transformers model on the meta device, with tied weights and the dtypes that it would be loaded in.
 
-    Args:
-        config: Of transformers.
-        dtype: Of the parameters that the family does not keep in another.
-        kind: Which auto class of transformers builds it.
-        options: Further arguments of its `from_config`.
+    `options` are further arguments of `from_config` of the auto class `kind`.
 
     Raises:
         ConfigurationError: transformers has no such model for the config, or refuses to build it.
@@ -137,6 +133,8 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
         instead="give an import path 'package.module:function' that builds the model",
     )
     if isinstance(given, Path):
+        if not given.exists():
+            raise ConfigurationError(f"there is no such file or folder as {given}; nothing is downloaded")
         given = read_config(given)
     config: Any = _config(transformers, given) if isinstance(given, Mapping) else given
     if not isinstance(config, transformers.PretrainedConfig):
@@ -192,10 +190,7 @@ def balanced_experts(model: nn.Module) -> Iterator[None]:
     """Let fused experts of transformers run without values: loops over experts become grouped products.
 
     Which rows an expert gets is data; memory depends on their number only, k for each token, where all experts are
-    computed by one grouped product, as transformers 5 does by default.
-
-    Args:
-        model: Its configs are changed inside of the block only; without experts nothing is done.
+    computed by one grouped product, as transformers 5 does by default. Configs are changed inside of the block only.
     """
     found: dict[int, Any] = {
         id(config): config

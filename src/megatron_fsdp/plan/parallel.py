@@ -81,15 +81,7 @@ class DecoderShape:
 
 
 def decoder_shape(config: Any, what: str) -> DecoderShape:
-    """Read the shape of a decoder from a config of transformers.
-
-    Args:
-        config: With a `model_type`.
-        what: The request, such as "tp=8", for the error.
-
-    Raises:
-        ConfigurationError: The formulas do not know the architecture.
-    """
+    """Read the shape of a decoder from a config of transformers; `what` is the request, such as "tp=8", for errors."""
     kind = getattr(config, "model_type", None)
     if kind not in _FAMILIES:
         raise not_modelled(what, f"its architecture is {kind or 'no config of transformers'}")
@@ -130,11 +122,7 @@ def not_modelled(what: str, reason: str) -> ConfigurationError:
 def local_shape(name: str, shape: Sequence[int], tp: int, key_heads: int) -> tuple[int, ...]:
     """Return the shape of a parameter on the first tensor-parallel rank, which has the largest part.
 
-    Args:
-        name: Of the parameter; what is not known to be shared is whole on every rank.
-        shape: Of the whole parameter.
-        tp: Tensor-parallel ranks.
-        key_heads: The most parts that projections to keys and values are cut into.
+    What is not known to be cut is whole on every rank; projections to keys and values have at most `key_heads` parts.
     """
     *_, module, own = f".{name}".split(".")
     if own in _CUTS:  # one tensor holds the matrices of all experts
@@ -199,12 +187,7 @@ def microbatches_in_flight(setup: Setup, stage: int) -> float:
 class DecoderShare:
     """What the first tensor- and context-parallel rank of a pipeline stage computes in a microbatch.
 
-    Attributes:
-        model: The whole model, on the meta device.
-        ranks: Along each axis.
-        micro_batch: Sequences.
-        sequence_length: Tokens of each, over all context-parallel ranks.
-        stage: Of the pipeline.
+    `model` is the whole model, on the meta device; sequences count over all context-parallel ranks.
 
     Raises:
         ConfigurationError: The formulas do not know the architecture.
@@ -442,9 +425,9 @@ def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
     choices: dict[Recompute, tuple[float, float, float]] = {  # bytes kept, operations repeated: products, attention
         "none": (everything, 0.0, 0.0),
         "full": (outside, sum(flops[:-1]), scores),
-        "attention": (everything - attention, sum(flops[:out]), scores),
+        "selective": (everything - result, 0.0, scores),
         "mlp": (everything - mlp, sum(flops[out + 1 : -1]), 0.0),
-        "selective": (outside + result + results, sum(flops[1::2]), 0.0),
+        "every_second_product": (outside + result + results, sum(flops[1::2]), 0.0),
     }
     kept, again, again_scores = choices[setup.recompute]
     wide = shape.chosen * shape.expert_inner if share.is_mixture(layer) else shape.inner
@@ -508,14 +491,7 @@ class _Pass:
 
 
 def share_profile(share: DecoderShare, setup: Setup, module: nn.Module, unit_names: Sequence[str]) -> ComputeProfile:
-    """Compute the profile of a microbatch (events, bytes, FLOPs).
-
-    Args:
-        share: What the rank computes.
-        setup: Recomputation and sequence parallelism.
-        module: Of the share.
-        unit_names: Name of each unit's module, the root first.
-    """
+    """Compute the profile of a microbatch (events, bytes, FLOPs) of the share's module and its units."""
     pieces: dict[str, _Piece] = {}
     if share.is_first:
         table = _outside(share, setup) * share.tokens
@@ -579,9 +555,9 @@ def share_exchanges(share: DecoderShare, setup: Setup) -> tuple[Exchange, ...]:
     if share.is_last:
         both("tp", "lm_head", half, 1)
     for unit, layer in zip(units, share.layers, strict=True):
-        both("tp", unit, half, 4, full=4, attention=1, mlp=1, selective=2)
-        both("cp", unit, keys, 1, full=1, attention=1, selective=1)
-        both("ep", unit, rows if share.is_mixture(layer) else 0, 2, full=2, mlp=2, selective=2)
+        both("tp", unit, half, 4, full=4, mlp=1, every_second_product=2)
+        both("cp", unit, keys, 1, full=1, selective=1, every_second_product=1)
+        both("ep", unit, rows if share.is_mixture(layer) else 0, 2, full=2, mlp=2, every_second_product=2)
     if ranks.pp > 1:
         sent = share.hidden_bytes // ranks.tp
         found.append(Exchange("pp", units[-1], sent, False, virtual - share.is_last))

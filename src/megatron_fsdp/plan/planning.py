@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.config.engine_options import MemoryOptions
-from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Exchange
@@ -26,28 +24,10 @@ from megatron_fsdp.plan.parallel import (
     share_exchanges,
     share_profile,
 )
-from megatron_fsdp.plan.replay import (
-    INNER,
-    OUTER,
-    Moment,
-    ReplayedStep,
-    exchange_s,
-    replay_step,
-)
-from megatron_fsdp.plan.setup import (
-    Accumulation,
-    Backend,
-    OptimizerKind,
-    ParallelRanks,
-    Ranks,
-    Recompute,
-    Setup,
-    find_member,
-    find_optimizer,
-    is_count,
-    resolve_ranks,
-)
-from megatron_fsdp.plan.sharded import HeldBytes, PlannedModel, UnitModules, held_bytes, plan_model, saving_bytes
+from megatron_fsdp.plan.replay import INNER, OUTER, Moment, ReplayedStep, exchange_s, replay_step
+from megatron_fsdp.plan.setup import Backend, ParallelRanks, Ranks, Recompute, Setup, is_count, make_setup
+from megatron_fsdp.plan.sharded import PlannedModel, UnitModules, optimizer_bytes, plan_model, saving_bytes
+from megatron_fsdp.sharding.accounting import persistent_bytes
 
 _SEQUENCE_LENGTH = 4096
 _MOST_TOKENS = 2**30
@@ -60,26 +40,8 @@ def plan(
     ranks: Ranks,
     strategy: str | int | ShardingStrategy = ShardingStrategy.optim_grads_params,
     *,
-    outer_strategy: str | int | ShardingStrategy = ShardingStrategy.no_shard,
     machine: Machine | str = "h100",
-    sequence_length: int | None = None,
-    micro_batch: int | None = None,
-    microbatches: int = 1,
-    recompute: Recompute = "none",
-    dtype: torch.dtype | None = None,
-    policy: MixedPrecisionPolicy | None = None,
-    optimizer: OptimizerKind | str = "adamw",
-    backend: Backend | str = Backend.NCCL,
-    accumulation: Accumulation | str = Accumulation.EVERY,
-    memory: MemoryOptions | None = None,
-    fsdp_unit_modules: UnitModules = None,
-    inputs: Any = None,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    stage: int = 0,
-    sequence_parallel: bool = True,
-    virtual_stages: int = 1,
-    fp8: bool = False,
-    overlap_exchanges: bool = False,
+    **options: Any,
 ) -> Plan:
     """Plan a run: its memory, communication and time, without hardware and without memory for weights.
 
@@ -88,58 +50,17 @@ def plan(
             builds a model, the function, or a model on the meta device.
         ranks: Their number; or sizes by axis: `dp_shard`, `dp_outer`, `tp`, `cp`, `pp`, `ep`.
         strategy: On the sharding axis, as `zero_dp_strategy` of `fully_shard`.
-        outer_strategy: On the outer axis, as `outer_dp_sharding_strategy`.
         machine: A preset's name or a machine.
-        sequence_length: Tokens of a sequence, over all context-parallel ranks; None: 4096. Not with `inputs`.
-        micro_batch: Sequences per rank and microbatch; None: 1. Not with `inputs`.
-        microbatches: Per optimizer step.
-        recompute: "none", "full" (every unit), "selective" (all but the results of attention and of every second
-            product), "attention" or "mlp".
-        dtype: Of models that are built from a config; None: bfloat16. Functions and models have their own.
-        policy: Dtypes of main weights and gradients; None: the default of `fully_shard`.
-        optimizer: One of `OPTIMIZERS` or its name.
-        backend: "nccl" or "gloo".
-        accumulation: When gradients of several microbatches are reduced: "every", "outer" or "last".
-        memory: How gathered weights borrow memory; None: the default of `fully_shard`.
-        fsdp_unit_modules: As for `fully_shard`.
-        inputs: Of one rank and microbatch, on the meta device, for models that do not take tokens.
-        loss_fn: Scalar loss of the model's output, for models that return none.
-        stage: The pipeline stage to look at; the first keeps most activations.
-        sequence_parallel: Whether tensor-parallel ranks share activations between layers along the sequence.
-        virtual_stages: Pieces of the model on each pipeline rank (interleaved 1F1B).
-        fp8: Whether products with weights run in 8 bits.
-        overlap_exchanges: Whether collectives of tensor, context, expert and pipeline parallelism run behind compute.
+        options: Any field of `WorkloadOptions` (the model's inputs and units) and any other field of `Setup`
+            (strategies, dtypes, batch, optimizer, recomputation), whose members may be given by name.
 
     Raises:
         ConfigurationError: Something is not known or cannot be; sizes raise its subclass ParallelSizeError.
     """
-    setup = Setup(
-        resolve_ranks(ranks),
-        resolve_strategy(strategy, "strategy"),
-        resolve_strategy(outer_strategy, "outer_strategy"),
-        policy or MixedPrecisionPolicy(),
-        memory or MemoryOptions(),
-        microbatches=microbatches,
-        optimizer=optimizer if isinstance(optimizer, OptimizerKind) else find_optimizer(optimizer),
-        recompute=recompute,
-        backend=find_member(Backend, backend, "backend"),
-        accumulation=find_member(Accumulation, accumulation, "accumulation"),
-        sequence_parallel=sequence_parallel,
-        virtual_stages=virtual_stages,
-        fp8=fp8,
-        overlap_exchanges=overlap_exchanges,
-    )
-    workload = make_workload(
-        model,
-        setup.ranks,
-        sequence_length=sequence_length,
-        micro_batch=micro_batch,
-        dtype=dtype,
-        fsdp_unit_modules=fsdp_unit_modules,
-        inputs=inputs,
-        loss_fn=loss_fn,
-        stage=stage,
-    )
+    own = {field.name for field in fields(WorkloadOptions)}
+    asked = WorkloadOptions(**{name: value for name, value in options.items() if name in own})
+    setup = make_setup(ranks, strategy=strategy, **{name: value for name, value in options.items() if name not in own})
+    workload = make_workload(model, setup.ranks, asked)
     return plan_workload(workload, setup, machine if isinstance(machine, Machine) else find_machine(machine))
 
 
@@ -185,51 +106,72 @@ class Workload:
         return sum(buffer.nbytes for buffer in self.module.buffers())
 
 
-def make_workload(
-    model: ModelSpec,
-    ranks: ParallelRanks,
-    *,
-    sequence_length: int | None = None,
-    micro_batch: int | None = None,
-    dtype: torch.dtype | None = None,
-    fsdp_unit_modules: UnitModules = None,
-    inputs: Any = None,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    stage: int = 0,
-    name: str | None = None,
-    tokens: int | None = None,
-) -> Workload:
-    """Build one rank's share of a model and of a microbatch; arguments as for `plan`.
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """What one rank is given, besides the model.
 
-    With inputs of their own, `tokens` says how many tokens they hold (None: as many as the first tensor has samples);
-    `name` is what to call the model.
+    Attributes:
+        sequence_length: Tokens of a sequence, over all context-parallel ranks; None: 4096. Not with `inputs`.
+        micro_batch: Sequences per rank and microbatch; None: 1. Not with `inputs`.
+        dtype: Of models that are built from a config; None: bfloat16. Functions and models have their own.
+        fsdp_unit_modules: As for `fully_shard`.
+        inputs: Of one rank and microbatch, on the meta device, for models that do not take tokens.
+        loss_fn: Scalar loss of the model's output, for models that return none.
+        stage: The pipeline stage to look at; the first keeps most activations.
+        name: What to call the model; None: as it is given.
+        tokens: How many tokens `inputs` hold; None: as many as the first tensor has samples.
+
+    Raises:
+        ConfigurationError: A count is impossible, or without effect.
+    """
+
+    sequence_length: int | None = None
+    micro_batch: int | None = None
+    dtype: torch.dtype | None = None
+    fsdp_unit_modules: UnitModules = None
+    inputs: Any = None
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    stage: int = 0
+    name: str | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for argument in ("sequence_length", "micro_batch"):
+            count = getattr(self, argument)
+            if count is not None and self.inputs is not None:
+                raise ConfigurationError(
+                    f"{argument}={count} has no effect on inputs of your own; leave one of them out"
+                )
+            if count is not None and not (is_count(count) and count <= _MOST_TOKENS):
+                known = f"give a whole number from 1 to {_MOST_TOKENS:,}"
+                raise ConfigurationError(f"invalid {argument}={count!r}: {known}")
+
+
+def make_workload(model: ModelSpec, ranks: ParallelRanks, asked: WorkloadOptions) -> Workload:
+    """Build one rank's share of a model and of a microbatch.
 
     Raises:
         ConfigurationError: The model is not known, or the formulas do not know how it is divided.
     """
-    for argument, count in (("sequence_length", sequence_length), ("micro_batch", micro_batch)):
-        if count is not None and inputs is not None:
-            raise ConfigurationError(f"{argument}={count} has no effect on inputs of your own; leave one of them out")
-        if count is not None and not (is_count(count) and count <= _MOST_TOKENS):
-            raise ConfigurationError(f"invalid {argument}={count!r}: give a whole number from 1 to {_MOST_TOKENS:,}")
-    module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
+    dtype = (asked.dtype or torch.bfloat16) if comes_from_config(model) else asked.dtype
+    module = build_meta_model(model, dtype)
     config: Any = getattr(module, "config", None)
-    label = name or (model if isinstance(model, str) else getattr(config, "model_type", None) or type(module).__name__)
-    total = sum(param.numel() for param in module.parameters())
+    given = model if isinstance(model, str) else getattr(config, "model_type", None) or type(module).__name__
+    label, total = asked.name or given, sum(param.numel() for param in module.parameters())
     divided = [f"{axis}={size}" for axis, size in ranks.divided.items()]
-    if stage and not divided:
-        raise ConfigurationError(f"stage={stage} does not exist; with pp=1 there is stage 0")
-    if inputs is not None:
+    if asked.stage and not divided:
+        raise ConfigurationError(f"stage={asked.stage} does not exist; with pp=1 there is stage 0")
+    if asked.inputs is not None:
         if divided:
             raise not_modelled(divided[0], "it has inputs of its own")
-        samples = _samples(inputs)
-        return Workload(label, module, inputs, tokens or samples, loss_fn, fsdp_unit_modules, total)
-    rows, length = micro_batch or 1, _SEQUENCE_LENGTH if sequence_length is None else sequence_length
+        tokens = asked.tokens or _samples(asked.inputs)
+        return Workload(label, module, asked.inputs, tokens, asked.loss_fn, asked.fsdp_unit_modules, total)
+    rows, length = asked.micro_batch or 1, asked.sequence_length or _SEQUENCE_LENGTH
     notes = _notes(module, length)
     if not divided:
-        given = _token_inputs(module, rows, length)
-        return Workload(label, module, given, rows * length, None, fsdp_unit_modules, total, notes=notes)
-    return share_workload(label, DecoderShare(module, ranks, rows, length, stage), notes)
+        inputs = _token_inputs(module, rows, length)
+        return Workload(label, module, inputs, rows * length, None, asked.fsdp_unit_modules, total, notes=notes)
+    return share_workload(label, DecoderShare(module, ranks, rows, length, asked.stage), notes)
 
 
 def share_workload(name: str, share: DecoderShare, notes: tuple[str, ...] = ()) -> Workload:
@@ -283,24 +225,48 @@ def _samples(inputs: Any) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank over a step.
+    """Memory of one rank over a step, in bytes.
 
     Attributes:
-        held: At all times, main gradients excepted.
-        input_bytes: Of a microbatch.
-        peak: The moment of the step that holds most on top of that.
+        compute_weights: Weights that forward and backward use.
+        main_weights: Weights that the optimizer updates, where they are memory of their own.
+        main_gradients: Accumulated gradients; only from a backward until they are cleared.
+        optimizer: Optimizer state, counters of steps included.
+        module_buffers: Buffers of modules, which every rank holds.
+        input_bytes: Inputs of a microbatch.
         saving_bytes: Host memory that a checkpoint in the background takes for its copy; saving at once takes none.
+        peak: The moment of the step that holds most on top of all but main gradients.
     """
 
-    held: HeldBytes
+    compute_weights: int
+    main_weights: int
+    main_gradients: int
+    optimizer: int
+    module_buffers: int
     input_bytes: int
-    peak: Moment
     saving_bytes: int
+    peak: Moment
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What is held when the optimizer steps, by name."""
+        names = ("compute_weights", "main_weights", "main_gradients", "optimizer", "module_buffers")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held when the optimizer steps."""
+        return sum(self.held.values())
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes that are held even after gradients are cleared."""
+        return self.held_bytes - self.main_gradients
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that the rank holds at one time."""
-        return self.held.at_all_times + self.input_bytes + self.peak.total_bytes
+        return self.resting_bytes + self.input_bytes + self.peak.total_bytes
 
 
 @dataclass(frozen=True)
@@ -408,13 +374,7 @@ class Plan:
 
 
 def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: ComputeProfile | None = None) -> Plan:
-    """Plan a run of a workload on a machine.
-
-    Args:
-        workload: What one rank computes.
-        setup: Ranks, strategy and options.
-        machine: What it runs on.
-        profile: Of this workload under this recomputation, where it is known from an earlier plan; None: find out.
+    """Plan a run of a workload on a machine; `profile` is that of an earlier plan with the same recomputation.
 
     Raises:
         ConfigurationError: As sharding the model with these options would.
@@ -427,13 +387,24 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     exchanges = () if share is None else share_exchanges(share, setup)
     saved = 0.0 if share is None else microbatches_in_flight(setup, share.stage) - 1
     step = replay_step(model, profile, machine, exchanges, saved)
-    memory = RankMemory(
-        held_bytes(model, workload.buffer_bytes, profile.used),
-        profile.input_bytes,
-        step.peak,
-        saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
-    )
+    memory = rank_memory(workload, model, profile, step)
     return Plan(workload, model, machine, profile, step, memory, _traffic(step, exchanges, setup, machine))
+
+
+def rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile, step: ReplayedStep) -> RankMemory:
+    """Count the bytes of a rank: by the engine's layouts, and by the moment of the step that holds most."""
+    kind = model.setup.optimizer
+    held = persistent_bytes(model.footprints, model.setup.strategy, kind.states_per_param)
+    return RankMemory(
+        held.compute_weight,
+        held.main_weight,
+        held.main_grad,
+        optimizer_bytes(model, profile.used),
+        workload.buffer_bytes,
+        profile.input_bytes,
+        saving_bytes(model, profile.used) + workload.saved_buffer_bytes,
+        step.peak,
+    )
 
 
 def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
@@ -563,14 +534,11 @@ def ranks_that_fit(plan: Plan) -> int | None:
 
     Persistent memory and what an optimizer borrows shrink with the ranks; gathered weights, buckets and
     activations do not. None where more ranks do not help, or the strategy does not share everything out.
-
-    Args:
-        plan: Under `optim_grads_params` without an outer axis.
     """
     setup, memory = plan.setup, plan.memory
     if setup.strategy is not ShardingStrategy.optim_grads_params or setup.ranks.dp_outer > 1:
         return None
-    shared = memory.held.at_all_times - memory.held.module_buffers + memory.peak.gradient_bytes
+    shared = memory.resting_bytes - memory.module_buffers + memory.peak.gradient_bytes
     shared += memory.peak.passing_bytes
     left = plan.machine.usable_bytes - (memory.peak_bytes - shared)
     if left <= 0:

@@ -145,7 +145,7 @@ def _torchtitan() -> Iterator[PublishedRun]:
     machine = _H100.but({"memory_bytes": 96 * GIB, "memory_bytes_per_s": 2.4e12, "flops": 835e12, "fp8_flops": 1671e12})
     async_tp = "torchtitan, June 2025, page on asynchronous tensor parallelism, full recomputation"
     compiled = "torchtitan, December 2024, compiled, selective recomputation"
-    full, selective = _BASE.but(recompute="full"), _BASE.but(recompute="selective")
+    full, selective = _BASE.but(recompute="full"), _BASE.but(recompute="every_second_product")
     for name, setup, rows, speed, source, memory_gib in (
         ("70B, 256 H100, fsdp 32, tp 8", full.but(ranks=ParallelRanks(32, tp=8)), 16, 597, async_tp, None),
         ("8B, 8 H100", selective.but(ranks=ParallelRanks(8)), 2, 6667, compiled, 77.0),
@@ -186,7 +186,7 @@ def _deepseek() -> Iterator[PublishedRun]:
     setup = _BASE.but(
         ranks=ParallelRanks(128, pp=16, ep=64),
         microbatches=120,
-        recompute="selective",
+        recompute="every_second_product",
         virtual_stages=2,
         fp8=True,
         overlap_exchanges=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ _ATTENTION = {
 }
 _KEPT, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 _PARTS: dict[Recompute, tuple[str, ...]] = {
-    "attention": ("self_attn", "self_attention", "attention", "attn"),
+    "selective": ("self_attn", "self_attention", "attention", "attn"),
     "mlp": ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe"),
 }
 
@@ -34,12 +34,7 @@ def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recomput
     """Let modules keep only their inputs and recompute in backward inside the block (torch's checkpoint).
 
     Hooks of the modules run outside of the recomputation, as the engine's do. Random numbers are drawn anew, which
-    changes no shape.
-
-    Args:
-        model: Changed inside of the block only.
-        unit_names: Name of each unit's module, the root first.
-        recompute: Which modules.
+    changes no shape. `unit_names` begin with the root.
 
     Raises:
         ConfigurationError: There is no such module.
@@ -47,7 +42,7 @@ def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recomput
     chosen = [model.get_submodule(name) for name in _names(model, unit_names, recompute)]
     had = [module.__dict__.get("forward") for module in chosen]
     for module in chosen:
-        _wrap(module, recompute == "selective")
+        _wrap(module, _CONTEXTS.get(recompute))
     try:
         yield
     finally:
@@ -61,7 +56,7 @@ def _names(model: nn.Module, unit_names: Sequence[str], recompute: Recompute) ->
     if recompute == "none":
         return []
     units = list(unit_names[1:])
-    if recompute in ("full", "selective"):
+    if recompute not in _PARTS:
         names, wanted = units, "besides the root"
     else:
         parts = _PARTS[recompute]
@@ -72,9 +67,9 @@ def _names(model: nn.Module, unit_names: Sequence[str], recompute: Recompute) ->
     return names
 
 
-def _wrap(module: nn.Module, is_selective: bool) -> None:
+def _wrap(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None) -> None:
     forward = module.forward
-    options: dict[str, Any] = {"context_fn": keeping_every_second_product} if is_selective else {}
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -98,3 +93,14 @@ def keeping_every_second_product() -> tuple[Any, Any]:
 
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
     return contexts
+
+
+def _keeping_products() -> tuple[Any, Any]:
+    """Keep the results of products with weights; recompute the rest."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(
+        lambda _context, operator, *_args, **_kwargs: _KEPT if operator.overloadpacket in PRODUCTS else _AGAIN
+    )
+    return contexts
+
+
+_CONTEXTS = {"selective": _keeping_products, "every_second_product": keeping_every_second_product}

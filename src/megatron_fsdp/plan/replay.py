@@ -2,8 +2,8 @@
 
 The engine's own `Scheduler` decides what is gathered, reduced and released, and when; gathered weights and buckets live
 in its own `WeightMemory` and `BucketPool`, on the meta device; its own layouts say what a collective sends. This file
-adds a clock, and the order in which the executor borrows buckets and waits for reductions, which
-`megatron_fsdp.plan.checking` compares with the engine.
+adds a clock, and the order in which the executor borrows buckets and waits for reductions, which tests compare with the
+engine.
 """
 
 from __future__ import annotations
@@ -38,16 +38,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective.
-
-    Attributes:
-        axis: Over which ranks: "dp_shard" or "dp_outer".
-        is_gather: Whether it brings weights together, else it reduces gradients.
-        unit: For which unit.
-        sent_bytes: By this rank.
-        start_s: When it begins to travel.
-        end_s: When it is done.
-    """
+    """One collective over "dp_shard" or "dp_outer": a gather of a unit's weights, or a reduction of its gradients."""
 
     axis: str
     is_gather: bool
@@ -60,13 +51,7 @@ class Transfer:
 class Wires:
     """The clock of the compute side, and a wire for each axis, whose collectives follow one another.
 
-    Args:
-        cost: (axis, whether of experts, bytes that one rank sends) to seconds.
-
-    Attributes:
-        now_s: The clock; waiting for a collective moves it.
-        exposed_s: How long it has waited.
-        transfers: All so far, in the order of their start.
+    `cost` is (axis, whether of experts, bytes that one rank sends) to seconds; waiting moves the clock.
     """
 
     def __init__(self, cost: Callable[[str, bool, int], float]) -> None:
@@ -155,12 +140,7 @@ def replay_step(
 ) -> ReplayedStep:
     """Replay two steps and describe the second, whose order of units is known and whose memory is all taken.
 
-    Args:
-        model: The units; those of the profile have the same names.
-        profile: One microbatch.
-        machine: What it runs on.
-        exchanges: Collectives of model parallelism that each microbatch waits for.
-        saved_microbatches: Microbatches whose activations are alive besides those of the one that runs.
+    Each microbatch waits for `exchanges`, and activations of `saved_microbatches` others are alive beside its own.
     """
     replay = _Replay(model, profile, machine, exchanges, saved_microbatches)
     replay.step()

@@ -37,7 +37,7 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
         "machine": asdict(plan.machine),
         "workload": {"tokens_per_rank_and_microbatch": work.tokens, "notes": list(plan.notes)},
         "memory": {
-            "held": {**vars(memory.held), "total": memory.held.total},
+            "held": {**memory.held, "total": memory.held_bytes},
             "inputs": memory.input_bytes,
             "peak": {**vars(memory.peak), "total": memory.peak_bytes},
             "activations_kept_for_backward": plan.profile.kept_bytes,
@@ -138,7 +138,7 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
     if with_units:
         yield ("units", "class", "count", "parameters each", "padding each"), _unit_rows(plan.model.units)
     memory, peak = plan.memory, plan.memory.peak
-    held = {**vars(memory.held), "main_gradients": peak.gradient_bytes}
+    held = {**memory.held, "main_gradients": peak.gradient_bytes}
     at_peak = {
         **{name.replace("_", " "): count for name, count in held.items() if count},
         "inputs": memory.input_bytes,
@@ -245,7 +245,7 @@ def flags(setup: Setup) -> list[str]:
             found += [flag, str(ranks.divided[name])]
     if setup.recompute == "full":
         found += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    elif setup.recompute != "none":
+    elif setup.recompute == "selective":
         found += ["--recompute-granularity", "selective"]
     return found
 
@@ -267,11 +267,7 @@ _KINDS = {  # of memory, and their colours
 
 
 def draw_memory(plan: Plan, path: Path) -> None:
-    """Draw memory over a step, stacked by kind, with the memory of a device.
-
-    Args:
-        plan: What to draw.
-        path: The file; its suffix says the format, such as .png or .svg.
+    """Draw memory over a step, stacked by kind, with the memory of a device; the suffix of the file says the format.
 
     Raises:
         ConfigurationError: matplotlib is missing (MissingPackageError), or knows no such format.
@@ -284,7 +280,7 @@ def draw_memory(plan: Plan, path: Path) -> None:
     if path.suffix.lstrip(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
         raise ConfigurationError(f"{path.name} has no suffix of a picture; give .png, .svg or .pdf")
     axes = figure.subplots()
-    held = plan.memory.held.at_all_times + plan.memory.input_bytes
+    held = plan.memory.resting_bytes + plan.memory.input_bytes
     stacks = [
         (held, each.gradient_bytes, each.gathered_bytes, each.bucket_bytes, each.passing_bytes, each.activation_bytes)
         for each in plan.step.moments

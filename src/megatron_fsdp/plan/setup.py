@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.sharding.placement import placements_for
 
-Recompute = Literal["none", "full", "selective", "attention", "mlp"]
-"""What backward recomputes: nothing, whole layers (every unit but the root), all but the results of attention and
-of every second matrix product (torch's selective checkpoints), or the attention or the MLP (or mixture) of layers."""
+Recompute = Literal["none", "full", "selective", "every_second_product", "mlp"]
+"""What backward recomputes: nothing; whole layers (every unit but the root); the core of attention, which is all of it
+but its products with weights (as in Megatron-LM); whole layers but for the results of attention and of every second
+product; or the MLP (or mixture) of layers."""
 
 
 def nearest_name(given: str, known: Iterable[str]) -> str:
-    """Make the end of an error message: the nearest known name, and all of them.
-
-    Args:
-        given: What does not exist.
-        known: What does.
-    """
+    """Make the end of an error message: the nearest known name, and all of them."""
     names = list(known)
     nearest = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
@@ -269,6 +265,24 @@ class Setup:
         """Whether gradients are reduced during backward."""
         return self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
 
-    def but(self, **changes: object) -> Setup:
+    def but(self, **changes: Any) -> Setup:
         """Return a copy with other values, checked anew."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)
+
+
+def make_setup(ranks: Ranks, **options: Any) -> Setup:
+    """Make a setup of fields of which members may be given by name, and None stands for the default.
+
+    Raises:
+        ConfigurationError: A name is not known, or a value is not possible.
+    """
+    find: dict[str, Callable[[Any], Any]] = {
+        "strategy": lambda given: resolve_strategy(given, "strategy"),
+        "outer_strategy": lambda given: resolve_strategy(given, "outer_strategy"),
+        "optimizer": lambda given: given if isinstance(given, OptimizerKind) else find_optimizer(given),
+        "backend": lambda given: find_member(Backend, given, "backend"),
+        "accumulation": lambda given: find_member(Accumulation, given, "accumulation"),
+    }
+    chosen = {name: value for name, value in options.items() if value is not None}
+    found = {name: find[name](value) if name in find else value for name, value in chosen.items()}
+    return Setup(resolve_ranks(ranks), **found)

@@ -24,7 +24,7 @@ from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan.setup import Setup
-from megatron_fsdp.sharding.accounting import GroupFootprint, persistent_bytes
+from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.units import (
     ParameterInfo,
     cut_groups,
@@ -119,16 +119,10 @@ def _owned(group: GroupPlan) -> list[int]:
 
 
 def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules = None) -> PlannedModel:
-    """Shard a model on paper, as `fully_shard` would.
+    """Shard a model on paper, as `fully_shard` would; the module is only read.
 
-    Args:
-        module: On the meta device or not; it is only read. Its parameters are what one tensor-parallel rank of one
-            pipeline stage holds, experts those of all expert-parallel ranks.
-        setup: Ranks, strategy and options.
-        fsdp_unit_modules: As for `fully_shard`.
-
-    Returns:
-        The units with their layouts.
+    Its parameters are what one tensor-parallel rank of one pipeline stage holds, experts those of all expert-parallel
+    ranks.
 
     Raises:
         ConfigurationError: As `fully_shard` would for the model and these options.
@@ -200,56 +194,8 @@ def _domain(setup: Setup, inner: int) -> Domain:
 # ---- what a rank holds between steps --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HeldBytes:
-    """Persistent bytes of a rank when the optimizer steps.
-
-    Attributes:
-        compute_weights: Weights that forward and backward use.
-        main_weights: Weights that the optimizer updates, where they are memory of their own.
-        main_gradients: Accumulated gradients; only from a backward until they are cleared.
-        optimizer: Optimizer state, counters of steps included.
-        module_buffers: Buffers of modules, which every rank holds.
-    """
-
-    compute_weights: int
-    main_weights: int
-    main_gradients: int
-    optimizer: int
-    module_buffers: int = 0
-
-    @property
-    def total(self) -> int:
-        """All bytes."""
-        return sum(vars(self).values())
-
-    @property
-    def at_all_times(self) -> int:
-        """Bytes that are held even after gradients are cleared."""
-        return self.total - self.main_gradients
-
-
-def held_bytes(model: PlannedModel, module_buffer_bytes: int = 0, used: Collection[str] | None = None) -> HeldBytes:
-    """Count the persistent bytes of a rank.
-
-    Args:
-        model: Its layouts are those of the engine, so that the bytes are too.
-        module_buffer_bytes: Of buffers.
-        used: Names of the parameters that get gradients; None: all.
-    """
-    setup = model.setup
-    found = persistent_bytes(model.footprints, setup.strategy, setup.optimizer.states_per_param)
-    return HeldBytes(
-        found.compute_weight,
-        found.main_weight,
-        found.main_grad,
-        optimizer_bytes(model, used),
-        module_buffer_bytes,
-    )
-
-
 def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
-    """Count the optimizer state of this rank in bytes; `used` as for `held_bytes`."""
+    """Count the optimizer state of this rank in bytes; `used` names the parameters that get gradients (None: all)."""
     kind = model.setup.optimizer
     total = 0
     for group, counts in model.updated(used):
@@ -259,7 +205,7 @@ def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) ->
 
 
 def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
-    """Count the bytes that the optimizer's step borrows; `used` as for `held_bytes`."""
+    """Count the bytes that the optimizer's step borrows; `used` as for `optimizer_bytes`."""
     kind = model.setup.optimizer
     sizes = [count * group.precision.main_params.itemsize for group, counts in model.updated(used) for count in counts]
     if kind.one_by_one:  # a parameter at a time, and the last value of the one before is still there

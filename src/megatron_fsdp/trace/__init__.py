@@ -1,7 +1,6 @@
 """Timelines of training: when each unit computed and communicated, and what was hidden behind what."""
 
 from megatron_fsdp.trace.files import chrome_events, read_timelines, write_chrome, write_timeline
-from megatron_fsdp.trace.picture import timeline_png
 from megatron_fsdp.trace.recorder import Recorder, trace
 from megatron_fsdp.trace.summary import Comparison, Row, Summary, compare, summarise
 from megatron_fsdp.trace.timeline import Collective, MemorySample, Span, StepWindow, Timeline
@@ -20,7 +19,6 @@ __all__ = [
     "compare",
     "read_timelines",
     "summarise",
-    "timeline_png",
     "trace",
     "write_chrome",
     "write_timeline",

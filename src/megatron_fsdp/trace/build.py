@@ -37,14 +37,7 @@ Counts = tuple[int, int, int, int]
 
 @dataclass
 class StepLog:
-    """The records of one step.
-
-    Attributes:
-        index: Which one, counted from the start of the recording.
-        start: A mark before all others of the step.
-        records: In the order they were noted.
-        is_cut: Whether records were dropped for want of room.
-    """
+    """The records of one step after its first mark; some were dropped for want of room if it is cut."""
 
     index: int
     start: Any
@@ -54,13 +47,7 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Times:
-    """How to convert marks into times.
-
-    Attributes:
-        clock: What made them.
-        end: A mark after all others.
-        end_ns: When that was, since the start of the recording.
-    """
+    """How to convert marks into times: by their clock, and a last mark whose time since the start is known."""
 
     clock: Clock
     end: Any
@@ -102,17 +89,10 @@ class _Life:
 
 
 def build_timeline(steps: Sequence[StepLog], times: Times, axes: Sequence[str], empty: Timeline) -> Timeline:
-    """Build a timeline from a log.
+    """Fill an empty timeline with the events of steps that followed each other; axes in the order of their counters.
 
-    Args:
-        steps: One or more, as they followed each other.
-        times: How to read their marks.
-        axes: Names of the axes, in the order of their counters.
-        empty: A timeline without events, with everything else filled in.
-
-    Returns:
-        The timeline. Phases that an exception ended are left out, and those that have not ended; collectives that were
-        launched before the first step are left out, too.
+    Phases that an exception ended are left out, and those that have not ended; collectives that were launched before
+    the first step are left out, too.
     """
     builder, starts = _Builder(axes), times.of_steps(steps)
     last_ns = starts[-1]

@@ -151,15 +151,17 @@ def _from_json(data: dict[str, Any]) -> Timeline:
 
 
 def chrome_events(timelines: Iterable[Timeline]) -> list[Event]:
-    """Make the trace events of some ranks.
+    """Make the trace events of some ranks: metadata first, then by time.
 
-    Args:
-        timelines: One per rank.
-
-    Returns:
-        Events as JSON values: metadata first, then by time.
+    Ranks that were aligned share a clock; others are shifted by when their recordings started on their wall clocks.
     """
-    events = [event for timeline in timelines for event in _events_of(timeline)]
+    ranks = tuple(timelines)
+    first_ns = min((timeline.started_unix_ns for timeline in ranks), default=0)
+    are_aligned = all(timeline.is_aligned for timeline in ranks)
+    events: list[Event] = []
+    for timeline in ranks:
+        shift_us = 0.0 if are_aligned else _us(timeline.started_unix_ns - first_ns)
+        events += [event | {"ts": event["ts"] + shift_us} if "ts" in event else event for event in _events_of(timeline)]
     return sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
 
 
@@ -230,14 +232,7 @@ def _arrow(timeline: Timeline, one: Collective, thread: int) -> Iterator[Event]:
 
 
 def stack_rows(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """Put each interval into the first row where nothing else lies at that time.
-
-    Args:
-        intervals: (start, end), by start.
-
-    Returns:
-        The row of each.
-    """
+    """Return for each interval, by start, the first row where nothing else lies at that time."""
     ends: list[int] = []
     rows = []
     for start, end in intervals:

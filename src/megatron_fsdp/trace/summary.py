@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
 
 from megatron_fsdp.errors import TraceError
 from megatron_fsdp.trace.timeline import (
@@ -16,7 +15,6 @@ from megatron_fsdp.trace.timeline import (
     LOCAL_SUM,
     OPTIMIZER,
     REDUCE,
-    TABLES,
     Interval,
     Span,
     Timeline,
@@ -166,14 +164,10 @@ def hidden_part(steps: Iterable[Row]) -> float | None:
 
 
 def summarise(timeline: Timeline) -> Summary:
-    """Sum up a timeline per step and unit.
+    """Sum up a timeline of one rank: times, bytes and memory of each step, and of each unit in it.
 
-    Args:
-        timeline: Of one rank.
-
-    Returns:
-        Times, bytes and memory of each step, and of each unit in it. The times of all units and `outside_ns` add up to
-        the step's duration, exposed times and bytes of units to those of the step.
+    The times of all units and `outside_ns` add up to the step's duration, exposed times and bytes of units to those of
+    the step.
     """
     flights = union(one.in_flight for one in timeline.collectives if one.in_flight is not None)
     units = _of_units(timeline, flights)
@@ -187,11 +181,7 @@ def summarise(timeline: Timeline) -> Summary:
 
 
 def own_times(spans: Sequence[Span]) -> list[int]:
-    """Return the time of each span without that of the spans nested directly in it, in nanoseconds.
-
-    Args:
-        spans: By start, those that contain others before these.
-    """
+    """Return the time of each span without that of the spans nested directly in it; outer spans come first."""
     own = [span.duration_ns for span in spans]
     around: list[int] = []
     for place, span in enumerate(spans):
@@ -263,12 +253,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def covered(interval: Interval, moments: Sequence[Interval]) -> int:
-    """Return how much of an interval a union covers.
-
-    Args:
-        interval: Start and end.
-        moments: What `union` returned.
-    """
+    """Return how much of an interval is covered by what `union` returned."""
     start, end = interval
     # The last that begins before the interval may reach into it.
     first = max(0, bisect_right(moments, start, key=lambda moment: moment[0]) - 1)
@@ -371,26 +356,3 @@ def common_steps(timelines: Sequence[Timeline], step: int | None = None) -> tupl
     if not common:
         raise TraceError("these ranks recorded different steps; start all of them together, with align=True")
     return common if step is None else (step,)
-
-
-def on_one_clock(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
-    """Shift times of all ranks so that they count from the same moment.
-
-    Ranks that left a barrier together when they started already do, to within the time of a message. Otherwise their
-    wall clocks decide.
-    """
-    if all(timeline.is_aligned for timeline in timelines):
-        return tuple(timelines)
-    first = min(timeline.started_unix_ns for timeline in timelines)
-    return tuple(_shifted(timeline, timeline.started_unix_ns - first) for timeline in timelines)
-
-
-def _shifted(timeline: Timeline, by_ns: int) -> Timeline:
-    later: dict[str, Any] = {name: tuple(_later(row, by_ns) for row in getattr(timeline, name)) for name in TABLES}
-    return replace(timeline, **later)
-
-
-def _later(row: Any, by_ns: int) -> Any:
-    """Shift all times of a row of a timeline; a duration is none."""
-    known = {name: value for name, value in vars(row).items() if name.endswith("_ns") and name != "duration_ns"}
-    return replace(row, **{name: value + by_ns for name, value in known.items() if value is not None})

@@ -12,23 +12,15 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.plan.activations import call_model, scalar_loss
 from megatron_fsdp.plan.planning import Plan
-from megatron_fsdp.plan.setup import Accumulation, Setup
 from megatron_fsdp.plan.simulate import SimulatedModel, simulated_model
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One figure of a plan beside that of the simulated run.
-
-    Attributes:
-        name: Of what.
-        planned: By the plan.
-        simulated: By the engine.
-    """
+    """One figure of a plan beside that of the simulated run."""
 
     name: str
     planned: int
@@ -43,21 +35,10 @@ class Checked:
 def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bool = True) -> tuple[Checked, ...]:
     """Wrap the planned rank with the real engine under a process group that sends nothing, take two steps, and compare.
 
-    Args:
-        plan: Of a run without tensor, context, pipeline and expert parallelism.
-        build: () -> the model, as for the plan.
-        steps: Whether to run steps; else only what wrapping takes is compared. Models whose shapes depend on values
-            (mixtures of experts) cannot be stepped.
-
-    Returns:
-        Bytes of buffers, borrowed memory and the traffic of the second step.
-
-    Raises:
-        ConfigurationError: The plan has other parallelism, recomputation or accumulation, or this process has process
-            groups.
+    The plan is one of data parallelism only, without recomputation. Without `steps` only what wrapping takes is
+    compared.
     """
     setup = plan.setup
-    _check(setup)
     sizes = {"dp_outer": setup.ranks.dp_outer, "dp_shard": setup.ranks.inner}
     if setup.ranks.dp_outer == 1:
         del sizes["dp_outer"]
@@ -75,7 +56,7 @@ def check_by_simulation(plan: Plan, build: Callable[[], nn.Module], *, steps: bo
         **({"dp_outer_dim": "dp_outer"} if "dp_outer" in sizes else {}),
     ) as simulated:
         memory = simulated.model.memory()
-        held = plan.memory.held
+        held = plan.memory
         found = [
             Checked("compute weights", held.compute_weights, memory.compute_weight_bytes),
             Checked("main weights", held.main_weights, memory.main_weight_bytes),
@@ -94,18 +75,6 @@ def _optimizer(name: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.SGD(trained, lr=0.1, momentum=0.9 if name == "momentum" else 0.0, foreach=False)
 
 
-def _check(setup: Setup) -> None:
-    other = list(setup.ranks.divided)
-    other += ["recompute"] if setup.recompute != "none" else []
-    other += ["accumulation"] if setup.accumulation is not Accumulation.EVERY else []
-    other += ["memory options"] if setup.memory != type(setup.memory)() else []
-    if other:
-        raise ConfigurationError(
-            f"a simulation checks data parallelism only, and the plan has {', '.join(other)}; plan without them to "
-            "check"
-        )
-
-
 def _after_steps(plan: Plan, simulated: SimulatedModel) -> list[Checked]:
     before: dict[str, Traffic] = {}
     assert simulated.optimizer is not None
@@ -118,7 +87,7 @@ def _after_steps(plan: Plan, simulated: SimulatedModel) -> list[Checked]:
     borrowed = simulated.model.memory().transient_peak_bytes
     found = [
         Checked("gathered weights, buckets and scratch", plan.step.borrowed_bytes, borrowed),
-        Checked("optimizer", plan.memory.held.optimizer, _state_bytes(simulated.optimizer)),
+        Checked("optimizer", plan.memory.optimizer, _state_bytes(simulated.optimizer)),
     ]
     for axis, traffic in simulated.model.traffic_by_axis().items():
         sent = traffic.since(before[axis])

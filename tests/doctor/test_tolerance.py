@@ -1,0 +1,47 @@
+"""What rounding may move, and what is more."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_fsdp.doctor.tolerance import Tolerance
+
+FP32 = Tolerance(1e-5)
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    """Values that are all different and not small."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 0.5 + torch.rand(*shape, generator=generator)
+    return size * torch.where(torch.rand(*shape, generator=generator) < 0.5, -1.0, 1.0)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**31))
+def test_rounding_is_no_difference_and_more_is_one(seed: int) -> None:
+    right = noise(20, seed=seed)
+    largest = float(right.abs().max())
+    assert FP32.agrees(right, right * (1 + 1e-6 * noise(20, seed=seed + 1)))
+    off = right.double()
+    off[7] += 2.5e-5 * largest
+    assert FP32.differing(right, off).nonzero().flatten().tolist() == [7]
+
+
+def test_tolerance_grows_with_steps_and_takes_what_is_allowed_besides() -> None:
+    right: Callable[[], Tensor] = lambda: torch.tensor([1.0, 0.0])  # noqa: E731
+    assert FP32.allowed(right()).tolist() == pytest.approx([2e-5, 1e-5])
+    assert FP32.at_step(3).allowed(right()).tolist() == pytest.approx([3.2e-4, 1.6e-4])
+    assert FP32.agrees(right(), right() + 1e-3, torch.tensor([1e-3, 1e-3], dtype=torch.float64))
+
+
+def test_the_floor_hides_rounding_and_no_factor_of_a_small_tensor() -> None:
+    large = torch.tensor([1.0, -3.0])
+    allowed = FP32.among([large, None, torch.tensor([1e-4])])
+    assert allowed.floor == pytest.approx(3e-6)
+    assert allowed.agrees(torch.tensor([1e-9]), torch.tensor([-2e-6]))
+    assert not allowed.agrees(torch.tensor([3e-4]), torch.tensor([6e-4]))
+    assert allowed.at_step(2).floor == pytest.approx(1.2e-5)
