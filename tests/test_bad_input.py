@@ -288,7 +288,7 @@ AROUND_DDP = (
     "ConfigurationError",
     (
         "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded",
-        "train the sharded model as it is, and hand it to nothing that wraps models (docs/clients.md",
+        "train the sharded model as it is, and hand it to nothing that wraps models (docs/integrations.md",
     ),
 )
 

@@ -228,8 +228,8 @@ def fully_shard_model(
         hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; required with `dp_outer_dim`.
         hybrid_fsdp_expt_group: The same for experts; made from their mesh if left out.
         expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
-            parameter), with the same dimension names and further ones over which experts differ; docs/meshes.md says
-            what may be left out.
+            parameter), with the same dimension names and further ones over which experts differ
+            (docs/sharded_models.md says what may be left out).
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what

@@ -1,4 +1,4 @@
-"""Strategies that shard models for Lightning's `Trainer` and for `Fabric`; docs/clients.md shows both."""
+"""Strategies that shard models for Lightning's `Trainer` and for `Fabric`; docs/integrations.md shows both."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=FSDP2Config(backend="gloo"), tp_size=2)
 
-The names are those of NeMo AutoModel's `components.distributed`; docs/huggingface.md is the guide.
+The names are those of NeMo AutoModel's `components.distributed`; docs/integrations.md is the guide.
 """
 
 from megatron_fsdp.automodel.auto_model import (

@@ -38,7 +38,7 @@ def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> 
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Save as transformers does; collective: all ranks call it. See docs/huggingface.md.
+        """Save as transformers does; collective: all ranks call it. See docs/integrations.md.
 
         Args:
             self: The model; a deep copy saves its own weights.

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for models that are parallel already; docs/huggingface.md is the guide."""
+"""`transformers.Trainer` for models that are parallel already; docs/integrations.md is the guide."""
 
 from __future__ import annotations
 
