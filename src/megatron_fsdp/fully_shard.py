@@ -415,8 +415,8 @@ def _check_several(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFS
         return
     if any(model.has_other_experts_elsewhere for model in models):
         raise ConfigurationError(
-            f"the optimizer holds parameters of {len(models)} sharded models, and ranks hold different experts of one, "
-            "whose state has numbers of its own in checkpoints; build one optimizer for each model"
+            f"the optimizer holds parameters of {len(models)} sharded models, one with expert-parallel experts, whose "
+            "state is numbered differently in checkpoints; build one optimizer for each model"
         )
     if len({model.is_connected(optimizer) for model in models}) > 1:
         raise ConfigurationError(
@@ -567,8 +567,7 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"{name} is a class; give an optimizer of it, built as {name}(model.parameters(), ...)")
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"an object of {type(optimizer).__name__} was given where an optimizer is wanted; build one on "
-            "model.parameters()"
+            f"the optimizer is a {type(optimizer).__name__}; give a torch optimizer, built on model.parameters()"
         )
 
 

@@ -404,6 +404,6 @@ def resolve_sizes(
     if (dp * cp * tp) % ep:
         raise ParallelSizeError(
             f"dp_size x cp_size x tp_size = {dp} x {cp} x {tp} = {dp * cp * tp} cannot be divided by ep_size={ep}; "
-            "expert-parallel ranks lie across these; choose a divisor"
+            "experts are divided over these ranks; give an ep_size that divides their number"
         )
     return ParallelSizes(copies, dp // copies, tp, pp, cp, ep)

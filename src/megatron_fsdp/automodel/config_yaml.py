@@ -191,7 +191,7 @@ def dtype_from_str(name: str | torch.dtype | None, default: torch.dtype = torch.
     short = str(name).strip().lower().removeprefix("torch.")
     found = _DTYPES.get(short, getattr(torch, short, None))
     if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"{name!r} is no dtype; write bfloat16, float16 or float32")
+        raise ConfigurationError(f"{name!r} is not a dtype; write bfloat16, float16 or float32")
     return found
 
 
@@ -221,7 +221,7 @@ def _pipeline(values: Any, sizes: Mapping[str, int]) -> PipelineConfig | None:
     if values is None:
         return None
     if sizes.get("pp_size", 1) == 1:
-        warn_caller("the section pipeline is left out, since pp_size is 1")
+        warn_caller("the section pipeline is ignored, since pp_size is 1")
         return None
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"pipeline={values!r}; write a mapping of fields to values")
@@ -239,7 +239,7 @@ def _drop_experts(values: Any, sizes: Mapping[str, int]) -> None:
     if not values:
         return
     if sizes.get("ep_size", 1) == 1:
-        warn_caller("the section moe is left out, since ep_size is 1")
+        warn_caller("the section moe is ignored, since ep_size is 1")
         return
     has = ", ".join(map(str, values)) if isinstance(values, Mapping) else repr(values)
     raise ConfigurationError(f"moe has {has}, and there are no options of experts; leave the section out")

@@ -207,11 +207,11 @@ def _check_padding(batch: Mapping[str, Tensor]) -> None:
     real = batch["attention_mask"].bool()
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise ConfigurationError(
-            "attention_mask has holes or pads on the left, which context parallelism does not compute; pad on the right"
+            "attention_mask has holes or pads on the left, which context parallelism does not support; pad on the right"
         )
     for name in ("labels", "shift_labels"):
         if name in batch and bool((batch[name][~real] != IGNORED_LABEL).any()):
-            raise ConfigurationError(f"{name} count tokens that attention_mask pads; set them to {IGNORED_LABEL} there")
+            raise ConfigurationError(f"{name} has labels where attention_mask is 0; set them to {IGNORED_LABEL} there")
 
 
 def _fact(name: str, values: Tensor) -> str:
@@ -250,8 +250,8 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balan
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         raise ConfigurationError(
-            f"a {type(model).__name__} holds no model of transformers, whose attention could be switched to context "
-            "parallelism; use cp_size=1"
+            f"a {type(model).__name__} has no transformers model inside, so its attention cannot be made context "
+            "parallel; use cp_size=1"
         )
     _refuse_unfit(inner)
     windows = getattr(text_config(inner), "sliding_window", None) is not None
@@ -312,17 +312,17 @@ def _before_forward(
     call = f"{type(module).__name__} is context parallel: call it with what shard_batch returns, by keyword"
     positions = kwargs.get("position_ids")
     if len(args) > 1 or not isinstance(positions, Tensor):
-        raise ConfigurationError(f"{call}; position_ids is missing, without which tokens would be taken for the first")
+        raise ConfigurationError(f"{call}; position_ids is missing, so each rank would number its tokens from 0")
     for name in ("attention_mask", "past_key_values"):
         if kwargs.get(name) is not None:
-            raise ConfigurationError(f"{call}; {name} is for whole sequences, leave it out")
+            raise ConfigurationError(f"{call}; {name} is for whole sequences; leave it out")
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ConfigurationError(
-            f"{call}; labels alone would be shifted inside of this rank's tokens, give "
+            f"{call}; labels alone would be shifted within this rank's tokens; give "
             'labels=batch["shift_labels"] and shift_labels=batch["shift_labels"], or compute the loss outside'
         )
     if kwargs.get("use_cache"):
-        raise ConfigurationError(f"{call}; use_cache=True is for generation, leave it out")
+        raise ConfigurationError(f"{call}; use_cache=True is for generation; leave it out")
     _check_positions(shared, positions)
     return args, {**kwargs, "use_cache": False}
 
@@ -426,14 +426,14 @@ def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor |
         found.append("attention_mask")
     if found:
         raise ConfigurationError(
-            f"{name} hands {', '.join(found)} to its attention, which context parallelism does not compute; use "
+            f"{name} passes {', '.join(found)} to its attention, which context parallelism does not support; use "
             "cp_size=1 for this model or call it without"
         )
     if given.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise ConfigurationError(f"{name} is not causal, and context parallelism is for decoders only; use cp_size=1")
     if shared.has_windows and given["sliding_window"] is None and not _tells_windows(module):
         raise ConfigurationError(
-            f"the config of {name} has sliding windows but its attention is not told which; use cp_size=1"
+            f"the config of {name} has sliding windows, but its attention is not given them; use cp_size=1"
         )
 
 

@@ -290,7 +290,7 @@ def shard_experts(
         ConfigurationError: A name is not one of divided experts, or the divisor is not positive.
     """
     if gradient_divisor < 1:
-        raise ConfigurationError(f"gradient_divisor={gradient_divisor} is no number of ranks; give ep_shard * ep")
+        raise ConfigurationError(f"gradient_divisor={gradient_divisor} is not a number of ranks; give ep_shard * ep")
     policy = replace(mp_policy, cast_forward_inputs=False, output_dtype=None)
     num_shards = ep_shard_mesh.size()
     for name in expert_names:

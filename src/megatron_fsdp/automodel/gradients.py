@@ -56,9 +56,9 @@ def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
     strange = sum(id(param) not in own for param in held)
     if strange:
         raise ConfigurationError(
-            f"{strange} of the {len(held)} parameters of the optimizer are not the model's sharded ones, so stepping "
-            "would train nothing; build it on model.parameters() before the first forward, or after one without "
-            "gradients: after a forward with gradients FSDP2 shows gathered weights until backward"
+            f"{strange} of the {len(held)} parameters of the optimizer are not the model's sharded ones, so its steps "
+            "would train nothing; build it on model.parameters() before the first forward with gradients (after one, "
+            "FSDP2 shows gathered weights until backward)"
         )
     return optimizer
 
@@ -284,7 +284,9 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
     if not max_norm >= 0:
-        raise ConfigurationError(f"max_norm={max_norm} is no largest norm; give 0 or more, infinity to measure only")
+        raise ConfigurationError(
+            f"max_norm={max_norm} is not a limit; give 0 or more (infinity only measures the norm)"
+        )
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ConfigurationError(
             f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
@@ -300,7 +302,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
-            "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
+            "them and continue, or pass error_if_nonfinite=False"
         )
     if math.isfinite(max_norm):
         found.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)

@@ -111,7 +111,7 @@ def draw_missing(
     if left:
         raise ConfigurationError(
             f"{len(left)} parameters have no value and are not in the model that transformers builds: "
-            f"{', '.join(left[:8])}; give them values and put them in after loading"
+            f"{', '.join(left[:8])}; add them after loading, with values"
         )
     return drawn
 

@@ -173,7 +173,7 @@ class ShardedTrainer(transformers.Trainer):
         if not decided_by_first(state.is_dir, f"looking for {state}"):
             raise ConfigurationError(
                 f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r}: it was written with save_only_model=True or "
-                "by another trainer; load its weights by from_pretrained and start anew"
+                "by another trainer; load its weights by from_pretrained and start a new run"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
