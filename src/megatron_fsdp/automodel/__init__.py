@@ -20,7 +20,6 @@ from megatron_fsdp.automodel.config import (
     resolve_sizes,
 )
 from megatron_fsdp.automodel.config_yaml import (
-    DistributedSection,
     DistributedSetup,
     load_distributed_config,
     parse_distributed_section,
@@ -45,7 +44,6 @@ __all__ = [
     "DDPConfig",
     "DDPManager",
     "DistributedConfig",
-    "DistributedSection",
     "DistributedSetup",
     "FSDP2Config",
     "FSDP2Manager",

@@ -431,12 +431,7 @@ def _agree(
     find: Callable[[], tuple[Path | None, Any]],
     options: Mapping[str, Any],
 ) -> tuple[MeshContext, Path | None, Any]:
-    """Check what ranks were given, each by itself and against each other, and then build the meshes; collective.
-
-    Raises:
-        ConfigurationError: Ranks were given different arguments, or one of them is wrong; on every rank.
-        CheckpointError: Only some ranks have the folder; on every rank, and names them.
-    """
+    """Check what ranks were given, each by itself and against each other, and then build the meshes; collective."""
     set_up_ranks(str(getattr(ranks.strategy, "backend", "gloo")))
 
     def check() -> tuple[Path | None, Any]:
@@ -528,11 +523,7 @@ def _resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | 
 
 
 def adopt_generation_config(model: Any, folder: Path) -> None:
-    """Let a model generate as the folder says, where it does.
-
-    Raises:
-        ConfigurationError: The file cannot be read.
-    """
+    """Let a model generate as the folder says, where it does."""
     if not (folder / "generation_config.json").is_file() or not model.can_generate():
         return
     try:
@@ -542,11 +533,7 @@ def adopt_generation_config(model: Any, folder: Path) -> None:
 
 
 def refuse_quantised(model: nn.Module) -> None:
-    """Refuse quantised weights, which are not cast into shards.
-
-    Raises:
-        CheckpointError: The config says that the weights are quantised.
-    """
+    """Refuse quantised weights, which are not cast into shards."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise CheckpointError(
             "the weights are quantised (quantization_config); convert them to floating point first, or train adapters "

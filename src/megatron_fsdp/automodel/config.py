@@ -246,11 +246,7 @@ DistributedConfig: TypeAlias = Union[FSDP2Config, MegatronFSDPConfig, DDPConfig]
 
 
 def check_config(config: object) -> DistributedConfig:
-    """Return the argument, if it is one of the three configs.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Return the argument if it is one of the three configs, and refuse it otherwise."""
     if not isinstance(config, FSDP2Config | MegatronFSDPConfig | DDPConfig):
         given = config.__name__ + " (the class)" if isinstance(config, type) else type(config).__name__
         raise ConfigurationError(

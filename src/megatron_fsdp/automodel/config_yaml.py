@@ -126,10 +126,6 @@ class DistributedSetup:
         return found
 
 
-DistributedSection = DistributedSetup
-"""What it was called before."""
-
-
 def load_distributed_config(source: str | os.PathLike[str]) -> DistributedSetup:
     """Read a strategy from YAML.
 
@@ -174,18 +170,8 @@ def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSetup:
     return DistributedSetup(kind(**built), sizes, pipeline)
 
 
-def dtype_from_str(name: str | torch.dtype | None, default: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """Return the dtype of a name: "bfloat16", "torch.bfloat16", "bf16", in any case.
-
-    Args:
-        name: A dtype is returned as it is; None gives the default.
-        default: See there.
-
-    Raises:
-        ConfigurationError: There is no such dtype.
-    """
-    if name is None:
-        return default
+def dtype_from_str(name: str | torch.dtype) -> torch.dtype:
+    """Return the dtype of a name: "bfloat16", "torch.bfloat16", "bf16", in any case."""
     if isinstance(name, torch.dtype):
         return name
     short = str(name).strip().lower().removeprefix("torch.")

@@ -74,11 +74,7 @@ class SequenceLayout:
         return self.ranks * (2 if self.load_balance else 1)
 
     def check_length(self, length: int) -> None:
-        """Refuse sequences that cannot be cut into equal pieces.
-
-        Raises:
-            ParallelSizeError: `length`, in tokens of the whole sequence, does not divide.
-        """
+        """Refuse whole sequences of a length that does not divide into equal pieces."""
         if length > 0 and length % self.num_pieces == 0:
             return
         pieces = f"2 * {self.ranks} = {self.num_pieces}" if self.load_balance else str(self.num_pieces)
@@ -222,22 +218,13 @@ def _fact(name: str, values: Tensor) -> str:
 def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balance: bool = True) -> None:
     """Let the ranks of a mesh dimension share the tokens of every sequence; in place, before or after sharding.
 
-    The model is then called with what `shard_batch` returns: `model(input_ids=..., position_ids=...)`. It returns
-    logits of this rank's tokens; `unshard_sequence` puts them together. Gradients are those of the rank's tokens, so
-    the context-parallel ranks have to be averaged together with the data-parallel ones.
+    The model (a causal one of transformers, or of peft around one; may be on the meta device) is then called with what
+    `shard_batch` returns: `model(input_ids=..., position_ids=...)`. It returns logits of this rank's tokens;
+    `unshard_sequence` puts them together. Gradients are those of the rank's tokens, so the context-parallel ranks have
+    to be averaged together with the data-parallel ones.
 
     Nothing is kept outside of the model: its attention modules know their process group, and models on different
     meshes work side by side. What transformers keeps for good is the name of the attention function.
-
-    Args:
-        model: A causal language model of transformers, or an adapter model of peft around one. May be on the meta
-            device.
-        cp_mesh: One dimension, the ranks that share sequences.
-        load_balance: As given to `shard_batch`.
-
-    Raises:
-        ConfigurationError: The model's attention cannot be switched, or tokens meet elsewhere than in causal
-            attention (state space layers, convolutions, encoders); or the mesh has several dimensions.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
@@ -271,9 +258,6 @@ def check_call(model: nn.Module, arguments: dict[str, Any]) -> None:
     """Refuse ahead of a forward what the forward of a context-parallel model would refuse; collective.
 
     For pipelines: there a forward that raises leaves the other stages waiting.
-
-    Raises:
-        ConfigurationError: The arguments are not those of `shard_batch`; on all ranks that share the sequences.
     """
     shared = model.__dict__.get(ATTRIBUTE)
     if shared is not None:
@@ -385,23 +369,10 @@ def context_parallel_attention(
     whole sequence is made: each of the rank's pieces attends to the keys up to its own end, so that fused kernels do
     what is needed and no more.
 
-    Args:
-        module: The attention module; has the attribute that `enable_context_parallel` sets.
-        query: (batch, heads, tokens of this rank, head size), rotated by positions in the whole sequence.
-        key: (batch, key heads, tokens of this rank, head size); key heads divide heads.
-        value: (batch, key heads, tokens of this rank, value size).
-        attention_mask: Must be None.
-        scaling: Of the scores; None: 1 / sqrt(head size).
-        dropout: Probability, of attention weights.
-        sliding_window: How many tokens a token sees, itself included; None: all.
-        softcap: Scores become `softcap * tanh(scores / softcap)`; None: they stay.
-        kwargs: What else transformers hands over; what would change the result is refused.
-
-    Returns:
-        (batch, tokens of this rank, heads, value size), and None in place of attention weights.
-
-    Raises:
-        ConfigurationError: The model asks for what this function does not compute; the same on every rank.
+    Called by transformers with query (batch, heads, tokens of this rank, head size), rotated by positions in the whole
+    sequence, and key and value of as many or fewer heads, which divide them. `sliding_window` is how many tokens a
+    token sees, itself included; `softcap` makes scores `softcap * tanh(scores / softcap)`. Other `kwargs` that would
+    change the result are refused. Returns (batch, tokens of this rank, heads, value size), and None for the weights.
     """
     shared = getattr(module, ATTRIBUTE, None)
     if not isinstance(shared, ContextParallel):

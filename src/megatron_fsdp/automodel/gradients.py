@@ -157,17 +157,10 @@ def per_token_factor(
     """Return what to multiply a rank's sum of token losses by, for the gradients of the mean over all tokens.
 
     A strategy that averages gradients over R ranks makes `sum_r(g_r) / R` of the gradients `g_r` of the ranks' losses.
-    With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks,
-    that is the gradient of `sum_r(S_r) / T`, the mean over all tokens. Where gradients are summed the R falls away. A
-    mean per rank would instead weigh tokens by how few their rank has.
-
-    Args:
-        num_label_tokens: T, of `count_label_tokens`: of all ranks and all microbatches of the step.
-        dp_group_size: R, data-parallel times context-parallel ranks, all replicas included.
-        gradients_are_summed: As by `calculate_per_token_loss=True`; then without `dp_group_size`.
-
-    Returns:
-        R / T, or 1 / T.
+    With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks
+    and microbatches, that is the gradient of `sum_r(S_r) / T`, the mean over all tokens. A mean per rank would instead
+    weigh tokens by how few their rank has. So the factor is R / T (R data-parallel times context-parallel ranks, all
+    replicas included), and 1 / T where gradients are summed, as by `calculate_per_token_loss=True`.
 
     Raises:
         ConfigurationError: No label counts, or the size is missing, below 1 or without effect.
@@ -367,12 +360,7 @@ class FoundGradients:
 
 
 def gather_gradients(parts: Parts) -> FoundGradients:
-    """Find the parameters that may have gradients, and the models of the engine that some belong to.
-
-    Raises:
-        ConfigurationError: Only a part of the parameters of such a model is given, or it has been deleted; a gradient
-            is sparse.
-    """
+    """Find the parameters that may have gradients, and the models of the engine that some belong to."""
     copies: dict[int, Tensor] = {}
     if isinstance(parts, Pipeline):
         copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}

@@ -75,17 +75,9 @@ def shard_by_layers(
 ) -> list[list[FSDPModule]]:
     """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
 
-    Args:
-        model: Tensor-parallel already, where it is to be.
-        mesh: 1-D, or 2-D with the copies first.
-        mp_policy: Dtypes.
-        layer_policy: Those of the layers, where they differ from the root's.
-        offload_policy: None: parameters stay on the device.
-        reshard_after_forward: Of the layers; None: of all but the last of each list. Pipelines want False: their
-            microbatches would gather layers again and again.
-
-    Returns:
-        The units of each list, in order.
+    The mesh is 1-D, or 2-D with the copies first. `layer_policy` has the dtypes of the layers where they differ from
+    the root's. `reshard_after_forward` is for the layers; None: all but the last of each list. Pipelines want False:
+    their microbatches would gather layers again and again. Returns the units of each list, in order.
     """
     options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
