@@ -288,7 +288,7 @@ AROUND_DDP = (
     "ConfigurationError",
     (
         "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded",
-        "train the sharded model as it is, and hand it to nothing that wraps models (docs/clients.md",
+        "train the sharded model as it is, and hand it to nothing that wraps models (docs/integrations.md",
     ),
 )
 
@@ -419,7 +419,7 @@ CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
         ("SGD is a class; give an optimizer of it, built as SGD(model.parameters(), ...)",),
     ),
     class_of_optimizers_alone: ("TypeError", ("SGD is a class; give an optimizer of it, built as SGD(model.param",)),
-    model_as_optimizer: ("TypeError", ("an object of Net was given where an optimizer is wanted; build one on model",)),
+    model_as_optimizer: ("TypeError", ("the optimizer is a Net; give a torch optimizer, built on model",)),
     empty_optimizer: (
         "ConfigurationError",
         ("the optimizer has no parameters; build it on the parameters of the model",),

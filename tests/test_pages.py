@@ -90,7 +90,7 @@ def test_the_programs_of_the_tutorial_run_one_after_another(tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_the_program_that_records_a_trace_runs(tmp_path: Path) -> None:
-    write_programs(DOCS / "tracing.md", tmp_path)
+    write_programs(DOCS / "debugging.md", tmp_path)
     run(tmp_path, 2, "record.py")
     printed = run(tmp_path, 0, "-m", "megatron_fsdp.cli", "trace", "traces")
     assert re.findall(r"^(\S+) {2,}\d", printed.partition("unit ")[2], re.MULTILINE) == [

@@ -214,6 +214,8 @@ PRESETS = (
 
 TABLES: dict[str, Callable[[], str]] = {
     "accumulation": lambda: str(on_ranks(2, accumulation_costs.measured_table)),
+    "ddp_defaults": ddp_config_table.different_defaults,
+    "ddp_fields": ddp_config_table.fields,
     "exit_codes": exit_codes,
     "padding": padding_table.render,
     "precision_losses": lambda: precision_parity.gap_table(precision_parity.published()),
@@ -257,7 +259,6 @@ PICTURES = {
 }
 
 WHOLE: dict[str, Callable[[], str]] = {
-    "ddp_config.md": ddp_config_table.render,
     "performance.md": lambda: render_performance(published()),
     "training_flags.md": training_flags_table.render,
 }

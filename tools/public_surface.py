@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("", ".automodel", ".checkpoint", ".doctor", ".plan", ".trace", ".train")
+PACKAGES = ("", ".automodel", ".checkpoint", ".checkpoint.hf", ".ddp", ".doctor", ".plan", ".trace", ".train")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _COMMAND = re.compile(r"^    ([a-z][\w-]+)(?:  |$)", re.MULTILINE)
 

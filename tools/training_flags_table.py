@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from megatron_fsdp.config.ddp_config_flags import field_meanings, flag_of
-from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_fsdp.train.options.command_line import PRESETS
 from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED
 from megatron_fsdp.train.options.options import SECTIONS, Option, flag_for, options_of
 from tools.training_flags_words import DIFFERENT_DEFAULTS, INTRODUCTION, RULES, SECTION_WORDS
@@ -18,23 +15,22 @@ def render() -> str:
     for attribute, cls in SECTIONS.items():
         summary = (cls.__doc__ or "").partition("\n")[0]
         parts += [f"## {attribute}", f"{summary} {SECTION_WORDS.get(attribute, '')}".rstrip(), option_table(cls)]
-    parts += ["## ddp", SECTION_WORDS["ddp"], field_table()]
+    parts += ["## ddp", SECTION_WORDS["ddp"]]
     parts += ["## Other spellings", table(("flag", "same as"), alias_rows())]
     parts += ["## Flags of Megatron-LM with one possible value", table(("flag", "value", "what happens"), fixed_rows())]
-    explained = [(f"`{flag}`", reason) for flag, reason in EXPLAINED.items()]
-    parts += ["## Flags of Megatron-LM without an effect", _TAKEN, table(("flag", "why"), explained)]
-    refused = [(f"`{flag}`", reason) for flag, reason in REFUSED.items()]
-    parts += ["## Flags of Megatron-LM that are refused", table(("flag", "why, and what to do"), refused)]
+    parts += ["## Flags of Megatron-LM without an effect", _TAKEN, table(("flags", "why"), by_reason(EXPLAINED))]
+    refused = table(("flags", "why, and what to do"), by_reason(REFUSED))
+    parts += ["## Flags of Megatron-LM that are refused", refused]
     parts += ["## Defaults that differ from Megatron-LM's", table(("flag", "there", "here", "why"), DIFFERENT_DEFAULTS)]
-    parts += ["## Rules", RULES_WORDS, table(("#", "when", "Megatron-LM", "here"), rule_rows())]
+    parts += ["## Rules that differ from Megatron-LM's", RULES_WORDS, table(("when", "Megatron-LM", "here"), RULES)]
     return "\n\n".join(parts) + "\n"
 
 
 _TAKEN = "They are taken, and a notice in the header of the run says why they change nothing."
 
 RULES_WORDS = (
-    "The cross-checks of Megatron-LM, and what this trainer does in the same case. Nothing is adjusted in silence: "
-    "what is changed or has no effect is a notice."
+    "Where Megatron-LM checks or changes flags because of other flags and this trainer does something else. What is "
+    "changed or has no effect is always named in a notice."
 )
 
 
@@ -53,15 +49,12 @@ def option_row(option: Option) -> tuple[str, str, str]:
     return flag, shown(option.default), option.meaning
 
 
-def field_table() -> str:
-    """The fields of the engine's configuration, by their flags."""
-    meanings, defaults = field_meanings(), vars(DistributedDataParallelConfig())
-    rows = []
-    for name, field in DistributedDataParallelConfig.__dataclass_fields__.items():
-        flag = flag_of(name)
-        written = f"`--[no-]{flag.removeprefix('--')}`" if field.type is bool else f"`{flag}`"
-        rows.append((written, f"`{name}`", shown(defaults[name]), meanings[name].replace("``", "`")))
-    return table(("flag", "field", "default", "meaning"), rows)
+def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return each reason once, with the flags that it is given for."""
+    flags: dict[str, list[str]] = {}
+    for flag, reason in reasons.items():
+        flags.setdefault(reason, []).append(f"`{flag}`")
+    return [(", ".join(named), reason) for reason, named in flags.items()]
 
 
 def alias_rows() -> list[tuple[str, str]]:
@@ -77,11 +70,6 @@ def fixed_rows() -> list[tuple[str, str, str]]:
     return [(f"`{flag}`", ", ".join(f"`{v}`" for v in fixed.values), fixed.reason) for flag, fixed in FIXED.items()]
 
 
-def rule_rows() -> list[tuple[str, str, str, str]]:
-    """The rules with their numbers."""
-    return [(str(number), *row) for number, row in enumerate(RULES, start=1)]
-
-
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A table in Markdown."""
     lines = [head, tuple("---" for _ in head), *rows]
@@ -95,8 +83,3 @@ def shown(value: object) -> str:
     if value is None or value in ((), ""):
         return "none"
     return f"`{str(value).removeprefix('torch.')}`"
-
-
-def preset_names() -> str:
-    """The presets, as code."""
-    return ", ".join(f"`{name}`" for name in PRESETS)

@@ -58,7 +58,9 @@ class ShardedEMA:
             ScheduleError: Inside `applied()`, where the weights are the averages.
         """
         if self._applied:
-            raise ScheduleError("update() was called inside applied(), where the weights are the averages; leave it")
+            raise ScheduleError(
+                "update() was called inside applied(), where the weights are the averages; call it outside"
+            )
         decay = self.decay if decay is None else decay
         _check_decay(decay)
         averages, weights = [], []

@@ -176,8 +176,8 @@ def fully_shard_model(
         hybrid_fsdp_group: All ranks of `dp_outer_dim` and `dp_shard_dim`; required with `dp_outer_dim`.
         hybrid_fsdp_expt_group: The same for experts; made from their mesh if left out.
         expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
-            parameter), with the same dimension names and further ones over which experts differ; docs/meshes.md says
-            what may be left out.
+            parameter), with the same dimension names and further ones over which experts differ
+            (docs/sharded_models.md says what may be left out).
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to gather and release together; None or "auto": what
@@ -355,8 +355,8 @@ def _check_several(optimizer: torch.optim.Optimizer, models: Sequence[MegatronFS
         return
     if any(model.has_other_experts_elsewhere for model in models):
         raise ConfigurationError(
-            f"the optimizer holds parameters of {len(models)} sharded models, and ranks hold different experts of one, "
-            "whose state has numbers of its own in checkpoints; build one optimizer for each model"
+            f"the optimizer holds parameters of {len(models)} sharded models, one with expert-parallel experts, whose "
+            "state is numbered differently in checkpoints; build one optimizer for each model"
         )
     if len({model.is_connected(optimizer) for model in models}) > 1:
         raise ConfigurationError(
@@ -506,8 +506,7 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"{name} is a class; give an optimizer of it, built as {name}(model.parameters(), ...)")
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"an object of {type(optimizer).__name__} was given where an optimizer is wanted; build one on "
-            "model.parameters()"
+            f"the optimizer is a {type(optimizer).__name__}; give a torch optimizer, built on model.parameters()"
         )
 
 

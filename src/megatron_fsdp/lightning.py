@@ -1,4 +1,4 @@
-"""Strategies that shard models for Lightning's `Trainer` and for `Fabric`; docs/clients.md shows both."""
+"""Strategies that shard models for Lightning's `Trainer` and for `Fabric`; docs/integrations.md shows both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MegatronFSDPStrategy(TrainerStrategy):
 
     Raises:
         ConfigurationError: At `fit`: the module optimizes by itself (`automatic_optimization=False`, which several
-            optimizers need), or an argument cannot be honoured.
+            optimizers need), another trainer has sharded it, or an argument cannot be honoured.
     """
 
     def __init__(self, **sharding: Any) -> None:
@@ -51,6 +51,7 @@ class MegatronFSDPStrategy(TrainerStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         if self._sharded is None or self._sharded.module is not self.lightning_module:
+            _refuse_sharded(self.lightning_module)
             module = self.precision_plugin.convert_module(self.lightning_module)
             self._sharded = fully_shard_model(module, **_with_mesh(self._sharding, self.root_device))
         self.model = self._sharded
@@ -63,8 +64,8 @@ class MegatronFSDPStrategy(TrainerStrategy):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             raise ConfigurationError(
-                f"{type(self.lightning_module).__name__} sets automatic_optimization=False, and its backward would run "
-                "inside of the forward of the sharded model; leave it True, or write the loop with Fabric"
+                f"{type(self.lightning_module).__name__} sets automatic_optimization=False, so its backward would run "
+                "inside the forward of the sharded model; leave it True, or write the loop with Fabric"
             )
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -252,7 +253,7 @@ class FabricMegatronFSDPStrategy(FabricStrategy):
         lacking = [name for name in names if name not in found.content]
         if lacking and strict:
             raise ConfigurationError(
-                f"{path} lacks {', '.join(lacking)}; leave it out of the state, or pass strict=False"
+                f"the checkpoint {path} lacks {', '.join(lacking)}; leave that out of the state, or pass strict=False"
             )
         for name in set(names) - set(lacking):
             value = found.content.pop(name)
@@ -268,7 +269,9 @@ class _DeferredReduction(_BackwardSyncControl):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         if not isinstance(module, MegatronFSDP):
-            raise ConfigurationError("no_backward_sync was called on a model that Fabric.setup has not returned")
+            raise ConfigurationError(
+                f"no_backward_sync was given a {type(module).__name__}; give it what Fabric.setup has returned"
+            )
         return module.no_sync() if enabled else nullcontext()
 
 
@@ -283,6 +286,14 @@ class _Rest:
 
     def load_state_dict(self, state: Any) -> None:
         (self.content,) = state
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    if any(hasattr(param, "_megatron_fsdp_model") for param in module.parameters()):
+        raise ConfigurationError(
+            f"another trainer has sharded this {type(module).__name__}; use that trainer, or give this one a new "
+            "module and the other's checkpoint (ckpt_path=)"
+        )
 
 
 def _with_mesh(sharding: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -312,4 +323,4 @@ def _state_of(value: Any) -> Any:
 
 def _refuse_option(name: str, value: object) -> None:
     if value is not None:
-        raise ConfigurationError(f"{name} is given, and checkpoints of sharded models take none; leave it out")
+        raise ConfigurationError(f"{name} has no effect on checkpoints of sharded models; leave it out")

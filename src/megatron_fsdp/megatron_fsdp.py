@@ -374,7 +374,7 @@ class MegatronFSDP(nn.Module):
         self.reset_mixed_precision_policy(before)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Change the dtype in which gradients travel, from the next backward on.
+        """Change the dtype in which gradients are sent, from the next backward on.
 
         Args:
             mixed_precision_policy: Its `grad_comm_dtype` is used. Main dtypes stay: each has to be None, the default
@@ -503,7 +503,7 @@ class MegatronFSDP(nn.Module):
 
     @property
     def param_and_grad_buffer(self) -> ParamAndGradBuffer:
-        """Access to the flat buffers."""
+        """Give access to the flat buffers."""
         return ParamAndGradBuffer(self._engine)
 
     @property
@@ -1087,7 +1087,7 @@ class MegatronFSDP(nn.Module):
             self.log_for_hangs(settings.folder, timeout_s=settings.timeout_s)
 
     def describe(self) -> Description:
-        """Describe units, options and memory of the model on this rank, read off live objects; no communication.
+        """Describe units, options and memory of the model on this rank, read from live objects; no communication.
 
         `print(model.describe())` is for people, `.to_dict()` for programs (docs/debugging.md).
         """

@@ -85,7 +85,9 @@ def test_weights_that_do_not_fit_are_named_on_every_rank(
 
 
 def not_strict(folder: str, name: str) -> dict[str, Tensor]:
-    with pytest.warns(UserWarning, match="lacks 1 weights, which were drawn: model.layers.2.mlp.up_proj.weight"):
+    with pytest.warns(
+        UserWarning, match="lacks 1 weights, which were drawn at random: model.layers.2.mlp.up_proj.weight"
+    ):
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=strategy(name), strict=False)
     return parameters_of(model)
 
@@ -135,7 +137,7 @@ def test_folders_names_and_fields_that_are_not_there_are_refused(run_ranks: RunR
         (str(tmp_path / "model"), {"attn_implementation": "of_tomorrow"}, "of_tomorrow"),
         (str(tmp_path / "model"), {"peft_config": {}}, "peft_config is a dict"),
         (str(tmp_path / "model"), {"device_map": "auto"}, "device_map='auto' puts whole layers on devices"),
-        (str(tmp_path / "model"), {"trust_remote_code": True}, "code that lies beside weights is never run here"),
+        (str(tmp_path / "model"), {"trust_remote_code": True}, "code from a model's folder is never run"),
         (str(folder_with_code(tmp_path / "own")), {}, "it needs code of its own (auto_map), which is never run here"),
     ]
     for folder, options, told in cases:
@@ -166,7 +168,7 @@ def test_dtype_and_attention_are_what_was_asked_for_or_what_the_config_says(
 
 
 def classify(folder: str, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    with pytest.warns(UserWarning, match="lacks 1 weights, which were drawn: score.weight"):
+    with pytest.warns(UserWarning, match="lacks 1 weights, which were drawn at random: score.weight"):
         model: Any = AutoModelForSequenceClassification.from_pretrained(
             folder, distributed_config=strategy(name), num_labels=3
         )

@@ -144,7 +144,7 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks(run_ranks: RunRanks
         "image": "pixel_values of shape (2, 3, 4, 4)",
         "hole": "has holes or pads on the left",
         "left": "has holes or pads on the left",
-        "counted": "labels count tokens that attention_mask pads",
+        "counted": "labels has labels where attention_mask is 0",
         "packed": "sequences are packed",
         "twice": "labels and shift_labels",
         "other rows": "ranks of the group disagree",
@@ -341,7 +341,7 @@ def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks(run_ranks: 
     parts = {
         "whole": "position_ids is missing",
         "mask": "attention_mask is for whole sequences",
-        "labels": "labels alone would be shifted inside",
+        "labels": "labels alone would be shifted within",
         "cache": "use_cache=True is for generation",
         "order": "load_balance=True, as enable_context_parallel was told",
         "order on one rank": "cut every batch by shard_batch",
@@ -391,8 +391,8 @@ def test_models_whose_tokens_meet_elsewhere_are_refused(run_ranks: RunRanks) -> 
         "chunked": "attends inside chunks",
         "both ways": "its attention is not causal",
         "linear": "it has layers of the kinds ['linear_attention']",
-        "plain": "a Linear holds no model of transformers",
-        "windows": "has sliding windows but its attention is not told which",
+        "plain": "a Linear has no transformers model inside",
+        "windows": "has sliding windows, but its attention is not given them",
     }
     assert {name: part for name, part in parts.items() if part not in told[name]} == {}
 

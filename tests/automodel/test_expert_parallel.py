@@ -271,7 +271,7 @@ def test_sizes_meshes_and_repetitions_are_refused(run_ranks: RunRanks) -> None:
         "a mesh with the dimensions ('dp_shard',) was given for experts",
         "model.layers.0.mlp.experts (DividedMixtralExperts) has gate_up_proj divided over ranks already",
         "lm_head (Linear) is not divided over ranks",
-        "gradient_divisor=0 is no number of ranks",
+        "gradient_divisor=0 is not a number of ranks",
     ]
     assert len(one) == len(starts)
     for message, start in zip(one, starts, strict=True):

@@ -56,7 +56,7 @@ def hand_over_the_wrong_things() -> list[str]:
                     continue
                 message = refusal(lambda: manager(config, right[kind]))  # noqa: B023 (called at once)
                 name = "type" if isinstance(config, type) else type(config).__name__
-                assert re.search(f"{manager.__name__} takes an? {kind.__name__}, and config is .*{name}", message)
+                assert re.search(f"config is a {name}; give {manager.__name__} an? {kind.__name__}", message)
                 found.append(message)
             for mesh in wrong[kind]:
                 message = refusal(lambda: manager(own, mesh))  # noqa: B023
@@ -155,7 +155,7 @@ def test_prefetching_with_both_depths_zero_warns() -> None:
 
 
 def test_errors_are_value_errors() -> None:
-    with pytest.raises(ValueError, match=r"DDPManager takes a DDPConfig"):
+    with pytest.raises(ValueError, match=r"config is a FSDP2Config; give DDPManager a DDPConfig"):
         DDPManager(FSDP2)  # type: ignore[arg-type]
     assert issubclass(ConfigurationError, ValueError)
 

@@ -148,6 +148,8 @@ def accumulate_and_keep_the_best(folder: str) -> None:
         assert Path(best.best_model_path).is_dir()
         assert len(list(Path(folder).glob("*.ckpt"))) == 1
         runner.validate(runner.lightning_module, data(), ckpt_path=best.best_model_path, verbose=False)
+        with pytest.raises(ConfigurationError, match="another trainer has sharded this Regression; use that trainer"):
+            trainer(folder, 3, max_epochs=1).fit(runner.lightning_module, data())
         by_hand, runner = Regression(), trainer(folder, 3, max_epochs=1, gradient_clip_val=None)
         by_hand.automatic_optimization = False
         with pytest.raises(ConfigurationError, match="Regression sets automatic_optimization=False"):

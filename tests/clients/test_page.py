@@ -1,4 +1,4 @@
-"""The programs of docs/clients.md run as printed, one after another, on two ranks."""
+"""The programs of docs/integrations.md about clients run as printed, one after another, on two ranks."""
 
 import re
 import warnings
@@ -17,7 +17,8 @@ for package in ("accelerate", "datasets", "lightning", "peft", "transformers", "
 
 def programs() -> dict[str, str]:
     """Code by the heading of its section."""
-    sections = re.split(r"^## ", (ROOT / "docs/clients.md").read_text(), flags=re.MULTILINE)
+    clients = (ROOT / "docs/integrations.md").read_text().partition("\n## accelerate, ")[2]
+    sections = re.split(r"^### ", clients, flags=re.MULTILINE)
     found = {
         text.splitlines()[0]: re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) for text in sections
     }

@@ -1,4 +1,4 @@
-"""The published page about the configuration: it is complete."""
+"""The published table of the configuration: it is complete."""
 
 import dataclasses
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from tools.ddp_config_table import rules_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "ddp_config.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"
 
 
 def test_every_field_has_one_row_with_a_default_a_flag_and_a_meaning() -> None:
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    table = PAGE.read_text().partition("### Fields")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert [row[0] for row in rows] == [
         f"`{field.name}`" for field in dataclasses.fields(DistributedDataParallelConfig)
     ]

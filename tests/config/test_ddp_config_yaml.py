@@ -51,10 +51,10 @@ def test_yaml_of_nothing_is_the_default() -> None:
             "bucket_size: 3\nnccl_ub: true\nbucket_size: 4\n",
             "'bucket_size' is there twice, on lines 1 and 3; keep one of them.",
         ),
-        ("- bucket_size", "this is YAML of a list, and a mapping of fields to values is needed."),
+        ("- bucket_size", "the YAML is a list; give a mapping of fields to values."),
         (
             "ddp.yaml",
-            ("this is YAML of a str, and a mapping of fields to values is needed; give a path as a pathlib.Path."),
+            ("the YAML is a str; give a mapping of fields to values; give a path as a pathlib.Path."),
         ),
         (
             "bucket_size: [3",

@@ -155,7 +155,7 @@ def test_gradients_that_come_several_times_are_counted_and_awaited() -> None:
 def test_more_gradients_than_ever_before_are_refused_in_words() -> None:
     scheduler = make()
     backward(scheduler, *IN_ORDER)
-    with pytest.raises(ScheduleError, match=r"a gradient arrived after the bucket was reduced.*use_reentrant=False"):
+    with pytest.raises(ScheduleError, match=r"a gradient arrived after its bucket was reduced.*use_reentrant=False"):
         backward(scheduler, (4, 0), (4, 0))
 
 

@@ -60,7 +60,7 @@ def test_what_cannot_be_honoured_is_refused_in_words(run_ranks: RunRanks) -> Non
             "module is a str; give the model",
             "the model is wrapped already; wrap a model once",
             "the model is sharded already",
-            "has no effect without use_megatron_fsdp=True, where parameters are cut by size",
+            "has no effect without use_megatron_fsdp=True, where buckets are made by size",
             "num_distributed_optimizer_instances=3 does not divide the 2 data-parallel ranks",
             "average_in_collective=True contradicts calculate_per_token_loss=True",
             "'nothing.*', which matches none of the 2 trainable parameters",
@@ -148,7 +148,7 @@ def more_recomputed_calls() -> str:
 
 def test_more_recomputed_calls_than_before_are_refused_and_learnt_after_a_reset(run_ranks: RunRanks) -> None:
     for message in run_ranks(2, more_recomputed_calls):
-        assert "a gradient arrived after the bucket was reduced" in message
+        assert "a gradient arrived after its bucket was reduced" in message
         assert "use_reentrant=False" in message
 
 

@@ -1,4 +1,4 @@
-"""A steady step reads nothing back: on a device each reading would make the host wait (docs/tracing.md)."""
+"""A steady step reads nothing back: on a device each reading would make the host wait (docs/debugging.md)."""
 
 import contextlib
 import sys

@@ -236,7 +236,7 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
         ({"ranks": {"dp_shard": 4, "ep": 3}}, "ep=3 does not divide the 4 ranks"),
         ({"ranks": 4, "strategy": "zero3"}, "strategy='zero3' is not a sharding strategy"),
         ({"ranks": 4, "outer_strategy": "optim"}, "needs an outer axis"),
-        ({"ranks": {"dp_outer": 2, "dp_shard": 2}, "strategy": 0, "outer_strategy": 1}, "shares out further"),
+        ({"ranks": {"dp_outer": 2, "dp_shard": 2}, "strategy": 0, "outer_strategy": 1}, "shards further"),
         ({"ranks": 4, "machine": "h1000"}, "machine 'h1000' is not known"),
         ({"ranks": 4, "optimizer": "adam"}, "optimizer 'adam' is not known"),
         ({"ranks": 4, "microbatches": 0}, "microbatches=0"),

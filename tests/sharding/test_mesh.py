@@ -219,7 +219,7 @@ def errors_scenario() -> dict[str, str]:
 def test_what_does_not_fit_together_is_refused(run_ranks: RunRanks) -> None:
     for result in run_ranks(2, errors_scenario):
         has = "is not a dimension of the device mesh, which has 'outer', 'shard'"
-        rename = "name its dimensions as those of device_mesh, and 'ep' where ranks along one hold other experts."
+        rename = "name its dimensions as those of device_mesh, and 'ep' the one along which experts differ."
         give = "give one of these or the name of a flattened one."
         no_names = result.pop("no names")
         assert no_names.startswith("device_mesh=DeviceMesh(")
@@ -234,8 +234,8 @@ def test_what_does_not_fit_together_is_refused(run_ranks: RunRanks) -> None:
             "expert group only": "hybrid_fsdp_expt_group needs expt_device_mesh, which is missing; "
             "give both or neither.",
             "expert gather only": "expt_fsdp_group_ag needs expt_device_mesh, which is missing; give both or neither.",
-            "misspelt expert dim": f"expt_device_mesh has the dimensions 'out', 'shard' and not 'outer'; {rename}",
-            "no expert shard dim": f"expt_device_mesh has the dimensions 'outer', 'dp' and not 'shard'; {rename}",
+            "misspelt expert dim": f"expt_device_mesh has the dimensions 'out', 'shard' but not 'outer'; {rename}",
+            "no expert shard dim": f"expt_device_mesh has the dimensions 'outer', 'dp' but not 'shard'; {rename}",
             "wrong gather ranks": "fsdp_group_ag is a group of 1 ranks that are not those along the mesh dimensions "
             "('shard',), which are [[0, 1]]; pass on every rank the group of exactly the ranks along them.",
             "wrong hybrid ranks": "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh "

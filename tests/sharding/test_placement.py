@@ -92,7 +92,6 @@ def test_an_outer_optimizer_shard_needs_something_sharded_inside() -> None:
     with pytest.raises(ConfigurationError) as caught:
         placements_for(NO_SHARD, OPTIM)
     assert str(caught.value) == (
-        'outer_dp_sharding_strategy="optim" shares out further what the sharding axis shares out, which is nothing '
-        'under zero_dp_strategy="no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or "no_shard" '
-        "outside."
+        'outer_dp_sharding_strategy="optim" shards further what zero_dp_strategy shards, which is nothing under '
+        '"no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or "no_shard" outside.'
     )

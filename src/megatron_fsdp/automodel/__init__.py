@@ -2,7 +2,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=FSDP2Config(backend="gloo"), tp_size=2)
 
-The names are those of NeMo AutoModel's `components.distributed`; docs/huggingface.md is the guide.
+The names are those of NeMo AutoModel's `components.distributed`; docs/integrations.md is the guide.
 """
 
 from megatron_fsdp.automodel.auto_model import (
@@ -20,7 +20,6 @@ from megatron_fsdp.automodel.config import (
     resolve_sizes,
 )
 from megatron_fsdp.automodel.config_yaml import (
-    DistributedSection,
     DistributedSetup,
     load_distributed_config,
     parse_distributed_section,
@@ -45,7 +44,6 @@ __all__ = [
     "DDPConfig",
     "DDPManager",
     "DistributedConfig",
-    "DistributedSection",
     "DistributedSetup",
     "FSDP2Config",
     "FSDP2Manager",

@@ -28,19 +28,10 @@ _COPY, _ORIGINAL = ".modules_to_save.", ".original_module."
 
 
 def add_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
-    """Put adapters on a model and freeze the rest; random generators stay as they are.
+    """Put adapters on a model on the meta device and freeze the rest; random generators stay as they are.
 
-    Args:
-        model: On the meta device.
-        peft_config: Such as `peft.LoraConfig`; stays as it is.
-
-    Returns:
-        The `PeftModel` around it. What peft drew for the adapters is not what `fill_adapters` gives them; they have the
-        dtype that peft gives them: float32 where the model has less.
-
-    Raises:
-        ConfigurationError: peft is not installed, does not take the configuration for this model, or computes the
-            adapters' first values from weights.
+    Returns the `PeftModel`. Adapters have the dtype that peft gives them (float32 where the model has less) and no
+    final values yet: `fill_adapters` gives them.
     """
     peft: Any = require("peft", "peft_config")
     if not isinstance(peft_config, peft.PeftConfig):
@@ -101,10 +92,7 @@ def _is_meta_device(value: Any) -> bool:
 
 @contextlib.contextmanager
 def without_copies(*models: nn.Module) -> Iterator[None]:
-    """Within the block peft models show the modules that they copied for training (`modules_to_save`) in their places.
-
-    So they look like their bases for loading; afterwards the wrappers with the copies are back.
-    """
+    """Let peft models look like their bases in the block, for loading: copies (`modules_to_save`) in their places."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     for module in map(unwrap, models):
         if getattr(module, "peft_config", None):
@@ -125,11 +113,8 @@ def without_copies(*models: nn.Module) -> Iterator[None]:
 def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: torch.device) -> None:
     """Give adapters their first values, those that peft draws on one process; collective over all ranks.
 
-    Args:
-        model: The live model, or what of it this rank holds; its base has values.
-        twin: The base on the meta device, as it was before adapters were added; used up.
-        peft_config: As of `add_adapters`.
-        device: Where random states travel; values are drawn on the CPU.
+    `twin` is the base on the meta device as it was before adapters were added, and is used up. Random states travel
+    on `device`; values are drawn on the CPU.
     """
     groups = [dist.group.WORLD] if dist.group.WORLD is not None else []
     with same_random_numbers(groups, device), warnings.catch_warnings():

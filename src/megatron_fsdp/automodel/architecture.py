@@ -48,11 +48,7 @@ class Layers:
 
 
 def find_layers(model: nn.Module) -> Layers:
-    """Find the decoder layers: where transformers' models have them, else the longest list of modules.
-
-    Raises:
-        ConfigurationError: The model has no list of modules.
-    """
+    """Find the decoder layers: where transformers' models have them, else the longest list of modules."""
     for path in _KNOWN_PATHS:
         found = _at(model, path)
         if isinstance(found, nn.ModuleList | nn.ModuleDict) and len(found):

@@ -72,7 +72,7 @@ class _AutoModel:
     _new_head: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        raise TypeError(f"{type(self).__name__} is made by from_pretrained(...) or from_config(...)")
+        raise TypeError(f"{type(self).__name__} cannot be constructed; call from_pretrained(...) or from_config(...)")
 
     @classmethod
     def from_pretrained(
@@ -300,7 +300,7 @@ def _fill(
     if options.pipeline_config is not None and context.sizes.pp == 1:
         raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
     if peft_config is not None and context.sizes.pp > 1:
-        raise ConfigurationError("peft_config with pp_size > 1: stages take no adapters; use another size than pp_size")
+        raise ConfigurationError("peft_config cannot be combined with pp_size > 1; use tp_size or dp_size instead")
     refuse_quantised(twin)
     live: nn.Module = copy.deepcopy(twin)
     saved_config = copy.deepcopy(getattr(twin, "config", None))
@@ -329,7 +329,9 @@ def _fill(
         settable: Any = whole
         settable._keys_to_ignore_on_save = {*(getattr(whole, "_keys_to_ignore_on_save", None) or ()), *copies}
     if folder is not None and drawn:
-        warn_caller(f"{folder} lacks {len(drawn)} weights, which were drawn: {', '.join(drawn[:8])}; train them")
+        warn_caller(
+            f"{folder} lacks {len(drawn)} weights, which were drawn at random: {', '.join(drawn[:8])}; train them"
+        )
     if isinstance(strategy, DDPConfig):
         model = DDPManager(strategy).parallelize(live, sends_weights=False)
     let_save(model, whole, saved_config, folder)
@@ -382,7 +384,7 @@ def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_
         missing = [name for name in missing if name.startswith(prefix)]
         unexpected = [name for name in unexpected if name.startswith(prefix)]
     if report.reshaped or (strict and (missing or unexpected)):
-        raise CheckpointError(f"{folder} does not fit {type(twin).__name__}: {report}\nnothing can be trained from it")
+        raise CheckpointError(f"{folder} does not fit {type(twin).__name__}: {report}\ngive the folder of such a model")
 
 
 # ---- what all ranks have to be told alike ----------------------------------------------------------------------------
@@ -429,12 +431,7 @@ def _agree(
     find: Callable[[], tuple[Path | None, Any]],
     options: Mapping[str, Any],
 ) -> tuple[MeshContext, Path | None, Any]:
-    """Check what ranks were given, each by itself and against each other, and then build the meshes; collective.
-
-    Raises:
-        ConfigurationError: Ranks were given different arguments, or one of them is wrong; on every rank.
-        CheckpointError: Only some ranks have the folder; on every rank, and names them.
-    """
+    """Check what ranks were given, each by itself and against each other, and then build the meshes; collective."""
     set_up_ranks(str(getattr(ranks.strategy, "backend", "gloo")))
 
     def check() -> tuple[Path | None, Any]:
@@ -454,7 +451,9 @@ def _agree(
 def _find_folder(name_or_path: str | Path) -> Path:
     """Find the local folder of a model: the path itself, or where the hub's cache has the name."""
     if not isinstance(name_or_path, str | Path):
-        raise ConfigurationError(f"the model is given as {name_or_path!r}; give a local folder, or a name in the cache")
+        raise ConfigurationError(
+            f"the model is given as {name_or_path!r}; give a local folder, or a name in the hub's local cache"
+        )
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -478,8 +477,8 @@ def _refuse_foreign(device_map: object, trust_remote_code: object) -> None:
         )
     if trust_remote_code:
         raise ConfigurationError(
-            f"trust_remote_code={trust_remote_code!r}, but code that lies beside weights is never run here; leave it "
-            "out, and register classes of your own with transformers first (AutoConfig.register, "
+            f"trust_remote_code={trust_remote_code!r}, but code from a model's folder is never run; leave it out, "
+            "and register classes of your own with transformers first (AutoConfig.register, "
             "AutoModelForCausalLM.register)"
         )
 
@@ -524,11 +523,7 @@ def _resolve_dtype(dtype: torch.dtype | str | None, config: Any, folder: Path | 
 
 
 def adopt_generation_config(model: Any, folder: Path) -> None:
-    """Let a model generate as the folder says, where it does.
-
-    Raises:
-        ConfigurationError: The file cannot be read.
-    """
+    """Let a model generate as the folder says, where it does."""
     if not (folder / "generation_config.json").is_file() or not model.can_generate():
         return
     try:
@@ -538,11 +533,7 @@ def adopt_generation_config(model: Any, folder: Path) -> None:
 
 
 def refuse_quantised(model: nn.Module) -> None:
-    """Refuse quantised weights, which are not cast into shards.
-
-    Raises:
-        CheckpointError: The config says that the weights are quantised.
-    """
+    """Refuse quantised weights, which are not cast into shards."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise CheckpointError(
             "the weights are quantised (quantization_config); convert them to floating point first, or train adapters "

@@ -246,11 +246,7 @@ DistributedConfig: TypeAlias = Union[FSDP2Config, MegatronFSDPConfig, DDPConfig]
 
 
 def check_config(config: object) -> DistributedConfig:
-    """Return the argument, if it is one of the three configs.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Return the argument if it is one of the three configs, and refuse it otherwise."""
     if not isinstance(config, FSDP2Config | MegatronFSDPConfig | DDPConfig):
         given = config.__name__ + " (the class)" if isinstance(config, type) else type(config).__name__
         raise ConfigurationError(
@@ -404,6 +400,6 @@ def resolve_sizes(
     if (dp * cp * tp) % ep:
         raise ParallelSizeError(
             f"dp_size x cp_size x tp_size = {dp} x {cp} x {tp} = {dp * cp * tp} cannot be divided by ep_size={ep}; "
-            "expert-parallel ranks lie across these; choose a divisor"
+            "experts are divided over these ranks; give an ep_size that divides their number"
         )
     return ParallelSizes(copies, dp // copies, tp, pp, cp, ep)

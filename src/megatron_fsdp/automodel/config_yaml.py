@@ -126,10 +126,6 @@ class DistributedSetup:
         return found
 
 
-DistributedSection = DistributedSetup
-"""What it was called before."""
-
-
 def load_distributed_config(source: str | os.PathLike[str]) -> DistributedSetup:
     """Read a strategy from YAML.
 
@@ -174,24 +170,14 @@ def parse_distributed_section(section: Mapping[str, Any]) -> DistributedSetup:
     return DistributedSetup(kind(**built), sizes, pipeline)
 
 
-def dtype_from_str(name: str | torch.dtype | None, default: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """Return the dtype of a name: "bfloat16", "torch.bfloat16", "bf16", in any case.
-
-    Args:
-        name: A dtype is returned as it is; None gives the default.
-        default: See there.
-
-    Raises:
-        ConfigurationError: There is no such dtype.
-    """
-    if name is None:
-        return default
+def dtype_from_str(name: str | torch.dtype) -> torch.dtype:
+    """Return the dtype of a name: "bfloat16", "torch.bfloat16", "bf16", in any case."""
     if isinstance(name, torch.dtype):
         return name
     short = str(name).strip().lower().removeprefix("torch.")
     found = _DTYPES.get(short, getattr(torch, short, None))
     if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"{name!r} is no dtype; write bfloat16, float16 or float32")
+        raise ConfigurationError(f"{name!r} is not a dtype; write bfloat16, float16 or float32")
     return found
 
 
@@ -221,7 +207,7 @@ def _pipeline(values: Any, sizes: Mapping[str, int]) -> PipelineConfig | None:
     if values is None:
         return None
     if sizes.get("pp_size", 1) == 1:
-        warn_caller("the section pipeline is left out, since pp_size is 1")
+        warn_caller("the section pipeline is ignored, since pp_size is 1")
         return None
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"pipeline={values!r}; write a mapping of fields to values")
@@ -239,7 +225,7 @@ def _drop_experts(values: Any, sizes: Mapping[str, int]) -> None:
     if not values:
         return
     if sizes.get("ep_size", 1) == 1:
-        warn_caller("the section moe is left out, since ep_size is 1")
+        warn_caller("the section moe is ignored, since ep_size is 1")
         return
     has = ", ".join(map(str, values)) if isinstance(values, Mapping) else repr(values)
     raise ConfigurationError(f"moe has {has}, and there are no options of experts; leave the section out")

@@ -74,11 +74,7 @@ class SequenceLayout:
         return self.ranks * (2 if self.load_balance else 1)
 
     def check_length(self, length: int) -> None:
-        """Refuse sequences that cannot be cut into equal pieces.
-
-        Raises:
-            ParallelSizeError: `length`, in tokens of the whole sequence, does not divide.
-        """
+        """Refuse whole sequences of a length that does not divide into equal pieces."""
         if length > 0 and length % self.num_pieces == 0:
             return
         pieces = f"2 * {self.ranks} = {self.num_pieces}" if self.load_balance else str(self.num_pieces)
@@ -207,11 +203,11 @@ def _check_padding(batch: Mapping[str, Tensor]) -> None:
     real = batch["attention_mask"].bool()
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise ConfigurationError(
-            "attention_mask has holes or pads on the left, which context parallelism does not compute; pad on the right"
+            "attention_mask has holes or pads on the left, which context parallelism does not support; pad on the right"
         )
     for name in ("labels", "shift_labels"):
         if name in batch and bool((batch[name][~real] != IGNORED_LABEL).any()):
-            raise ConfigurationError(f"{name} count tokens that attention_mask pads; set them to {IGNORED_LABEL} there")
+            raise ConfigurationError(f"{name} has labels where attention_mask is 0; set them to {IGNORED_LABEL} there")
 
 
 def _fact(name: str, values: Tensor) -> str:
@@ -222,22 +218,13 @@ def _fact(name: str, values: Tensor) -> str:
 def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balance: bool = True) -> None:
     """Let the ranks of a mesh dimension share the tokens of every sequence; in place, before or after sharding.
 
-    The model is then called with what `shard_batch` returns: `model(input_ids=..., position_ids=...)`. It returns
-    logits of this rank's tokens; `unshard_sequence` puts them together. Gradients are those of the rank's tokens, so
-    the context-parallel ranks have to be averaged together with the data-parallel ones.
+    The model (a causal one of transformers, or of peft around one; may be on the meta device) is then called with what
+    `shard_batch` returns: `model(input_ids=..., position_ids=...)`. It returns logits of this rank's tokens;
+    `unshard_sequence` puts them together. Gradients are those of the rank's tokens, so the context-parallel ranks have
+    to be averaged together with the data-parallel ones.
 
     Nothing is kept outside of the model: its attention modules know their process group, and models on different
     meshes work side by side. What transformers keeps for good is the name of the attention function.
-
-    Args:
-        model: A causal language model of transformers, or an adapter model of peft around one. May be on the meta
-            device.
-        cp_mesh: One dimension, the ranks that share sequences.
-        load_balance: As given to `shard_batch`.
-
-    Raises:
-        ConfigurationError: The model's attention cannot be switched, or tokens meet elsewhere than in causal
-            attention (state space layers, convolutions, encoders); or the mesh has several dimensions.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
@@ -250,8 +237,8 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balan
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         raise ConfigurationError(
-            f"a {type(model).__name__} holds no model of transformers, whose attention could be switched to context "
-            "parallelism; use cp_size=1"
+            f"a {type(model).__name__} has no transformers model inside, so its attention cannot be made context "
+            "parallel; use cp_size=1"
         )
     _refuse_unfit(inner)
     windows = getattr(text_config(inner), "sliding_window", None) is not None
@@ -271,9 +258,6 @@ def check_call(model: nn.Module, arguments: dict[str, Any]) -> None:
     """Refuse ahead of a forward what the forward of a context-parallel model would refuse; collective.
 
     For pipelines: there a forward that raises leaves the other stages waiting.
-
-    Raises:
-        ConfigurationError: The arguments are not those of `shard_batch`; on all ranks that share the sequences.
     """
     shared = model.__dict__.get(ATTRIBUTE)
     if shared is not None:
@@ -312,17 +296,17 @@ def _before_forward(
     call = f"{type(module).__name__} is context parallel: call it with what shard_batch returns, by keyword"
     positions = kwargs.get("position_ids")
     if len(args) > 1 or not isinstance(positions, Tensor):
-        raise ConfigurationError(f"{call}; position_ids is missing, without which tokens would be taken for the first")
+        raise ConfigurationError(f"{call}; position_ids is missing, so each rank would number its tokens from 0")
     for name in ("attention_mask", "past_key_values"):
         if kwargs.get(name) is not None:
-            raise ConfigurationError(f"{call}; {name} is for whole sequences, leave it out")
+            raise ConfigurationError(f"{call}; {name} is for whole sequences; leave it out")
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ConfigurationError(
-            f"{call}; labels alone would be shifted inside of this rank's tokens, give "
+            f"{call}; labels alone would be shifted within this rank's tokens; give "
             'labels=batch["shift_labels"] and shift_labels=batch["shift_labels"], or compute the loss outside'
         )
     if kwargs.get("use_cache"):
-        raise ConfigurationError(f"{call}; use_cache=True is for generation, leave it out")
+        raise ConfigurationError(f"{call}; use_cache=True is for generation; leave it out")
     _check_positions(shared, positions)
     return args, {**kwargs, "use_cache": False}
 
@@ -385,23 +369,10 @@ def context_parallel_attention(
     whole sequence is made: each of the rank's pieces attends to the keys up to its own end, so that fused kernels do
     what is needed and no more.
 
-    Args:
-        module: The attention module; has the attribute that `enable_context_parallel` sets.
-        query: (batch, heads, tokens of this rank, head size), rotated by positions in the whole sequence.
-        key: (batch, key heads, tokens of this rank, head size); key heads divide heads.
-        value: (batch, key heads, tokens of this rank, value size).
-        attention_mask: Must be None.
-        scaling: Of the scores; None: 1 / sqrt(head size).
-        dropout: Probability, of attention weights.
-        sliding_window: How many tokens a token sees, itself included; None: all.
-        softcap: Scores become `softcap * tanh(scores / softcap)`; None: they stay.
-        kwargs: What else transformers hands over; what would change the result is refused.
-
-    Returns:
-        (batch, tokens of this rank, heads, value size), and None in place of attention weights.
-
-    Raises:
-        ConfigurationError: The model asks for what this function does not compute; the same on every rank.
+    Called by transformers with query (batch, heads, tokens of this rank, head size), rotated by positions in the whole
+    sequence, and key and value of as many or fewer heads, which divide them. `sliding_window` is how many tokens a
+    token sees, itself included; `softcap` makes scores `softcap * tanh(scores / softcap)`. Other `kwargs` that would
+    change the result are refused. Returns (batch, tokens of this rank, heads, value size), and None for the weights.
     """
     shared = getattr(module, ATTRIBUTE, None)
     if not isinstance(shared, ContextParallel):
@@ -426,14 +397,14 @@ def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor |
         found.append("attention_mask")
     if found:
         raise ConfigurationError(
-            f"{name} hands {', '.join(found)} to its attention, which context parallelism does not compute; use "
+            f"{name} passes {', '.join(found)} to its attention, which context parallelism does not support; use "
             "cp_size=1 for this model or call it without"
         )
     if given.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise ConfigurationError(f"{name} is not causal, and context parallelism is for decoders only; use cp_size=1")
     if shared.has_windows and given["sliding_window"] is None and not _tells_windows(module):
         raise ConfigurationError(
-            f"the config of {name} has sliding windows but its attention is not told which; use cp_size=1"
+            f"the config of {name} has sliding windows, but its attention is not given them; use cp_size=1"
         )
 
 

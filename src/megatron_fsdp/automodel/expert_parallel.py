@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some of the experts of every layer, and tokens travel to them.
+"""Expert parallelism: each rank holds some of the experts of every layer, and tokens are sent to them.
 
 transformers 5 keeps the experts of a layer as one module called `experts`. Its weights are stacked over the experts,
 and it is called as `experts(hidden_states, top_k_index, top_k_weights)`: for each token the sum over its chosen experts
@@ -45,23 +45,12 @@ _WANTED = (
 
 
 def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
-    """Leave each rank an equal share of the experts of every layer, and let tokens travel to them.
+    """Leave each rank an equal share of the experts of every layer, and let tokens are sent to them.
 
-    Weights of experts become DTensors, `Shard(0)` on `ep_mesh`, under their former names. Routers and all else stay as
-    they are: whole on every rank, for its own tokens. Auxiliary losses of routers (`output_router_logits=True`) are
-    computed from a rank's own tokens, as under data parallelism.
-
-    Args:
-        model: A model of transformers with fused experts, on the meta device or with the same weights on all ranks.
-        ep_mesh: One-dimensional, called "ep"; the "ep" dimension of a mesh (ep_shard, ep) where experts are to be
-            sharded over data-parallel ranks as well.
-
-    Returns:
-        Names of the experts modules, for `shard_experts`.
-
-    Raises:
-        ConfigurationError: The model has no experts, or they have another interface; or the mesh is no "ep" mesh.
-        ParallelSizeError: The number of experts does not divide by the ranks.
+    Weights of experts become DTensors, `Shard(0)` on `ep_mesh` (the "ep" dimension alone), under their former names.
+    Routers and all else stay as they are: whole on every rank, for its own tokens. Auxiliary losses of routers
+    (`output_router_logits=True`) are computed from a rank's own tokens, as under data parallelism. Returns the names of
+    the experts modules, for `shard_experts`.
     """
     if ep_mesh.mesh_dim_names != (EP_DIM,):
         raise ConfigurationError(
@@ -186,13 +175,7 @@ class DividedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute what the undivided module does; collective over the expert-parallel ranks.
 
-        Args:
-            hidden_states: (T, hidden), this rank's tokens.
-            top_k_index: (T, k), chosen experts, numbered over all ranks.
-            top_k_weights: (T, k), what the experts' outputs are multiplied by.
-
-        Returns:
-            (T, hidden), dtype of `hidden_states`.
+        T tokens (T, hidden) of this rank, k experts of each, numbered over all ranks (T, k), and their factors (T, k).
         """
         num_chosen = top_k_index.shape[-1]
         order = torch.argsort(top_k_index.flatten(), stable=True)
@@ -275,22 +258,11 @@ def shard_experts(
     data-parallel ranks of the gradients of their losses; tokens that tensor-parallel ranks have in common arrive from
     each of them, and so count once.
 
-    Args:
-        model: As `parallelize_experts` left it.
-        expert_names: What `parallelize_experts` returned.
-        ep_shard_mesh: One-dimensional, of the ranks that hold the same experts; "ep_shard" of the mesh that also has
-            "ep". One rank is allowed: then nothing is sharded, but precision and the factor are applied.
-        mp_policy: Of FSDP2. Inputs and outputs of experts are not cast: inside of a layer they have the layer's dtypes,
-            and the router's weights may be more precise.
-        offload_policy: Of FSDP2.
-        reshard_after_forward: Of FSDP2.
-        gradient_divisor: Ranks that send tokens to experts: all of the mesh (ep_shard, ep).
-
-    Raises:
-        ConfigurationError: A name is not one of divided experts, or the divisor is not positive.
+    With one rank in `ep_shard_mesh` nothing is sharded, but precision and the factor are applied. Inputs and outputs of
+    experts are not cast: inside of a layer they have the layer's dtypes, and the router's weights may be more precise.
     """
     if gradient_divisor < 1:
-        raise ConfigurationError(f"gradient_divisor={gradient_divisor} is no number of ranks; give ep_shard * ep")
+        raise ConfigurationError(f"gradient_divisor={gradient_divisor} is not a number of ranks; give ep_shard * ep")
     policy = replace(mp_policy, cast_forward_inputs=False, output_dtype=None)
     num_shards = ep_shard_mesh.size()
     for name in expert_names:

@@ -75,22 +75,14 @@ def _unbound(module: nn.Module) -> Forward:
 
 
 def checkpoint_layers(model: nn.Module, *, is_selective: bool = False) -> None:
-    """Recompute each decoder layer: what stays from forward is one hidden state per layer, unless selective.
-
-    Raises:
-        ConfigurationError: The model has no layers.
-    """
+    """Recompute each decoder layer: what stays from forward is one hidden state per layer, unless selective."""
     for layer in find_layers(model).modules():
         recompute_in_backward(layer, is_selective=is_selective)
     _switch_cache_off(model)
 
 
 def checkpoint_mlps(model: nn.Module) -> None:
-    """Recompute the MLP (or mixture of experts) of each decoder layer.
-
-    Raises:
-        ConfigurationError: The model has no layers, or one of them no module of a known name.
-    """
+    """Recompute the MLP (or mixture of experts) of each decoder layer."""
     for name, layer in find_layers(model).named():
         found = [part for part_name, part in layer.named_children() if part_name in _MLP_NAMES]
         if not found:

@@ -56,9 +56,9 @@ def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
     strange = sum(id(param) not in own for param in held)
     if strange:
         raise ConfigurationError(
-            f"{strange} of the {len(held)} parameters of the optimizer are not the model's sharded ones, so stepping "
-            "would train nothing; build it on model.parameters() before the first forward, or after one without "
-            "gradients: after a forward with gradients FSDP2 shows gathered weights until backward"
+            f"{strange} of the {len(held)} parameters of the optimizer are not the model's sharded ones, so its steps "
+            "would train nothing; build it on model.parameters() before the first forward with gradients (after one, "
+            "FSDP2 shows gathered weights until backward)"
         )
     return optimizer
 
@@ -157,17 +157,10 @@ def per_token_factor(
     """Return what to multiply a rank's sum of token losses by, for the gradients of the mean over all tokens.
 
     A strategy that averages gradients over R ranks makes `sum_r(g_r) / R` of the gradients `g_r` of the ranks' losses.
-    With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks,
-    that is the gradient of `sum_r(S_r) / T`, the mean over all tokens. Where gradients are summed the R falls away. A
-    mean per rank would instead weigh tokens by how few their rank has.
-
-    Args:
-        num_label_tokens: T, of `count_label_tokens`: of all ranks and all microbatches of the step.
-        dp_group_size: R, data-parallel times context-parallel ranks, all replicas included.
-        gradients_are_summed: As by `calculate_per_token_loss=True`; then without `dp_group_size`.
-
-    Returns:
-        R / T, or 1 / T.
+    With the losses `S_r * R / T`, where S_r is the sum over the rank's tokens and T the number of tokens of all ranks
+    and microbatches, that is the gradient of `sum_r(S_r) / T`, the mean over all tokens. A mean per rank would instead
+    weigh tokens by how few their rank has. So the factor is R / T (R data-parallel times context-parallel ranks, all
+    replicas included), and 1 / T where gradients are summed, as by `calculate_per_token_loss=True`.
 
     Raises:
         ConfigurationError: No label counts, or the size is missing, below 1 or without effect.
@@ -284,7 +277,9 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity")
     if not max_norm >= 0:
-        raise ConfigurationError(f"max_norm={max_norm} is no largest norm; give 0 or more, infinity to measure only")
+        raise ConfigurationError(
+            f"max_norm={max_norm} is not a limit; give 0 or more (infinity only measures the norm)"
+        )
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ConfigurationError(
             f'pp_mesh has the dimensions {pp_mesh.mesh_dim_names}; give the one of the pipeline, such as mesh["pp"]'
@@ -300,7 +295,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
-            "them and go on, or pass error_if_nonfinite=False to scale by it all the same"
+            "them and continue, or pass error_if_nonfinite=False"
         )
     if math.isfinite(max_norm):
         found.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)
@@ -365,12 +360,7 @@ class FoundGradients:
 
 
 def gather_gradients(parts: Parts) -> FoundGradients:
-    """Find the parameters that may have gradients, and the models of the engine that some belong to.
-
-    Raises:
-        ConfigurationError: Only a part of the parameters of such a model is given, or it has been deleted; a gradient
-            is sparse.
-    """
+    """Find the parameters that may have gradients, and the models of the engine that some belong to."""
     copies: dict[int, Tensor] = {}
     if isinstance(parts, Pipeline):
         copies = {id(param): param for name, param in parts.named_parameters() if name in parts.tied_copies}

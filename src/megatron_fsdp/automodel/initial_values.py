@@ -30,13 +30,9 @@ from megatron_fsdp.errors import ConfigurationError
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give memory to every parameter and buffer on the meta device; tied ones stay tied.
+    """Give memory to every parameter and buffer on the meta device; tied ones stay tied, DTensors get local parts.
 
     Parameters get no values; buffers get NaN, so that one that is forgotten is seen.
-
-    Args:
-        model: Sharded or not; DTensors get their local parts.
-        device: Where to.
     """
     made: dict[int, torch.Tensor] = {}
     for owner in model.modules():
@@ -66,17 +62,10 @@ def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 def draw_missing(
     twin: nn.Module, model: nn.Module, stages: Sequence[nn.Module], filled: Collection[str], device: torch.device
 ) -> tuple[str, ...]:
-    """Draw values for what has none yet; collective over all ranks.
+    """Draw values for what is not named in `filled`; collective over all ranks.
 
-    Args:
-        twin: On the meta device; used up.
-        model: The live model, or what of it this rank holds.
-        stages: The stages that this rank holds, each with buffers of its own; or the model alone.
-        filled: Names of parameters and persistent buffers that have values.
-        device: Where values are drawn.
-
-    Returns:
-        Names of the parameters that were drawn on this rank.
+    `twin` is the model on the meta device, and is used up. `stages` are those that this rank holds, each with buffers
+    of its own, or `model` alone. Returns the names of the parameters that were drawn on this rank.
 
     Raises:
         ConfigurationError: Something has no method that initialises it, or no value afterwards.
@@ -111,7 +100,7 @@ def draw_missing(
     if left:
         raise ConfigurationError(
             f"{len(left)} parameters have no value and are not in the model that transformers builds: "
-            f"{', '.join(left[:8])}; give them values and put them in after loading"
+            f"{', '.join(left[:8])}; add them after loading, with values"
         )
     return drawn
 

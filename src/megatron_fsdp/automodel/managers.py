@@ -48,12 +48,11 @@ def _check_arguments(manager: str, config: object, kind: type, mesh: object = No
     """Refuse the config or the mesh of another strategy."""
     if not isinstance(config, kind):
         article = "an" if kind is FSDP2Config else "a"
-        raise ConfigurationError(f"{manager} takes {article} {kind.__name__}, and config is a {type(config).__name__}")
+        raise ConfigurationError(f"config is a {type(config).__name__}; give {manager} {article} {kind.__name__}")
     names = getattr(mesh, "mesh_dim_names", None)
     if names != axes:
         raise ConfigurationError(
-            f"{manager} takes a mesh of the axes {axes}, and this one has {names}; make it by "
-            "create_device_mesh(config, ...)"
+            f"the mesh has the axes {names}, and {manager} needs {axes}; make it by create_device_mesh(config, ...)"
         )
 
 
@@ -61,7 +60,7 @@ def _refuse_parallel_model(model: nn.Module) -> None:
     found = next((part for part in model.modules() if isinstance(part, _PARALLEL)), None)
     if found is not None:
         raise ConfigurationError(
-            f"the model is parallel already (it has a {type(found).__name__}); give one that no manager has had"
+            f"the model is parallel already (it has a {type(found).__name__}); give one that is not"
         )
 
 
@@ -76,17 +75,9 @@ def shard_by_layers(
 ) -> list[list[FSDPModule]]:
     """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
 
-    Args:
-        model: Tensor-parallel already, where it is to be.
-        mesh: 1-D, or 2-D with the copies first.
-        mp_policy: Dtypes.
-        layer_policy: Those of the layers, where they differ from the root's.
-        offload_policy: None: parameters stay on the device.
-        reshard_after_forward: Of the layers; None: of all but the last of each list. Pipelines want False: their
-            microbatches would gather layers again and again.
-
-    Returns:
-        The units of each list, in order.
+    The mesh is 1-D, or 2-D with the copies first. `layer_policy` has the dtypes of the layers where they differ from
+    the root's. `reshard_after_forward` is for the layers; None: all but the last of each list. Pipelines want False:
+    their microbatches would gather layers again and again. Returns the units of each list, in order.
     """
     options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
@@ -313,8 +304,8 @@ class MegatronFSDPManager:
         if mesh["tp"].size() > 1:
             if optimizer is not None:
                 raise ConfigurationError(
-                    "an optimizer cannot be taken along with tp_size > 1, since its parameters are divided into new "
-                    "ones; build it on the returned model's parameters and call fully_shard_optimizer"
+                    "an optimizer cannot be given with tp_size > 1, which replaces its parameters; build it on the "
+                    "returned model's parameters and call fully_shard_optimizer"
                 )
             parallelize_tensors(model, mesh["tp"], sequence_parallel=self.config.sequence_parallel)
         elif self.config.sequence_parallel:
@@ -400,7 +391,7 @@ class DDPManager:
         self.device = set_up_ranks(config.backend)
         if device_mesh is not None and (device_mesh.ndim != 1 or device_mesh.size() != dist.get_world_size()):
             raise ConfigurationError(
-                f"DDP works on all {dist.get_world_size()} ranks, and the mesh is of the shape {device_mesh.shape}; "
+                f"DDP uses all {dist.get_world_size()} ranks, but device_mesh has the shape {device_mesh.shape}; "
                 "leave device_mesh out"
             )
 

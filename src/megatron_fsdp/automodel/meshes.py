@@ -170,9 +170,6 @@ def set_up_ranks(backend: str) -> torch.device:
 
     Under torchrun the default group is made of all ranks; in a program started without it, of this one. Where there is
     no accelerator, "nccl" (the default of the configs) falls back to CPUs with a warning.
-
-    Args:
-        backend: "nccl" or "gloo".
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if backend == "nccl" and accelerator is None:
@@ -195,11 +192,7 @@ def set_up_ranks(backend: str) -> torch.device:
 
 
 def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return one axis of a mesh or of its root, flattened ones included.
-
-    Raises:
-        ConfigurationError: There is none of the name.
-    """
+    """Return one axis of a mesh or of its root, flattened ones included."""
     if name in (mesh.mesh_dim_names or ()):
         return mesh if mesh.ndim == 1 else mesh[name]
     root = mesh._get_root_mesh()
@@ -211,11 +204,7 @@ def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def get_submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Return several axes of a mesh in one, flattened ones included.
-
-    Raises:
-        ConfigurationError: There is none of a name.
-    """
+    """Return several axes of a mesh in one, flattened ones included."""
     if all(name in (mesh.mesh_dim_names or ()) for name in names):
         return mesh[tuple(names)]
     return DeviceMesh._concatenate([get_flat_mesh(mesh, name) for name in names])

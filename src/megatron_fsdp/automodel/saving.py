@@ -23,11 +23,8 @@ _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([KMG])(I?)B")
 def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> None:
     """Give a model its `save_pretrained`.
 
-    Args:
-        model: What the user has.
-        whole: What is saved of a `Pipeline`: the stages of this rank as one model.
-        config: Written as config.json, as it was before the model was made parallel.
-        folder: Where the weights came from; tokenizer and templates are carried along. None: from nowhere.
+    `whole` is what is saved of a `Pipeline`: the stages of this rank as one model. `config` becomes config.json, as it
+    was before the model was made parallel. Tokenizer and templates are carried along from `folder`, if there is one.
     """
 
     def save_pretrained(
@@ -38,7 +35,7 @@ def let_save(model: Any, whole: nn.Module, config: Any, folder: Path | None) -> 
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Save as transformers does; collective: all ranks call it. See docs/huggingface.md.
+        """Save as transformers does; collective: all ranks call it. See docs/integrations.md.
 
         Args:
             self: The model; a deep copy saves its own weights.

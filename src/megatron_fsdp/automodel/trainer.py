@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for models that are parallel already; docs/huggingface.md is the guide."""
+"""`transformers.Trainer` for models that are parallel already; docs/integrations.md is the guide."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _REFUSED: Mapping[str, str] = {
     "gradient_checkpointing": "give activation_checkpointing to the strategy's config",
     "torch_compile": "give enable_compile to FSDP2Config",
     "use_liger_kernel": "layers are changed before sharding; patch the classes of transformers before from_pretrained",
-    "auto_find_batch_size": "ranks that run out of memory alone cannot start anew; give a batch size that fits",
+    "auto_find_batch_size": "ranks that run out of memory alone cannot restart; give a batch size that fits",
     "enable_jit_checkpoint": "signals reach ranks at different steps; use save_steps",
     "push_to_hub": "nothing is uploaded; upload the folder that save_model wrote",
     "label_smoothing_factor": "transformers would not know whether labels are to be shifted; give compute_loss_func",
@@ -64,7 +64,7 @@ class ShardedTrainer(transformers.Trainer):
         trainer.train(resume_from_checkpoint=None)
 
     Losses, accumulation, clipping, schedules, logging, evaluation and callbacks are those of transformers. Checkpoints
-    hold files that plain transformers (or peft) loads, and the state to go on from.
+    hold files that plain transformers (or peft) loads, and the state to resume from.
     """
 
     def __init__(self, model: nn.Module, args: transformers.TrainingArguments, **options: Any) -> None:
@@ -111,7 +111,7 @@ class ShardedTrainer(transformers.Trainer):
         return getattr(optimizer, "optimizer", optimizer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of one microbatch; gradients are reduced over ranks after the last one of a step."""
+        """Run forward and backward of one microbatch; gradients are reduced over ranks after the last one of a step."""
         with accumulation_context(self._parallel, self.accelerator.sync_gradients):
             loss: torch.Tensor = super().training_step(*args, **kwargs)
             return loss
@@ -167,13 +167,13 @@ class ShardedTrainer(transformers.Trainer):
         return {"schedule": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Look whether one can go on from there; weights are loaded with the optimizer, once that exists."""
+        """Check that the state is there; weights are loaded with the optimizer, once that exists."""
         del model
         state = Path(resume_from_checkpoint) / STATE_FOLDER
         if not decided_by_first(state.is_dir, f"looking for {state}"):
             raise ConfigurationError(
                 f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r}: it was written with save_only_model=True or "
-                "by another trainer; load its weights by from_pretrained and start anew"
+                "by another trainer; load its weights by from_pretrained and start a new run"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

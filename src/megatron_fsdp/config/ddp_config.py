@@ -33,8 +33,8 @@ class DistributedDataParallelConfig:
 
     Attributes:
         grad_reduce_in_fp32: Accumulate and reduce gradients in float32.
-        overlap_grad_reduce: Reduce gradients while backward goes on.
-        overlap_param_gather: Gather parameters while forward goes on.
+        overlap_grad_reduce: Reduce gradients during backward.
+        overlap_param_gather: Gather parameters during forward.
         align_param_gather: Start the parameter gathers of all pipeline stages together.
         use_distributed_optimizer: Shard the optimizer: reduce-scatter in place of all-reduce.
         num_distributed_optimizer_instances: Into how many parts data parallelism is cut, each of which shards a whole
@@ -70,7 +70,7 @@ class DistributedDataParallelConfig:
         delay_wgrad_compute: Compute weight gradients later, to overlap more communication.
         megatron_fsdp_main_params_dtype: Dtype of main weights; None: the compute weights are the main weights.
         megatron_fsdp_main_grads_dtype: Dtype of main gradients; None: that of the parameter.
-        megatron_fsdp_grad_comm_dtype: Dtype in which gradients travel; None: that of the main gradients.
+        megatron_fsdp_grad_comm_dtype: Dtype in which gradients are sent; None: that of the main gradients.
         megatron_fsdp_use_decoupled_grad: Put gradients into ``param.decoupled_grad``.
         megatron_fsdp_cuda_graph_mode: Never drop references to gradients.
         megatron_fsdp_enable_fine_grained_param_gather: Gather parameters per module in place of per unit.

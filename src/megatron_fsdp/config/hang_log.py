@@ -38,7 +38,7 @@ def checked_timeout(given: float | str, name: str = "timeout_s") -> float:
     except ValueError:
         seconds = math.nan
     if not (seconds > 0.0 and math.isfinite(seconds)):
-        raise ConfigurationError(f"{name}={given!r} is no time to wait; give seconds, more than 0")
+        raise ConfigurationError(f"{name}={given!r} is not a time to wait; give seconds, more than 0")
     return seconds
 
 

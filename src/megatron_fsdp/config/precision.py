@@ -20,7 +20,7 @@ class MixedPrecisionPolicy:
             weights, and no copy is kept.
         main_grads_dtype: Dtype in which gradients are accumulated and handed to the optimizer. None: the dtype of the
             parameter.
-        grad_comm_dtype: Dtype in which gradients travel. None: the dtype of the main gradients.
+        grad_comm_dtype: Dtype in which gradients are sent. None: the dtype of the main gradients.
 
     Raises:
         TypeError: A value is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here).

@@ -65,7 +65,7 @@ def read_mapping(source: str | os.PathLike[str]) -> tuple[dict[Any, Any], str]:
     if not isinstance(values, dict):
         hint = "; give a path as a pathlib.Path" if isinstance(source, str) and isinstance(values, str) else ""
         raise ConfigurationError(
-            f"{where}this is YAML of a {type(values).__name__}, and a mapping of fields to values is needed{hint}."
+            f"{where}the YAML is a {type(values).__name__}; give a mapping of fields to values{hint}."
         )
     _refuse_repeated_keys(root, where)
     return values, where

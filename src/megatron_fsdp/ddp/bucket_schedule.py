@@ -115,9 +115,9 @@ class BucketScheduler(Scheduler):
         """
         if self._in_backward and self._units[unit].in_backward and self._units[unit].reduced:
             raise ScheduleError(
-                "a gradient arrived after the bucket was reduced: in the backwards before, fewer gradients came for "
-                "its parameters (reentrant activation checkpoints give several); use use_reentrant=False, or "
-                "overlap_grad_reduce=False, which reduces when all have come"
+                "a gradient arrived after its bucket was reduced: earlier backwards had fewer gradients for the same "
+                "parameters (reentrant activation checkpoints give several); use use_reentrant=False, or "
+                "overlap_grad_reduce=False, which reduces after the backward"
             )
         super().gradient_arrives(unit)
         self._open_all()

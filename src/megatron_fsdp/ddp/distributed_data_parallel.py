@@ -166,7 +166,7 @@ class DistributedDataParallel(MegatronFSDP):
             if fsdp_unit_modules is not None:
                 raise ConfigurationError(
                     f"fsdp_unit_modules={fsdp_unit_modules!r} has no effect without use_megatron_fsdp=True, where "
-                    "parameters are cut by size; set that or leave it out"
+                    "buckets are made by size; set that or leave it out"
                 )
             verify_ranks_s = resolve_verify_ranks(verify_ranks)
             options = replace(

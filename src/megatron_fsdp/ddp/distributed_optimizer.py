@@ -194,6 +194,4 @@ def _check_clip_grad(clip_grad: object) -> None:
         return
     is_number = isinstance(clip_grad, int | float) and not isinstance(clip_grad, bool)
     if not is_number or not (clip_grad >= 0 and math.isfinite(clip_grad)):  # type: ignore[operator, arg-type]
-        raise ConfigurationError(
-            f"clip_grad={clip_grad!r} is no largest norm; give a positive number, or None not to clip"
-        )
+        raise ConfigurationError(f"clip_grad={clip_grad!r} is not a limit; give a positive number, or None not to clip")

@@ -89,7 +89,7 @@ class UnevenDTensor(DTensor):
             raise ConfigurationError(
                 "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded and whose "
                 "gradients it reduces; train the sharded model as it is, and hand it to nothing that wraps models "
-                "(docs/clients.md has recipes for accelerate, Lightning and Fabric)"
+                "(docs/integrations.md has recipes for accelerate, Lightning and Fabric)"
             )
         return super().detach()
 
@@ -102,7 +102,7 @@ class UnevenDTensor(DTensor):
         raise ShardOperationError(
             "a sharded tensor has no storage of all its elements, so that one rank's file (such as that of "
             "accelerator.save_state) would lack those of the others; save with save_checkpoint of "
-            "megatron_fsdp.checkpoint, as docs/clients.md shows"
+            "megatron_fsdp.checkpoint, as docs/integrations.md shows"
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

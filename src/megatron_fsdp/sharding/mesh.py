@@ -200,8 +200,8 @@ class FSDPDistributedIndex:
         if own is None or (missing and (unknown or own not in names)):
             wanted = repr(shard) if own is None else " and ".join(map(repr, missing))
             raise ConfigurationError(
-                f"expt_device_mesh has the dimensions {', '.join(map(repr, names))} and not {wanted}; name its "
-                "dimensions as those of device_mesh, and 'ep' where ranks along one hold other experts."
+                f"expt_device_mesh has the dimensions {', '.join(map(repr, names))} but not {wanted}; name its "
+                "dimensions as those of device_mesh, and 'ep' the one along which experts differ."
             )
         if own == shard and not missing:
             return mesh

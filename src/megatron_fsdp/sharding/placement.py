@@ -91,8 +91,8 @@ def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Place
         )
     if outer == ShardingStrategy.optim and inner == ShardingStrategy.no_shard:
         raise ConfigurationError(
-            'outer_dp_sharding_strategy="optim" shares out further what the sharding axis shares out, which is nothing '
-            'under zero_dp_strategy="no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or '
+            'outer_dp_sharding_strategy="optim" shards further what zero_dp_strategy shards, which is nothing under '
+            '"no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or '
             '"no_shard" outside.'
         )
     after_sync = _S if outer == ShardingStrategy.optim else _R

@@ -123,7 +123,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
         ),
         ("swiglu: true\nno-swiglu: true\n", "run.yaml:2: --swiglu is given twice ('no_swiglu')"),
         ("optimiser:\n  lr: 1\n", "'optimiser' is no option; give names, or sections of names: model, parallel"),
-        ("- lr\n", "this is YAML of a list, and a mapping of fields to values is needed"),
+        ("- lr\n", "the YAML is a list; give a mapping of fields to values"),
         ("lr: [1\n", "run.yaml: not YAML"),
         ("disable_bias_linear: 3\n", "run.yaml:1: invalid disable-bias-linear: 3: give true or false"),
         ("hidden_dropout: 0.1\n", "run.yaml:1: invalid --hidden-dropout 0.1: nothing is dropped"),

@@ -94,9 +94,6 @@ def schedule_named(name: str) -> ScheduleKind:
 
     Torch has more, which are not offered: the V-shaped ones cannot evaluate, and those that split backward (zero
     bubble) leave parameters without gradients, and say nothing, where FSDP2 has released weights after forward.
-
-    Raises:
-        ConfigurationError: There is none of this name.
     """
     for kind in _KINDS:
         if str(name).lower() == kind.name.lower():
@@ -106,11 +103,7 @@ def schedule_named(name: str) -> ScheduleKind:
 
 
 def count_microbatches(kind: ScheduleKind, rows: int, microbatch_size: int, num_ranks: int, num_stages: int) -> int:
-    """Count the microbatches that the rows of a batch make.
-
-    Raises:
-        ConfigurationError: The rows do not divide, or the schedule cannot run that number of microbatches.
-    """
+    """Count the microbatches that the rows of a batch make, and refuse what the schedule cannot run."""
     count, rest = divmod(rows, microbatch_size)
     if rest or not count:
         raise ConfigurationError(
@@ -135,16 +128,7 @@ def count_microbatches(kind: ScheduleKind, rows: int, microbatch_size: int, num_
 def split_layers(num_layers: int, num_stages: int, layers_per_stage: int | None = None) -> tuple[tuple[int, int], ...]:
     """Cut layers into stages of lengths that differ by one at most; earlier stages take the remainder.
 
-    Args:
-        num_layers: Of the model.
-        num_stages: Of the whole pipeline.
-        layers_per_stage: The most that a stage may have; None: any number.
-
-    Returns:
-        (first layer, one past the last layer) of each stage.
-
-    Raises:
-        ParallelSizeError: A stage would be empty, or longer than allowed.
+    Returns (first layer, one past the last layer) of each stage, none longer than `layers_per_stage`.
     """
     if num_stages < 1 or num_layers < num_stages:
         raise ParallelSizeError(
@@ -166,10 +150,7 @@ def count_stages(kind: ScheduleKind, num_layers: int, num_ranks: int, layers_per
     """Count the stages of a pipeline.
 
     Without `layers_per_stage` each rank has one, or two under a schedule of several; with it there are
-    ceil(num_layers / layers_per_stage).
-
-    Raises:
-        ParallelSizeError: The stages do not divide over the ranks as the schedule needs it.
+    ceil(num_layers / layers_per_stage), which have to divide over the ranks as the schedule needs it.
     """
     if layers_per_stage is None:
         return num_ranks * (2 if kind.several_stages else 1)

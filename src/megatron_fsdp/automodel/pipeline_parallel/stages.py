@@ -68,11 +68,7 @@ class StageForward:
 
 
 def find_ends(model: nn.Module) -> Ends:
-    """Find what a decoder has around its layers.
-
-    Raises:
-        ConfigurationError: The model is not a decoder whose parts are all known, so cutting it might change it.
-    """
+    """Find what a decoder has around its layers, and refuse models with other parts: cutting might change them."""
     name, config = type(model).__name__, text_config(model)
     base: Any = getattr(model, "base_model", None)
     if config is None or not isinstance(base, nn.Module) or base is model:
@@ -114,22 +110,11 @@ def find_ends(model: nn.Module) -> Ends:
 
 
 def cut_stage(model: nn.Module, start: int, stop: int, is_first: bool, is_last: bool) -> nn.Module:
-    """Take away, in place, all that belongs to other stages. Names of what stays are those of the whole model.
+    """Take away, in place, all layers outside of [start, stop) and the ends that do not stay; names do not change.
 
-    Of tied embeddings, each end that stays keeps the matrix under its own name; `Pipeline` keeps the two equal.
-
-    Args:
-        model: A whole causal language model, on any device.
-        start: First layer that stays.
-        stop: One past the last.
-        is_first: The embeddings stay.
-        is_last: The final norm and the head stay.
-
-    Returns:
-        The model; its forward takes and gives what `StageForward.forward` says.
-
-    Raises:
-        ConfigurationError: The model cannot be cut.
+    With `is_first` the embeddings stay, with `is_last` the final norm and the head. Of tied embeddings, each end that
+    stays keeps the matrix under its own name; `Pipeline` keeps the two equal. The model's forward then takes and gives
+    what `StageForward.forward` says.
     """
     ends = find_ends(model)
     base: Any = model.base_model
@@ -348,11 +333,9 @@ class DecoderStage(PipelineStage):
 
 
 def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
-    """Make a model that holds what the stages hold, under the same names, for loading, saving and drawing values.
+    """Make a model that holds what the stages of one model hold, for loading, saving and drawing values.
 
-    Args:
-        stages: Cut from one model: what lies in another stage is None there, or absent in a `ModuleDict`. Their
-            tensors are shared, not copied.
+    What lies in another stage is None there, or absent in a `ModuleDict`. Tensors are shared, not copied.
     """
     merged = stages[0]
     for stage in stages[1:]:

@@ -84,15 +84,7 @@ class TiedEnd:
 
 
 def check_ends(end: TiedEnd | None, group: dist.ProcessGroup) -> None:
-    """Make sure that both copies are cut alike over other mesh dimensions; all ranks of the pipeline call it.
-
-    Args:
-        end: Of this rank; None: it has none.
-        group: Of the pipeline.
-
-    Raises:
-        ConfigurationError: They are not; on all ranks.
-    """
+    """Make sure that both copies are cut alike over other mesh dimensions; all ranks of the pipeline call it."""
     own = None
     if end is not None:
         param = end.part.get_parameter(end.name)

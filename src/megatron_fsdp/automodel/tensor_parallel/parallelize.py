@@ -216,18 +216,12 @@ def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
     """Let inductor overlap the gathers and reduce-scatters of sequence parallelism with the products beside them.
 
     It needs compiled layers, and devices that reach each other's memory. Where those are missing, one warning says so
-    and nothing is changed. The switch is inductor's own and counts for the whole process.
-
-    Args:
-        tp_mesh: The tensor-parallel ranks.
-
-    Returns:
-        Whether it is on.
+    and nothing is changed. The switch is inductor's own and counts for the whole process. Returns whether it is on.
     """
     if tp_mesh.device_type == "cpu":
         warnings.warn(
             "asynchronous tensor parallelism needs devices that reach each other's memory, which CPUs are not; "
-            "training goes on without it",
+            "training continues without it",
             stacklevel=2,
         )
         return False
