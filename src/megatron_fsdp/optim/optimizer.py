@@ -20,6 +20,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.local_step import LocalStep
+from megatron_fsdp.optim.whole_tensors import WholeStep, steps_whole
 
 # Optimizer state before the first step, for a checkpoint to be loaded into.
 #
@@ -176,6 +177,7 @@ class _StepHooks:
         self._model = model
         self._installs = True
         self._local = LocalStep()
+        self._whole = WholeStep()
         self.several: SeveralModels | None = None  # the only reference to it
 
     def before(
@@ -191,7 +193,8 @@ class _StepHooks:
         elif syncs:
             _sync(_alive(self._model))
         if args and args[0] is optimizer:
-            args = (self._local.stand_in(optimizer), *args[1:])
+            step = self._whole if steps_whole(optimizer) else self._local
+            args = (step.stand_in(optimizer), *args[1:])
         return args, kwargs
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
@@ -478,11 +481,12 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]
     )
     fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
-    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)):
+    if sharded and (fused or (isinstance(optimizer, _NOT_ELEMENTWISE) and not steps_whole(optimizer))):
         raise ConfigurationError(
             f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
             "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "
-            "optimizer (SGD, AdamW, ...), or shard nothing (zero_dp_strategy=0, use_distributed_optimizer=False)"
+            "optimizer (SGD, AdamW, ...), torch.optim.Muon itself for matrices, or shard nothing "
+            "(zero_dp_strategy=0, use_distributed_optimizer=False)"
         )
 
 
