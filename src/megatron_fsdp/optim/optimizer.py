@@ -20,7 +20,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.local_step import LocalStep
-from megatron_fsdp.optim.whole_tensors import WholeStep, steps_whole
+from megatron_fsdp.optim.whole_tensors import WholeStep, check_whole, steps_whole
 
 # Optimizer state before the first step, for a checkpoint to be loaded into.
 #
@@ -473,15 +473,19 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers whose update of an element depends on elements that may be on other ranks.
 
     Raises:
-        ConfigurationError: It is one of torch's that do, and a parameter is sharded.
+        ConfigurationError: It is one of torch's that do, and a parameter is sharded; those of `whole_tensors` are
+            refused for some options only.
     """
+    if steps_whole(optimizer):
+        check_whole(optimizer)
+        return
     sharded = any(
         isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
         for group in optimizer.param_groups
         for param in group["params"]
     )
     fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
-    if sharded and (fused or (isinstance(optimizer, _NOT_ELEMENTWISE) and not steps_whole(optimizer))):
+    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)):
         raise ConfigurationError(
             f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
             "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "

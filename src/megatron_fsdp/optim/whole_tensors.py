@@ -36,6 +36,7 @@ from megatron_fsdp.comm.groups import go_with
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
 Group = Mapping[str, Any]
@@ -48,6 +49,10 @@ WAVE_BYTES = 256 << 20
 
 class WholeTensorRule(Protocol):
     """The parts of an optimizer's step, for one parameter: before, on and after the whole tensor."""
+
+    def problem(self, group: Group, param: Tensor) -> str | None:
+        """Return why a parameter cannot be stepped with these options; None where it can."""
+        ...
 
     def operand(self, group: Group, grad: Tensor, state: State) -> Tensor:
         """Update state on a shard, and return the shard of what is needed whole, as a tensor that may be kept.
@@ -74,6 +79,14 @@ class WholeTensorRule(Protocol):
 
 class _Muon:
     """The step of `torch.optim.Muon`, by its own functions (K. Jordan et al., "Muon", 2024)."""
+
+    def problem(self, group: Group, param: Tensor) -> str | None:
+        if param.dtype is torch.bfloat16 and not group["nesterov"]:
+            return (
+                "Muon with nesterov=False divides bf16 momentum by its norm in every step (torch's iteration begins in "
+                "place); use nesterov=True, or keep main weights and gradients in fp32"
+            )
+        return None
 
     def operand(self, group: Group, grad: Tensor, state: State) -> Tensor:
         momentum = group["momentum"]
@@ -317,6 +330,19 @@ def _cut_up(piece: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Tensor, Box]]
 def steps_whole(optimizer: Optimizer) -> bool:
     """Return whether an optimizer of this kind computes with whole tensors, and is stepped here."""
     return type(optimizer) in RULES
+
+
+def check_whole(optimizer: Optimizer) -> None:
+    """Refuse options under which a step could not be right.
+
+    Raises:
+        ConfigurationError: The rule of the optimizer's class has found a problem.
+    """
+    rule = RULES[type(optimizer)]
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if problem := rule.problem(group, param):
+                raise ConfigurationError(problem)
 
 
 class WholeStep:
