@@ -20,7 +20,8 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.local_step import LocalStep
-from megatron_fsdp.optim.whole_tensors import WholeStep, check_whole, steps_whole
+from megatron_fsdp.optim.muon import MuonStep, check_muon
+from megatron_fsdp.optim.owned_step import OwnedStep, steps_owned
 
 # Optimizer state before the first step, for a checkpoint to be loaded into.
 #
@@ -177,7 +178,8 @@ class _StepHooks:
         self._model = model
         self._installs = True
         self._local = LocalStep()
-        self._whole = WholeStep()
+        self._muon = MuonStep()
+        self.owned: OwnedStep | None = None
         self.several: SeveralModels | None = None  # the only reference to it
 
     def before(
@@ -193,9 +195,14 @@ class _StepHooks:
         elif syncs:
             _sync(_alive(self._model))
         if args and args[0] is optimizer:
-            step = self._whole if steps_whole(optimizer) else self._local
-            args = (step.stand_in(optimizer), *args[1:])
+            args = (self._stand_in(optimizer), *args[1:])
         return args, kwargs
+
+    def _stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the object that the code of the optimizer's class steps."""
+        if type(optimizer) is torch.optim.Muon:
+            return self._muon.stand_in(optimizer)
+        return (self.owned or self._local).stand_in(optimizer)
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
         """Wrap a closure, which may run several times: install weights before each run, sync gradients after it."""
@@ -211,8 +218,10 @@ class _StepHooks:
 
         return synchronised
 
-    def at_once_after(self, _optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    def at_once_after(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         self._local.release()
+        if self.owned is not None:
+            self.owned.finish(optimizer)
 
     def before_state_is_read(self, _optimizer: torch.optim.Optimizer) -> None:
         self._local.release()
@@ -245,6 +254,9 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     reference = weakref.ref(model)
     hooks = _StepHooks(reference)
     hooks.several = model if isinstance(model, SeveralModels) else None
+    if steps_owned(optimizer):
+        hooks.owned = OwnedStep()
+        _guard(optimizer, hooks.owned)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     first = optimizer.register_step_post_hook(hooks.at_once_after)
@@ -271,6 +283,26 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
             _alive(reference).forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _guard(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:
+    """Let a step that fails on one rank fail on all, which wait for its results."""
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if any(callable(each) for each in (*args, kwargs.get("closure"))):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step takes no closure where parameters are sharded, since their owners "
+                "step them after gradients have been sent; call backward before step"
+            )
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            owned.fail(error)
+            raise
+
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
@@ -473,11 +505,11 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers whose update of an element depends on elements that may be on other ranks.
 
     Raises:
-        ConfigurationError: It is one of torch's that do, and a parameter is sharded; those of `whole_tensors` are
-            refused for some options only.
+        ConfigurationError: It is one of torch's that do, and a parameter is sharded; Muon itself is refused
+            for some options only.
     """
-    if steps_whole(optimizer):
-        check_whole(optimizer)
+    if type(optimizer) is torch.optim.Muon:
+        check_muon(optimizer)
         return
     sharded = any(
         isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
@@ -485,7 +517,7 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]
     )
     fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
-    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)):
+    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)) and not steps_owned(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
             "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "

@@ -1,6 +1,6 @@
 """Muon on sharded matrices: weights and momentum are those of one process with the same gradients, bit for bit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.optim.whole_tensors import RULES, assign_owners, waves_of
+from megatron_fsdp.optim.muon import newton_schulz_flops
+from megatron_fsdp.optim.whole_exchange import assign_owners, waves_of
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
-from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of
+from tests.support.arrangements import Arrangement
+from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
 from tests.support.parallel_transformer import ParallelBlock, build_dense
 from tests.support.parity import fixed_seed
 from tests.support.tensor_meshes import hybrid_tensor_parallel, tensor_parallel
@@ -34,9 +35,8 @@ def test_matrices_go_to_the_rank_that_has_least_to_do() -> None:
 @pytest.mark.parametrize("ranks", [8, 16, 32])
 def test_the_matrices_of_llama_8b_are_shared_evenly(ranks: int) -> None:
     """32 layers of q, k, v, o, gate, up, down: the busiest rank has at most 1.05 of the mean work."""
-    rule, group = RULES[torch.optim.Muon], {"ns_steps": 5}
     shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
-    flops = [rule.flops(group, shape) for shape in shapes]
+    flops = [newton_schulz_flops(shape, 5) for shape in shapes]
     loads = [0] * ranks
     for owner, cost in zip(assign_owners(flops, ranks), flops, strict=True):
         loads[owner] += cost
@@ -45,9 +45,8 @@ def test_the_matrices_of_llama_8b_are_shared_evenly(ranks: int) -> None:
 
 
 def test_flops_of_newton_schulz_are_counted_on_the_shorter_side() -> None:
-    rule = RULES[torch.optim.Muon]
-    assert rule.flops({"ns_steps": 1}, (2, 3)) == rule.flops({"ns_steps": 1}, (3, 2)) == 2 * 3 * 4 * 2 + 2 * 8
-    assert rule.flops({"ns_steps": 5}, (4, 4)) == 5 * (4 * 64 + 2 * 64)
+    assert newton_schulz_flops((2, 3), 1) == newton_schulz_flops((3, 2), 1) == 2 * 3 * 4 * 2 + 2 * 8
+    assert newton_schulz_flops((4, 4), 5) == 5 * (4 * 64 + 2 * 64)
 
 
 def test_no_owner_gets_more_than_the_limit_in_one_wave() -> None:
@@ -59,28 +58,6 @@ def test_no_owner_gets_more_than_the_limit_in_one_wave() -> None:
 # ---- the step --------------------------------------------------------------------------------------------------------
 
 
-class Matrices(nn.Module):
-    """Matrices of odd shapes, three in the root; some have fewer rows than there are ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 3, bias=False), nn.Linear(3, 11, bias=False)])
-        self.row = nn.Parameter(torch.randn(1, 5))
-        self.column = nn.Parameter(torch.randn(6, 1))
-        self.square = nn.Parameter(torch.randn(9, 9))
-
-
-def matrices() -> nn.Module:
-    with fixed_seed(3):
-        return Matrices()
-
-
-def drawn(shape: torch.Size, step: int, index: int) -> Tensor:
-    """The gradient of a parameter in a step, the same wherever it is drawn."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + index))
-
-
-Make = Callable[[Sequence[Any]], torch.optim.Optimizer]
 VARIANTS: dict[str, Make] = {
     "defaults": lambda params: torch.optim.Muon(params, lr=0.1),
     "options": lambda params: torch.optim.Muon(
@@ -90,53 +67,6 @@ VARIANTS: dict[str, Make] = {
         [{"params": params[:2], "lr": 0.2}, {"params": params[2:], "ns_steps": 3}], lr=0.1
     ),
 }
-
-
-class Twins:
-    """A sharded optimizer and one on whole copies of the same parameters, given the same gradients."""
-
-    def __init__(self, model: nn.Module, make: Make, arguments: dict[str, Any]) -> None:
-        self.model: MegatronFSDP = fully_shard_model(model, **arguments)
-        self.params = list(self.model.parameters())
-        self.optimizer = fully_shard_optimizer(make(self.params))
-        self.copies = [nn.Parameter(param.full_tensor().detach().clone()) for param in self.params]  # type: ignore[attr-defined]
-        self.reference = make(self.copies)
-
-    def step(self, step: int, without: int | None = None) -> None:
-        for index, (param, copy) in enumerate(zip(self.params, self.copies, strict=True)):
-            grad = None if index == without else drawn(copy.shape, step, index).to(copy.dtype)
-            copy.grad = grad
-            frame = param.shard_frame  # type: ignore[attr-defined]
-            param.grad = None if grad is None else UnevenDTensor.wrap(frame.take(grad).clone(), frame)
-        self.optimizer.step()
-        self.reference.step()
-
-    def differing(self) -> list[str]:
-        """What differs in any bit; empty is right."""
-        found = []
-        for index, (param, copy) in enumerate(zip(self.params, self.copies, strict=True)):
-            if not torch.equal(param.full_tensor(), copy):  # type: ignore[attr-defined]
-                found.append(f"weight {index}")
-            states = self.optimizer.state[param], self.reference.state[copy]
-            if states[0].keys() != states[1].keys():
-                found.append(f"state of {index}: {list(states[0])}")
-            for key, value in states[1].items():
-                if not torch.equal(states[0][key].full_tensor(), value):
-                    found.append(f"{key} of {index}")
-        return found
-
-
-def flat(strategy: int) -> dict[str, Any]:
-    return {
-        "device_mesh": mesh_of((dist.get_world_size(),), ("dp",)),
-        "dp_shard_dim": "dp",
-        "zero_dp_strategy": strategy,
-    }
-
-
-def hybrid(strategy: int, outer: str) -> dict[str, Any]:
-    found = hybrid_arguments(2, dist.get_world_size() // 2)
-    return {**found, "zero_dp_strategy": strategy, "outer_dp_sharding_strategy": outer}
 
 
 def three_steps(variant: str, arguments: partial[dict[str, Any]]) -> list[str]:
@@ -191,15 +121,15 @@ def test_tensor_parallel_matrices_step_as_one_process(
 
 
 def in_small_waves(limit: int) -> tuple[list[str], int]:
-    from megatron_fsdp.optim import whole_tensors
+    from megatron_fsdp.optim import muon
 
     calls, send = [], dist.all_to_all_single
-    whole_tensors.WAVE_BYTES, usual = limit, whole_tensors.WAVE_BYTES
+    muon.WAVE_BYTES, usual = limit, muon.WAVE_BYTES
     try:
         dist.all_to_all_single = lambda *args, **kwargs: calls.append(args[1].numel()) or send(*args, **kwargs)
         found = three_steps("defaults", partial(flat, 3))
     finally:
-        dist.all_to_all_single, whole_tensors.WAVE_BYTES = send, usual
+        dist.all_to_all_single, muon.WAVE_BYTES = send, usual
     return found, len(calls)
 
 
