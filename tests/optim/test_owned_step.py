@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp import fully_shard_model, fully_shard_optimizer, steps_whole_tensors
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.optim.owned_step import steps_whole_tensors
 from tests.conftest import RunRanks
-from tests.support.api_net import message_of
+from tests.support.api_net import mesh, message_of
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
 
 
@@ -20,13 +21,12 @@ from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
 class Factored(torch.optim.Optimizer):
     """In the manner of Shampoo: factors in a list, a tensor of the parameter's shape, numbers of several kinds."""
 
-    def __init__(self, params: Any, lr: float = 0.1, fails: bool = False) -> None:
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "calls": 0})
-        self.fails = fails
+        self.fails = False
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["calls"] += 1
             for param in group["params"]:
@@ -121,22 +121,19 @@ def test_training_goes_on_with_another_number_of_ranks(
 # ---- refusals and failures -------------------------------------------------------------------------------------------
 
 
-class Undeclared(Factored):
-    """A subclass, which may do anything."""
-
-
-def failures() -> list[tuple[str, str]]:
+def failures(ranks: tuple[int, ...]) -> list[tuple[str, str]]:
+    """A step that fails on some ranks, one that succeeds, and one with a closure."""
     found = []
-    twins = Twins(
-        matrices(), lambda params: Factored(params, fails=True), {**flat(3), "fsdp_unit_modules": [nn.Linear]}
-    )
+    fails = dist.get_rank() in ranks
+    twins = Twins(matrices(), Factored, {**flat(3), "fsdp_unit_modules": [nn.Linear]})
     before = [param.full_tensor().clone() for param in twins.params]
+    twins.optimizer.fails = fails  # type: ignore[attr-defined]
     try:
         twins.step(0)
     except RuntimeError as error:
         found.append(message_of(error))
     assert all(torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True))
-    twins.optimizer.fails = twins.reference.fails = False  # type: ignore[attr-defined]
+    twins.optimizer.fails = False  # type: ignore[attr-defined]
     twins.step(0)
     assert twins.differing() == []
     try:
@@ -146,13 +143,58 @@ def failures() -> list[tuple[str, str]]:
     return found
 
 
-def test_a_step_that_fails_on_an_owner_fails_on_all_ranks_and_changes_nothing(run_ranks: RunRanks) -> None:
-    told = run_ranks(2, failures)
-    assert told[0] == told[1]
+@pytest.mark.full(short=["ranks0"])
+@pytest.mark.parametrize("ranks", [(1,), (0, 2)])
+def test_a_step_that_fails_on_an_owner_fails_on_all_ranks_and_changes_nothing(
+    run_ranks: RunRanks, ranks: tuple[int, ...]
+) -> None:
+    told = run_ranks(3, failures, ranks)
+    assert told[0] == told[1] == told[2]
     (failed, closure) = told[0]
-    text = "MemoryError: no room for the factors"
-    assert failed == (
-        "RankError",
-        f"the optimizer's step failed (rank 0: {text}; rank 1: {text}); no weights were changed on any rank",
-    )
+    who = "; ".join(f"rank {rank}: MemoryError: no room for the factors" for rank in ranks)
+    assert failed == ("RankError", f"the optimizer's step failed ({who}); no weights were changed on any rank")
     assert closure[1].startswith("Factored.step takes no closure where parameters are sharded")
+
+
+@steps_whole_tensors
+class Holder(torch.optim.Optimizer):
+    """Keeps an object of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["helper"] = Holder
+
+
+def hold() -> tuple[str, str] | None:
+    try:
+        Twins(matrices(), Holder, {**flat(3), "fsdp_unit_modules": [nn.Linear]}).step(0)
+    except RuntimeError as error:
+        return message_of(error)
+    return None
+
+
+class Undeclared(torch.optim.Adafactor):
+    """A subclass, which may do anything."""
+
+
+def connect_undeclared() -> tuple[str, str] | None:
+    model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
+    try:
+        fully_shard_optimizer(Undeclared(model.parameters()))
+    except ValueError as error:
+        return message_of(error)
+    return None
+
+
+def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, hold)
+    assert first == second
+    assert "state 'helper' holds a type, which cannot rest with one rank and be saved" in first[1]
+    first, second = run_ranks(2, connect_undeclared)
+    assert first == second
+    assert first[1].startswith("Undeclared cannot update sharded parameters: it works on whole tensors")

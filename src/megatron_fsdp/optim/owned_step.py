@@ -32,7 +32,7 @@ from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
-from megatron_fsdp.errors import RankError
+from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, assign_owners
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
@@ -123,6 +123,7 @@ class OwnedStep:
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, Ranks] = {}
         self._running: list[_Stepped] = []
+        self._stand_in: Optimizer | None = None
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Bring whole parameters to their owners; collective. Call `finish` after the step, or `fail`.
@@ -148,6 +149,7 @@ class OwnedStep:
     def finish(self, optimizer: Optimizer) -> None:
         """Take new parameters and state back to shards; collective."""
         made, running = self._stand_in, self._running
+        assert made is not None
         for key in made.__dict__.keys() - {"param_groups", "state"}:
             optimizer.__dict__[key] = made.__dict__[key]
         for group, shown in zip(optimizer.param_groups, made.param_groups, strict=True):
@@ -157,7 +159,11 @@ class OwnedStep:
                 each.state = made.state.get(each.whole, {})
         with torch.no_grad():
             for mesh in self._meshes():
-                self._take_back(mesh, optimizer)
+                try:
+                    self._take_back(mesh, optimizer)
+                except RankError:
+                    self.release()  # all ranks know
+                    raise
         self.release()
 
     def fail(self, error: Exception) -> None:
@@ -166,16 +172,19 @@ class OwnedStep:
         Raises:
             RankError: On every rank, with the same message.
         """
-        if self._running:
-            meshes = self._meshes()
-            self.release()
-            for mesh in meshes:
+        problem: RankError | None = None
+        for mesh in self._meshes():
+            try:
                 _agree(self._ranks[mesh], error, {})
+            except RankError as found:
+                problem = found
+        self.release()
+        if problem is not None:
+            raise problem from error
 
     def release(self) -> None:
         """Drop what a step holds."""
-        self._running = []
-        self._stand_in = None  # type: ignore[assignment]
+        self._running, self._stand_in = [], None
 
     def _meshes(self) -> list[DeviceMesh]:
         return list(dict.fromkeys(each.param.shard_frame.mesh for each in self._running))
@@ -227,11 +236,7 @@ class OwnedStep:
     def _take_back(self, mesh: DeviceMesh, optimizer: Optimizer) -> None:
         """Send shards of new parameters and state to all ranks."""
         stepped, ranks = self._of(mesh), self._ranks[mesh]
-        told = {
-            index: tree_map(functools.partial(_described, each.param.shape), each.state)
-            for index, each in enumerate(stepped)
-            if each.is_here
-        }
+        told = {index: _described(each.param, each.state or {}) for index, each in enumerate(stepped) if each.is_here}
         told = _agree(ranks, None, told)
         items: list[_Item] = []
         for index, each in enumerate(stepped):
@@ -298,13 +303,31 @@ def _with_lists(value: Any) -> Any:
     return undone
 
 
-def _described(shape: torch.Size, value: Any) -> Any:
-    """Describe a value of the owner's state for the other ranks."""
-    if not isinstance(value, Tensor):
+def _described(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the owner's state of a parameter for the other ranks.
+
+    Raises:
+        ConfigurationError: It holds an object that is neither a tensor nor a plain value.
+    """
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+            found[key] = _Sharded(value.dtype)
+        else:  # nested tensors stay as they are, strides included, whatever their shape
+            found[key] = tree_map(functools.partial(_described_value, key), value)
+    return found
+
+
+def _described_value(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        on_cpu = value.device.type == "cpu"
+        return _Owned(tuple(value.shape), value.dtype) if value.dim() else _Number(value.item(), value.dtype, on_cpu)
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
         return value
-    if not value.dim():
-        return _Number(value.item(), value.dtype, value.device.type == "cpu")
-    return _Sharded(value.dtype) if value.shape == shape else _Owned(tuple(value.shape), value.dtype)
+    raise ConfigurationError(
+        f"state {key!r} holds a {type(value).__qualname__}, which cannot rest with one rank and be saved; an optimizer "
+        "whose parameters are stepped whole keeps tensors, numbers and text, in lists or dicts if need be"
+    )
 
 
 def _rebuilt(each: _Stepped, arrived: Iterator[Tensor], mine: Iterator[Any] | None, kind: Any) -> Any:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.comm.groups import go_with
+from megatron_fsdp.comm.groups import group_over
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.sharding.shards import Box
 
@@ -82,18 +82,9 @@ class Ranks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         """Use the mesh's group, or make one of all its ranks where it has several dimensions; then collective."""
-        shape = tuple(mesh.mesh.shape)
-        self.coordinates = tuple(itertools.product(*map(range, shape)))
-        ranks = mesh.mesh.flatten().tolist()
-        self.rank = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
-        self.group: dist.ProcessGroup | None = None
-        if len(ranks) == 1:
-            return
-        if mesh.ndim == 1:
-            self.group = mesh.get_group()
-            return
-        self.group = dist.new_group(ranks, use_local_synchronization=True)
-        go_with(self, [self.group])
+        self.coordinates = tuple(itertools.product(*map(range, mesh.mesh.shape)))
+        self.group = group_over(mesh, self)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
 
 class Exchange:
