@@ -99,6 +99,10 @@ class Exchange:
     def __init__(self, frames: Sequence[ShardFrame], owners: Sequence[int], ranks: Ranks) -> None:
         self._frames, self._owners, self._ranks = frames, owners, ranks
         self._places = range(len(ranks.coordinates))
+        self._of: list[list[int]] = [[] for _ in self._places]
+        for index, owner in enumerate(owners):
+            self._of[owner].append(index)
+        self._found: dict[tuple[int, int], tuple[Box, ...]] = {}
 
     def to_owners(self, shards: Sequence[Tensor]) -> _Sent:
         """Start to send the operands' shards.
@@ -108,11 +112,11 @@ class Exchange:
         """
         here = self._ranks.rank
         sent = [
-            [shards[index].reshape(-1) for index, _ in self._owned(place) if self._sends(index, here)]
+            [shards[index].reshape(-1) for index in self._of[place] if self._sends(index, here)]
             for place in self._places
         ]
         expected = [
-            [self._numel(index, place) for index, _ in self._owned(here) if self._sends(index, place)]
+            [self._numel(index, place) for index in self._of[here] if self._sends(index, place)]
             for place in self._places
         ]
         return _Sent(self._ranks.group, sent, expected, shards[0])
@@ -121,13 +125,13 @@ class Exchange:
         """Yield this rank's own matrices, put together from what `to_owners` has brought: index and whole tensor."""
         here = self._ranks.rank
         pieces = [iter(parts) for parts in received]
-        for index, frame in self._owned(here):
+        for index in self._of[here]:
             whole: Tensor | None = None
             for place in self._places:
                 if not self._sends(index, place):
                     continue
                 piece = next(pieces[place])
-                whole = piece.new_empty(frame.shape) if whole is None else whole
+                whole = piece.new_empty(self._frames[index].shape) if whole is None else whole
                 for part, box in _cut_up(piece, self._boxes(index, place)):
                     whole[box.indices].copy_(part)
             assert whole is not None, "somebody holds each matrix"
@@ -142,24 +146,17 @@ class Exchange:
         """
         here = self._ranks.rank
         sent = [
-            [
-                results[index][box.indices].reshape(-1)
-                for index, _ in self._owned(here)
-                for box in self._boxes(index, place)
-            ]
+            [results[index][box.indices].reshape(-1) for index in self._of[here] for box in self._boxes(index, place)]
             for place in self._places
         ]
-        expected = [[self._numel(index, here) for index, _ in self._owned(place)] for place in self._places]
+        expected = [[self._numel(index, here) for index in self._of[place]] for place in self._places]
         return _Sent(self._ranks.group, sent, expected, like)
 
     def shards(self, received: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:
         """Yield what `to_shards` has brought: index, and this rank's shard as `frame.description.local_shape`."""
         for place in self._places:
-            for (index, frame), piece in zip(self._owned(place), received[place], strict=True):
-                yield index, piece.view(frame.description.local_shape)
-
-    def _owned(self, place: int) -> list[tuple[int, ShardFrame]]:
-        return [(index, self._frames[index]) for index, owner in enumerate(self._owners) if owner == place]
+            for index, piece in zip(self._of[place], received[place], strict=True):
+                yield index, piece.view(self._frames[index].description.local_shape)
 
     def _sends(self, index: int, place: int) -> bool:
         """Return whether a rank sends its shard to the owner: those that hold one copy of the matrix between them."""
@@ -168,7 +165,10 @@ class Exchange:
         return all(a == b for dim, (a, b) in enumerate(zip(own, other, strict=True)) if dim not in spread)
 
     def _boxes(self, index: int, place: int) -> tuple[Box, ...]:
-        return self._frames[index].description.boxes_at(self._ranks.coordinates[place])
+        if (index, place) not in self._found:
+            coordinate = self._ranks.coordinates[place]
+            self._found[index, place] = self._frames[index].description.boxes_at(coordinate)
+        return self._found[index, place]
 
     def _numel(self, index: int, place: int) -> int:
         return sum(box.numel for box in self._boxes(index, place))
