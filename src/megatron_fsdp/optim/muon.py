@@ -189,6 +189,6 @@ class _StandIn(torch.optim.Muon):
     __slots__ = ("_update",)
     _update: Callable[[Group], None]
 
-    def _init_group(self, group: Group, *_lists: list[Any]) -> bool:  # type: ignore[override]
+    def _init_group(self, group: Group, *_lists: list[Any]) -> bool:
         self._update(group)
         return False  # nothing is complex

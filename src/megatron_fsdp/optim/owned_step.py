@@ -20,7 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ class OwnedStep:
         for group, shown in zip(optimizer.param_groups, made.param_groups, strict=True):
             group.update({key: value for key, value in shown.items() if key != "params"})
         for each in running:
-            if each.is_here:
+            if each.whole is not None:
                 each.state = made.state.get(each.whole, {})
         with torch.no_grad():
             for mesh in self._meshes():
@@ -383,7 +383,7 @@ def _to_owners(items: Sequence[_Item], ranks: Ranks) -> list[Tensor | None]:
     found: list[Tensor | None] = [None] * len(items)
     for places in _by_dtype(items):
         exchange = _exchange([items[place] for place in places], ranks)
-        received = exchange.to_owners([items[place].tensor for place in places]).wait()
+        received = exchange.to_owners([cast(Tensor, items[place].tensor) for place in places]).wait()
         for index, whole in exchange.whole(received):
             found[places[index]] = whole
     return found
@@ -394,7 +394,8 @@ def _to_shards(items: Sequence[_Item], ranks: Ranks, device: torch.device) -> li
     found: dict[int, Tensor] = {}
     for places in _by_dtype(items):
         exchange = _exchange([items[place] for place in places], ranks)
-        own = {index: items[place].tensor for index, place in enumerate(places) if items[place].tensor is not None}
+        whole = enumerate(items[place].tensor for place in places)
+        own = {index: tensor for index, tensor in whole if tensor is not None}
         like = torch.empty(0, dtype=items[places[0]].dtype, device=device)
         for index, shard in exchange.shards(exchange.to_shards(own, like).wait()):
             found[places[index]] = shard
