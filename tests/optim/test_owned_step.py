@@ -102,6 +102,7 @@ def save_after_two_steps(variant: str, folder: Path) -> None:
 
 def go_on(variant: str, folder: Path) -> list[str]:
     twins, fresh = twins_of(variant, 2), twins_of(variant, 0)
+    assert fresh.optimizer.state_dict()["state"] == {}  # no step, no factors
     load_checkpoint(fresh.model, fresh.optimizer, folder)
     fresh.copies, fresh.reference = twins.copies, twins.reference
     fresh.step(2)

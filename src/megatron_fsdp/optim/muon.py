@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, assign_owners, waves_of
@@ -167,7 +167,8 @@ class _Wave:
         """Update the state of a parameter, and return this rank's shard of what is needed whole."""
         own, frame = state[param], param.shard_frame
         shards = {key: value._local_tensor if type(value) is UnevenDTensor else value for key, value in own.items()}
-        operand = _operand(self._group, param.grad._local_tensor, shards)  # type: ignore[union-attr]
+        grad: Any = as_sharded(cast(Tensor, param.grad), frame)
+        operand = _operand(self._group, grad._local_tensor, shards)
         for key in shards.keys() - own.keys():
             own[key] = UnevenDTensor.wrap(shards[key], frame)
         return operand

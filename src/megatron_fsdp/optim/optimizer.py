@@ -38,7 +38,8 @@ _BUFFER = "momentum_buffer"
 def is_known_without_a_step(optimizer: Optimizer) -> bool:
     """Return whether the initial state of an optimizer can be made without a step: the step is one of torch's."""
     kind = type(optimizer)
-    return kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
+    of_torch = kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
+    return of_torch and not steps_owned(optimizer)  # which makes state from whole tensors
 
 
 def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, assign_owners
@@ -215,7 +215,8 @@ class OwnedStep:
         items: list[_Item] = []
         for each in stepped:
             frame, local = each.param.shard_frame, each.param._local_tensor
-            grad = each.param.grad._local_tensor  # type: ignore[union-attr]
+            sharded: Any = as_sharded(cast(Tensor, each.param.grad), frame)
+            grad = sharded._local_tensor
             items += [_Item(frame, each.owner, part.dtype, part) for part in (local, grad)]
             items += [
                 _Item(value.shard_frame, each.owner, value.dtype, value._local_tensor)
