@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+    from megatron_fsdp.optim.owned_step import steps_whole_tensors
     from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "reduce_scatter_with_fp32_accumulation",
+    "steps_whole_tensors",
 ]
 
 _HOMES = {
@@ -69,6 +71,7 @@ _HOMES = {
     "fully_shard_model": "fully_shard",
     "fully_shard_optimizer": "fully_shard",
     "reduce_scatter_with_fp32_accumulation": "comm.reduction",
+    "steps_whole_tensors": "optim.owned_step",
 }
 """Public name -> the module that defines it."""
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.axis import Axis, is_simulated, real_values
 
@@ -51,12 +52,35 @@ def duplicate_group(
         backend: "gloo", for example; None: that of the group.
         timeout: How long ranks wait for each other; None: torch's default for gloo.
     """
-    ranks = dist.get_process_group_ranks(group)
+    return _named_group(dist.get_process_group_ranks(group), name, backend or dist.get_backend(group), timeout)
+
+
+def group_over(mesh: DeviceMesh, owner: object) -> dist.ProcessGroup | None:
+    """Return a group of all ranks of a mesh, in the order of the mesh; None for a single rank.
+
+    Args:
+        mesh: If it has several dimensions, a group is made; then all its ranks call, and no others.
+        owner: A group that is made is destroyed with it.
+    """
+    if mesh.size() == 1:
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    told = [f"megatron_fsdp_mesh_{uuid.uuid4().hex}"]
+    for dim in range(mesh.ndim):  # after each, ranks that differ in the dimensions up to it have one name
+        dist.broadcast_object_list(told, group=mesh.get_group(dim), group_src=0)
+    group = mesh.get_group(0)
+    made = _named_group(mesh.mesh.flatten().tolist(), told[0], dist.get_backend(group), timeout_of(group))
+    go_with(owner, [made])
+    return made
+
+
+def _named_group(ranks: list[int], name: str, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
-        dist.Backend(backend or dist.get_backend(group)),
+        dist.Backend(backend),
         distributed_c10d._get_default_store(),
         cast(Any, name),
         timeout=timeout or distributed_c10d.default_pg_timeout,

@@ -20,6 +20,8 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.local_step import LocalStep
+from megatron_fsdp.optim.muon import MuonStep, check_muon
+from megatron_fsdp.optim.owned_step import OwnedStep, steps_owned
 
 # Optimizer state before the first step, for a checkpoint to be loaded into.
 #
@@ -36,7 +38,8 @@ _BUFFER = "momentum_buffer"
 def is_known_without_a_step(optimizer: Optimizer) -> bool:
     """Return whether the initial state of an optimizer can be made without a step: the step is one of torch's."""
     kind = type(optimizer)
-    return kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
+    of_torch = kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
+    return of_torch and not steps_owned(optimizer)  # which makes state from whole tensors
 
 
 def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
@@ -172,6 +175,8 @@ class _StepHooks:
         self._model = model
         self._installs = True
         self._local = LocalStep()
+        self._muon = MuonStep()
+        self.owned: OwnedStep | None = None
         self.several: SeveralModels | None = None  # the only reference to it
 
     def before(
@@ -187,8 +192,14 @@ class _StepHooks:
         elif syncs:
             _sync(_alive(self._model))
         if args and args[0] is optimizer:
-            args = (self._local.stand_in(optimizer), *args[1:])
+            args = (self._stand_in(optimizer), *args[1:])
         return args, kwargs
+
+    def _stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the object that the code of the optimizer's class steps."""
+        if type(optimizer) is torch.optim.Muon:
+            return self._muon.stand_in(optimizer)
+        return (self.owned or self._local).stand_in(optimizer)
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
         """Wrap a closure, which may run several times: install weights before each run, sync gradients after it."""
@@ -204,8 +215,10 @@ class _StepHooks:
 
         return synchronised
 
-    def at_once_after(self, _optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    def at_once_after(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         self._local.release()
+        if self.owned is not None:
+            self.owned.finish(optimizer)
 
     def before_state_is_read(self, _optimizer: torch.optim.Optimizer) -> None:
         self._local.release()
@@ -238,6 +251,9 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     reference = weakref.ref(model)
     hooks = _StepHooks(reference)
     hooks.several = model if isinstance(model, SeveralModels) else None
+    if steps_owned(optimizer):
+        hooks.owned = OwnedStep()
+        _guard(optimizer, hooks.owned)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     first = optimizer.register_step_post_hook(hooks.at_once_after)
@@ -264,6 +280,26 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
             _alive(reference).forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _guard(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:
+    """Let a step that fails on one rank fail on all, which wait for its results."""
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if any(callable(each) for each in (*args, kwargs.get("closure"))):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step takes no closure where parameters are sharded, since their owners "
+                "step them after gradients have been sent; call backward before step"
+            )
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            owned.fail(error)
+            raise
+
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
@@ -457,19 +493,24 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers whose update of an element depends on elements that may be on other ranks.
 
     Raises:
-        ConfigurationError: It is one of torch's that do, and a parameter is sharded.
+        ConfigurationError: It is one of torch's that do, and a parameter is sharded; Muon itself is refused
+            for some options only.
     """
+    if type(optimizer) is torch.optim.Muon:
+        check_muon(optimizer)
+        return
     sharded = any(
         isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
         for group in optimizer.param_groups
         for param in group["params"]
     )
     fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
-    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)):
+    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)) and not steps_owned(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
             "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "
-            "optimizer (SGD, AdamW, ...), or shard nothing (zero_dp_strategy=0, use_distributed_optimizer=False)"
+            "optimizer (SGD, AdamW, ...), torch.optim.Muon itself for matrices, or shard nothing "
+            "(zero_dp_strategy=0, use_distributed_optimizer=False)"
         )
 
 

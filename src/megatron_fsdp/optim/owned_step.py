@@ -1,0 +1,414 @@
+"""Step optimizers that need whole tensors, each tensor on one rank: Adafactor, SOAP, Shampoo, or somebody's own.
+
+Every parameter has an owner among the ranks of its mesh. For a step the owner gets the whole parameter, the whole
+gradient and whole state of the parameter's shape; the code of the optimizer's class, unchanged, runs there on plain
+tensors, and shards of the new parameter and state go back. Other state (factors, preconditioners) rests with the owner,
+as global tensors of which the others hold nothing, so that checkpoints have it once and any number of ranks loads it.
+Numbers are the same on all ranks.
+
+This is right for classes that update a parameter from that parameter's own gradient and state, and from nothing else.
+A class says so with `steps_whole_tensors`; `_KNOWN` says it for classes that we have read.
+
+With P parameters of b bytes over N ranks, a rank sends and receives about 3 b P / N in a step, and 2 b P / N more for
+each state of the parameter's shape; meanwhile owners hold these whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map
+
+from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
+from megatron_fsdp.engine.gradients import GRAD, get_grads
+from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, assign_owners
+from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
+
+_KNOWN = frozenset({"torch.optim.Adafactor"})
+"""Classes by module and name, of torch and of packages that need not be installed."""
+_DECLARED = "_megatron_fsdp_steps_whole_tensors"
+
+
+Kind = TypeVar("Kind", bound=type[Optimizer])
+State = dict[str, Any]
+
+
+def steps_whole_tensors(kind: Kind) -> Kind:
+    """Declare that a class of optimizers updates each parameter from its own whole gradient and state alone.
+
+    Use as a decorator. Sharded parameters are then stepped whole, each by one rank. A subclass declares it itself.
+    """
+    setattr(kind, _DECLARED, kind)
+    return kind
+
+
+def steps_owned(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is of a class that is stepped here."""
+    kind = type(optimizer)
+    return getattr(kind, _DECLARED, None) is kind or f"{kind.__module__}.{kind.__qualname__}" in _KNOWN
+
+
+# What ranks tell each other of the state of a parameter after a step: a tree of these, and of plain values.
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """A tensor of the parameter's shape, cut as the parameter."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A tensor that rests with the owner."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A tensor without dimensions."""
+
+    value: int | float | bool
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A tensor to move: how it is cut, whose it is, and this rank's shard, or the whole where this rank owns it."""
+
+    frame: ShardFrame
+    owner: int
+    dtype: torch.dtype
+    tensor: Tensor | None
+
+
+@dataclass
+class _Stepped:
+    """A parameter in the step that is running.
+
+    Attributes:
+        whole: On its owner.
+        state: Whole, on its owner.
+    """
+
+    param: UnevenDTensor
+    owner: int
+    ranks: Ranks
+    whole: nn.Parameter | None = None
+    state: State | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.owner == self.ranks.rank
+
+
+class OwnedStep:
+    """Steps one optimizer whose parameters are updated whole; keeps process groups and owners from step to step."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[DeviceMesh, Ranks] = {}
+        self._running: list[_Stepped] = []
+        self._stand_in: Optimizer | None = None
+
+    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+        """Bring whole parameters to their owners; collective. Call `finish` after the step, or `fail`.
+
+        Returns:
+            The object on which the code of the optimizer's class is to run its step: an optimizer of this rank's own
+            parameters, whole, with those attributes that the class has given it.
+        """
+        with torch.no_grad():
+            self._running = self._stepped(optimizer)
+            for mesh in self._meshes():
+                self._bring(mesh, optimizer)
+        groups, own = [], {id(each.param): each for each in self._running if each.is_here}
+        for group in optimizer.param_groups:
+            here = [own[id(param)].whole for param in group["params"] if id(param) in own]
+            groups.append({**group, "params": here})
+        made: Optimizer = object.__new__(type(optimizer))
+        state = {each.whole: each.state for each in own.values() if each.state}
+        made.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": defaultdict(dict, state)}
+        self._stand_in = made
+        return made
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Take new parameters and state back to shards; collective."""
+        made, running = self._stand_in, self._running
+        assert made is not None
+        for key in made.__dict__.keys() - {"param_groups", "state"}:
+            optimizer.__dict__[key] = made.__dict__[key]
+        for group, shown in zip(optimizer.param_groups, made.param_groups, strict=True):
+            group.update({key: value for key, value in shown.items() if key != "params"})
+        for each in running:
+            if each.whole is not None:
+                each.state = made.state.get(each.whole, {})
+        with torch.no_grad():
+            for mesh in self._meshes():
+                try:
+                    self._take_back(mesh, optimizer)
+                except RankError:
+                    self.release()  # all ranks know
+                    raise
+        self.release()
+
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks that the step has failed here; collective.
+
+        Raises:
+            RankError: On every rank, with the same message.
+        """
+        problem: RankError | None = None
+        for mesh in self._meshes():
+            try:
+                _agree(self._ranks[mesh], error, {})
+            except RankError as found:
+                problem = found
+        self.release()
+        if problem is not None:
+            raise problem from error
+
+    def release(self) -> None:
+        """Drop what a step holds."""
+        self._running, self._stand_in = [], None
+
+    def _meshes(self) -> list[DeviceMesh]:
+        return list(dict.fromkeys(each.param.shard_frame.mesh for each in self._running))
+
+    def _of(self, mesh: DeviceMesh) -> list[_Stepped]:
+        return [each for each in self._running if each.param.shard_frame.mesh == mesh]
+
+    def _stepped(self, optimizer: Optimizer) -> list[_Stepped]:
+        """List the parameters that have a gradient, each with its owner, in the order of the groups."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        by_mesh: dict[DeviceMesh, list[UnevenDTensor]] = {}
+        for param in params:  # owners do not depend on which parameters have a gradient
+            by_mesh.setdefault(param.shard_frame.mesh, []).append(param)
+        owners: dict[int, tuple[int, Ranks]] = {}
+        for mesh, members in by_mesh.items():
+            if mesh not in self._ranks:
+                self._ranks[mesh] = Ranks(mesh)
+            ranks = self._ranks[mesh]
+            costs = [math.prod(param.shape) * min(param.shape, default=1) for param in members]
+            for param, owner in zip(members, assign_owners(costs, len(ranks.coordinates)), strict=True):
+                owners[id(param)] = owner, ranks
+        with_grad = (param for param, grad in zip(params, get_grads(params, GRAD), strict=True) if grad is not None)
+        return [_Stepped(param, *owners[id(param)]) for param in with_grad]
+
+    def _bring(self, mesh: DeviceMesh, optimizer: Optimizer) -> None:
+        """Send parameters, gradients and state to their owners."""
+        stepped, ranks = self._of(mesh), self._ranks[mesh]
+        items: list[_Item] = []
+        for each in stepped:
+            frame, local = each.param.shard_frame, each.param._local_tensor
+            sharded: Any = as_sharded(cast(Tensor, each.param.grad), frame)
+            grad = sharded._local_tensor
+            items += [_Item(frame, each.owner, part.dtype, part) for part in (local, grad)]
+            items += [
+                _Item(value.shard_frame, each.owner, value.dtype, value._local_tensor)
+                for value in _leaves(optimizer.state.get(each.param))
+                if _must_move(value, each.owner)
+            ]
+        arrived = iter(_to_owners(items, ranks))
+        for each in stepped:
+            whole, grad = next(arrived), next(arrived)
+            state = optimizer.state.get(each.param)
+            brought = {id(value): next(arrived) for value in _leaves(state) if _must_move(value, each.owner)}
+            if each.is_here:
+                assert whole is not None
+                each.whole = nn.Parameter(whole)
+                each.whole.grad = grad
+                each.state = _with_lists(tree_map(functools.partial(_shown, brought), dict(state or {})))
+
+    def _take_back(self, mesh: DeviceMesh, optimizer: Optimizer) -> None:
+        """Send shards of new parameters and state to all ranks."""
+        stepped, ranks = self._of(mesh), self._ranks[mesh]
+        told = {index: _described(each.param, each.state or {}) for index, each in enumerate(stepped) if each.is_here}
+        told = _agree(ranks, None, told)
+        items: list[_Item] = []
+        for index, each in enumerate(stepped):
+            frame = each.param.shard_frame
+            values = _leaves(each.state) if each.is_here else [None] * len(_leaves(told[index]))
+            whole = None if each.whole is None else each.whole.detach()
+            items.append(_Item(frame, each.owner, each.param.dtype, whole))
+            items += [
+                _Item(frame, each.owner, kind.dtype, value)
+                for kind, value in zip(_leaves(told[index]), values, strict=True)
+                if isinstance(kind, _Sharded)
+            ]
+        arrived = iter(_to_shards(items, ranks, stepped[0].param.device))
+        for index, each in enumerate(stepped):
+            each.param._local_tensor.detach().copy_(next(arrived))
+            mine = iter(_leaves(each.state)) if each.is_here else None
+            rebuilt = functools.partial(_rebuilt, each, arrived, mine)
+            optimizer.state[each.param] = _without_lists(tree_map(rebuilt, told[index]))
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def _leaves(state: Any) -> list[Any]:
+    return tree_flatten(dict(state or {}))[0]
+
+
+def _must_move(value: object, owner: int) -> bool:
+    """Return whether a state tensor does not rest with the owner of its parameter."""
+    if type(value) is not UnevenDTensor:
+        return False
+    description = value.shard_frame.description
+    return description.cut.num_shards == 1 or description.cut.range_of(owner) != (0, description.cut.numel)
+
+
+def _shown(brought: Mapping[int, Tensor | None], value: Any) -> Any:
+    """Return a value of the state as the owner's step sees it: a tensor of ours as a plain one."""
+    if type(value) is not UnevenDTensor:
+        return value
+    return brought.get(id(value), value._local_tensor)
+
+
+# Checkpoints store a tensor under a key, and a list in one piece. So lists of tensors rest as dicts of text keys.
+
+
+def _without_lists(value: Any) -> Any:
+    """Replace lists and tuples that hold tensors by dicts with the keys "[0]", "[1]", ... or "(0)", "(1)", ..."""
+    if isinstance(value, dict):
+        return {key: _without_lists(each) for key, each in value.items()}
+    if type(value) not in (list, tuple) or not any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0]):
+        return value
+    form = "[{}]" if type(value) is list else "({})"
+    return {form.format(place): _without_lists(each) for place, each in enumerate(value)}
+
+
+def _with_lists(value: Any) -> Any:
+    """Undo `_without_lists`."""
+    if not isinstance(value, dict):
+        return value
+    undone = {key: _with_lists(each) for key, each in value.items()}
+    for form, kind in (("[{}]", list), ("({})", tuple)):
+        if undone and list(undone) == [form.format(place) for place in range(len(undone))]:
+            return kind(undone.values())
+    return undone
+
+
+def _described(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the owner's state of a parameter for the other ranks.
+
+    Raises:
+        ConfigurationError: It holds an object that is neither a tensor nor a plain value.
+    """
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+            found[key] = _Sharded(value.dtype)
+        else:  # nested tensors stay as they are, strides included, whatever their shape
+            found[key] = tree_map(functools.partial(_described_value, key), value)
+    return found
+
+
+def _described_value(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        on_cpu = value.device.type == "cpu"
+        return _Owned(tuple(value.shape), value.dtype) if value.dim() else _Number(value.item(), value.dtype, on_cpu)
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
+        return value
+    raise ConfigurationError(
+        f"state {key!r} holds a {type(value).__qualname__}, which cannot rest with one rank and be saved; an optimizer "
+        "whose parameters are stepped whole keeps tensors, numbers and text, in lists or dicts if need be"
+    )
+
+
+def _rebuilt(each: _Stepped, arrived: Iterator[Tensor], mine: Iterator[Any] | None, kind: Any) -> Any:
+    """Return a value of the state as it rests on this rank.
+
+    Args:
+        each: The parameter.
+        arrived: Shards that have come, in the order of the values.
+        mine: The values themselves, where this rank is the owner.
+        kind: What the owner has told of the value.
+    """
+    own = None if mine is None else next(mine)
+    param = each.param
+    if isinstance(kind, _Sharded):
+        return UnevenDTensor.wrap(next(arrived), param.shard_frame)
+    if isinstance(kind, _Owned):
+        frame = _owned_frame(param.shard_frame, kind.shape, each.owner)
+        local = (
+            torch.empty(frame.description.local_shape, dtype=kind.dtype, device=param.device) if own is None else own
+        )
+        return UnevenDTensor.wrap(local, frame)
+    if isinstance(kind, _Number):
+        return torch.tensor(kind.value, dtype=kind.dtype, device="cpu" if kind.on_cpu else param.device)
+    return kind
+
+
+def _owned_frame(frame: ShardFrame, shape: tuple[int, ...], owner: int) -> ShardFrame:
+    """Return the frame of a tensor that one rank of the mesh holds whole, and the others nothing of."""
+    sizes, coordinate = frame.description.use.sizes, frame.description.coordinate
+    numel, num_ranks = math.prod(shape), math.prod(sizes)
+    cut = ListedCut((0,) * (owner + 1) + (numel,) * (num_ranks - owner))
+    use = MeshUse(sizes, tuple(range(len(sizes))))
+    made = ShardFrame(frame.mesh, ShardDescription(shape, use, coordinate, cut))
+    made.belongs = frame.belongs
+    return made
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _agree(ranks: Ranks, error: Exception | None, told: Mapping[int, Any]) -> dict[int, Any]:
+    """Gather what owners tell; raise on every rank where one has failed."""
+    mine = None if error is None else f"{type(error).__name__}: {error}", dict(told)
+    everyone = [mine] if ranks.group is None else gather_objects(mine, ranks.group)
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text is not None]
+    if failed:
+        raise RankError(f"the optimizer's step failed ({'; '.join(failed)}); no weights were changed on any rank")
+    return {index: described for _, part in everyone for index, described in part.items()}
+
+
+def _to_owners(items: Sequence[_Item], ranks: Ranks) -> list[Tensor | None]:
+    """Send shards to their owners; one message for each dtype. The whole where this rank is the owner, else None."""
+    found: list[Tensor | None] = [None] * len(items)
+    for places in _by_dtype(items):
+        exchange = _exchange([items[place] for place in places], ranks)
+        received = exchange.to_owners([cast(Tensor, items[place].tensor) for place in places]).wait()
+        for index, whole in exchange.whole(received):
+            found[places[index]] = whole
+    return found
+
+
+def _to_shards(items: Sequence[_Item], ranks: Ranks, device: torch.device) -> list[Tensor]:
+    """Send whole tensors from their owners; one message for each dtype. This rank's shard of each."""
+    found: dict[int, Tensor] = {}
+    for places in _by_dtype(items):
+        exchange = _exchange([items[place] for place in places], ranks)
+        whole = enumerate(items[place].tensor for place in places)
+        own = {index: tensor for index, tensor in whole if tensor is not None}
+        like = torch.empty(0, dtype=items[places[0]].dtype, device=device)
+        for index, shard in exchange.shards(exchange.to_shards(own, like).wait()):
+            found[places[index]] = shard
+    return [found[place] for place in range(len(items))]
+
+
+def _by_dtype(items: Sequence[_Item]) -> list[list[int]]:
+    places: dict[torch.dtype, list[int]] = {}
+    for place, item in enumerate(items):
+        places.setdefault(item.dtype, []).append(place)
+    return list(places.values())
+
+
+def _exchange(items: Sequence[_Item], ranks: Ranks) -> Exchange:
+    return Exchange([item.frame for item in items], [item.owner for item in items], ranks)

@@ -1,0 +1,292 @@
+"""Muon on sharded matrices: weights and momentum are those of one process with the same gradients, bit for bit."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.optim.muon import newton_schulz_flops
+from megatron_fsdp.optim.whole_exchange import assign_owners, waves_of
+from tests.conftest import RunRanks
+from tests.support.api_net import mesh, message_of
+from tests.support.arrangements import Arrangement
+from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
+from tests.support.parallel_transformer import ParallelBlock, build_dense
+from tests.support.parity import fixed_seed
+from tests.support.tensor_meshes import hybrid_tensor_parallel, tensor_parallel
+from tests.support.tensor_plans import divide_tensors
+
+# ---- who computes what ----------------------------------------------------------------------------------------------
+
+
+def test_matrices_go_to_the_rank_that_has_least_to_do() -> None:
+    assert assign_owners([4, 9, 4, 1], 2) == (1, 0, 1, 1)
+    assert assign_owners([], 3) == ()
+    assert assign_owners([5, 5, 5], 8) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 32])
+def test_the_matrices_of_llama_8b_are_shared_evenly(ranks: int) -> None:
+    """32 layers of q, k, v, o, gate, up, down: the busiest rank has at most 1.05 of the mean work."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
+    flops = [newton_schulz_flops(shape, 5) for shape in shapes]
+    loads = [0] * ranks
+    for owner, cost in zip(assign_owners(flops, ranks), flops, strict=True):
+        loads[owner] += cost
+    assert sum(loads) == sum(flops)
+    assert max(loads) <= 1.05 * sum(loads) / ranks
+
+
+def test_flops_of_newton_schulz_are_counted_on_the_shorter_side() -> None:
+    assert newton_schulz_flops((2, 3), 1) == newton_schulz_flops((3, 2), 1) == 2 * 3 * 4 * 2 + 2 * 8
+    assert newton_schulz_flops((4, 4), 5) == 5 * (4 * 64 + 2 * 64)
+
+
+def test_no_owner_gets_more_than_the_limit_in_one_wave() -> None:
+    assert waves_of([0, 1, 0, 0, 1], [6, 6, 4, 1, 20], 10) == ((0, 1, 2), (3, 4))
+    assert waves_of([0, 0], [50, 60], 10) == ((0,), (1,))
+    assert waves_of([], [], 10) == ()
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+VARIANTS: dict[str, Make] = {
+    "defaults": lambda params: torch.optim.Muon(params, lr=0.1),
+    "options": lambda params: torch.optim.Muon(
+        params, lr=torch.tensor(0.1), weight_decay=0.0, momentum=0.3, nesterov=False, adjust_lr_fn="match_rms_adamw"
+    ),
+    "groups": lambda params: torch.optim.Muon(
+        [{"params": params[:2], "lr": 0.2}, {"params": params[2:], "ns_steps": 3}], lr=0.1
+    ),
+}
+
+
+def three_steps(variant: str, arguments: partial[dict[str, Any]]) -> list[str]:
+    twins = Twins(matrices(), VARIANTS[variant], {**arguments(), "fsdp_unit_modules": [nn.Linear]})
+    for step in range(3):
+        twins.step(step, without=2 if step == 0 else None)
+        if found := twins.differing():
+            return [f"step {step}", *found]
+    return []
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_strategy_steps_as_one_process(run_ranks: RunRanks, variant: str, strategy: int, ranks: int) -> None:
+    assert run_ranks(ranks, three_steps, variant, partial(flat, strategy)) == [[]] * ranks
+
+
+@pytest.mark.full(short=["optim-3"])
+@pytest.mark.parametrize(
+    ("outer", "strategy"), [("no_shard", 0), ("no_shard", 1), ("no_shard", 2), ("no_shard", 3), ("optim", 3)]
+)
+def test_hybrid_sharding_steps_as_one_process(run_ranks: RunRanks, outer: str, strategy: int) -> None:
+    assert run_ranks(4, three_steps, "defaults", partial(hybrid, strategy, outer)) == [[]] * 4
+
+
+def matrices_of_a_transformer(arrangement: Arrangement, strategy: int) -> list[str]:
+    model = build_dense()
+    arrangement.place(model)
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 2)
+
+    def make(params: Sequence[Any]) -> torch.optim.Optimizer:
+        return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.1)
+
+    sharding = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [ParallelBlock]}
+    twins = Twins(model, make, {**arrangement.arguments(), **sharding})
+    for step in range(2):
+        twins.step(step)
+    return twins.differing()
+
+
+@pytest.mark.full(short=["3-arrangement0"])
+@pytest.mark.parametrize("arrangement", [tensor_parallel(divide_tensors), hybrid_tensor_parallel(2, divide_tensors)])
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_tensor_parallel_matrices_step_as_one_process(
+    run_ranks: RunRanks, strategy: int, arrangement: Arrangement
+) -> None:
+    assert run_ranks(4, matrices_of_a_transformer, arrangement, strategy) == [[]] * 4
+
+
+def in_small_waves(limit: int) -> tuple[list[str], int]:
+    from megatron_fsdp.optim import muon
+
+    calls, send = [], dist.all_to_all_single
+    muon.WAVE_BYTES, usual = limit, muon.WAVE_BYTES
+    try:
+        dist.all_to_all_single = lambda *args, **kwargs: calls.append(args[1].numel()) or send(*args, **kwargs)
+        found = three_steps("defaults", partial(flat, 3))
+    finally:
+        dist.all_to_all_single, muon.WAVE_BYTES = send, usual
+    return found, len(calls)
+
+
+def test_matrices_may_go_in_several_waves(run_ranks: RunRanks) -> None:
+    (found, many), _ = run_ranks(2, in_small_waves, 1)
+    assert (found, many) == (
+        [],
+        2 * (3 + 4 + 4),
+    )  # the large one is one rank's; the other has the rest, in waves of one
+    assert run_ranks(2, in_small_waves, 1 << 20)[0] == ([], 2 * 3)
+
+
+def bytes_of_a_step(strategy: int) -> tuple[int, int]:
+    """Bytes that this rank sends in one step of Muon, to others and to itself; elements of all matrices."""
+    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    sent, send = [], dist.all_to_all_single
+    try:
+        dist.all_to_all_single = lambda *args, **kwargs: sent.append(args[1].numel()) or send(*args, **kwargs)
+        twins.step(0)
+    finally:
+        dist.all_to_all_single = send
+    return sum(sent), sum(copy.numel() for copy in twins.copies)
+
+
+def test_a_step_sends_two_bytes_per_element_each_way(run_ranks: RunRanks) -> None:
+    sent = run_ranks(3, bytes_of_a_step, 3)
+    assert sum(nbytes for nbytes, _ in sent) == 4 * sent[0][1]
+
+
+# ---- beside other optimizers, through the public functions --------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two layers with biases and a head. (samples, 6) -> (samples, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+def two_optimizers(params: Sequence[Any]) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in params if param.dim() == 2]
+    others = [param for param in params if param.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.05)]
+
+
+def net() -> nn.Module:
+    with fixed_seed(5):
+        return Net()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(50 + step))
+
+
+def train_sharded(steps: int) -> list[dict[str, Tensor]]:
+    model = fully_shard_model(net(), mesh(), fsdp_unit_modules=[nn.Linear])
+    optimizers = [fully_shard_optimizer(made) for made in two_optimizers(list(model.parameters()))]
+    ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
+    for step in range(steps):
+        model(batch(step).chunk(ranks)[rank]).square().mean().backward()
+        model.clip_grad_norm_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: value.clone() for name, value in model.full_parameters().items()})
+    return found
+
+
+def train_alone(steps: int) -> list[dict[str, Tensor]]:
+    model, found = net(), []
+    optimizers = two_optimizers(list(model.parameters()))
+    for step in range(steps):
+        model(batch(step)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    return found
+
+
+def close(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Whether weights agree as far as bf16 iterations on gradients that are rounded otherwise do."""
+    return all(torch.allclose(left[name], right[name], atol=2e-3, rtol=0) for name in right)
+
+
+def test_muon_and_adamw_train_as_in_one_process(run_ranks: RunRanks) -> None:
+    expected = train_alone(3)
+    for got in run_ranks(3, train_sharded, 3):
+        assert all(close(weights, want) for weights, want in zip(got, expected, strict=True))
+
+
+def save_after_two_steps(folder: Path, strategy: int) -> None:
+    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    for step in range(2):
+        twins.step(step)
+    save_checkpoint(twins.model, twins.optimizer, folder, iteration=2)
+
+
+def go_on(folder: Path, strategy: int) -> list[str]:
+    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    for step in range(2):  # for the copies; what the sharded ones become is overwritten
+        twins.step(step)
+    fresh = Twins(matrices(), VARIANTS["defaults"], {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    load_checkpoint(fresh.model, fresh.optimizer, folder)
+    fresh.copies, fresh.reference = twins.copies, twins.reference
+    found = fresh.differing()
+    fresh.step(2)
+    return found + fresh.differing()
+
+
+@pytest.mark.full(short=["4-3-2-1"])
+@pytest.mark.parametrize(
+    ("before", "saved", "after", "loaded"), [(4, 3, 2, 1), (2, 1, 3, 3), (1, 0, 4, 3), (3, 3, 1, 3)]
+)
+def test_training_goes_on_with_other_ranks(
+    run_ranks: RunRanks, tmp_path: Path, before: int, saved: int, after: int, loaded: int
+) -> None:
+    run_ranks(before, save_after_two_steps, tmp_path / "saved", saved)
+    assert run_ranks(after, go_on, tmp_path / "saved", loaded) == [[]] * after
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+class OwnMuon(torch.optim.Muon):
+    """Somebody's own."""
+
+
+def refusals() -> list[tuple[str, str]]:
+    found = []
+    model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
+    try:
+        fully_shard_optimizer(OwnMuon(model.parameters()))
+    except ValueError as error:
+        found.append(message_of(error))
+    policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
+    narrow = fully_shard_model(
+        matrices().bfloat16(), mesh(), fsdp_unit_modules=[nn.Linear], mixed_precision_policy=policy
+    )
+    try:
+        fully_shard_optimizer(torch.optim.Muon(narrow.parameters(), nesterov=False))
+    except ValueError as error:
+        found.append(message_of(error))
+    return found
+
+
+def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, refusals)
+    assert first == second
+    (own, narrow) = first
+    assert own[0] == narrow[0] == "ConfigurationError"
+    assert own[1].startswith("OwnMuon cannot update sharded parameters: it works on whole tensors")
+    assert "divides bf16 momentum by its norm" in narrow[1]

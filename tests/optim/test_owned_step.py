@@ -1,0 +1,201 @@
+"""Optimizers that need whole tensors, stepped by owners: what one process computes, bit for bit, state included."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import fully_shard_model, fully_shard_optimizer, steps_whole_tensors
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from tests.conftest import RunRanks
+from tests.support.api_net import mesh, message_of
+from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
+
+
+@steps_whole_tensors
+class Factored(torch.optim.Optimizer):
+    """In the manner of Shampoo: factors in a list, a tensor of the parameter's shape, numbers of several kinds."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0})
+        self.fails = False
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if self.fails:
+                    raise MemoryError("no room for the factors")
+                state = self.state[param]
+                if not state:
+                    sides = [torch.zeros(n, n, dtype=param.dtype) for n in param.shape]
+                    state.update(step=0, beat=torch.tensor(0.0), mean=torch.zeros_like(param), factors=sides)
+                state["step"] += 1
+                state["beat"] += 0.5
+                state["mean"].lerp_(param.grad, 0.1)
+                state["factors"] = [
+                    side + torch.tensordot(param.grad, param.grad, dims=([1 - dim], [1 - dim]))
+                    for dim, side in enumerate(state["factors"])
+                ]
+                left, right = (factor + torch.eye(len(factor)) for factor in state["factors"])
+                update = torch.linalg.solve(left, state["mean"]) @ torch.linalg.inv(right)
+                param.add_(update, alpha=-group["lr"])
+
+
+VARIANTS: dict[str, Make] = {
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1, weight_decay=0.01),
+    "adafactor foreach": lambda params: torch.optim.Adafactor(params, lr=0.1, foreach=True),
+    "own": lambda params: Factored([{"params": params[:2], "lr": 0.2}, {"params": params[2:]}]),
+}
+
+
+def three_steps(variant: str, arguments: Callable[[], dict[str, Any]]) -> list[str]:
+    twins = Twins(matrices(), VARIANTS[variant], {**arguments(), "fsdp_unit_modules": [nn.Linear]})
+    for step in range(3):
+        twins.step(step, without=2 if step == 0 else None)
+        if found := twins.differing():
+            return [f"step {step}", *found]
+    options = [
+        {key: value for key, value in group.items() if key != "params"} for group in twins.optimizer.param_groups
+    ]
+    wanted = [{key: value for key, value in group.items() if key != "params"} for group in twins.reference.param_groups]
+    return [] if options == wanted else [f"options {options} for {wanted}"]
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", range(1, 4))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_strategy_steps_as_one_process(run_ranks: RunRanks, variant: str, strategy: int, ranks: int) -> None:
+    assert run_ranks(ranks, three_steps, variant, partial(flat, strategy)) == [[]] * ranks
+
+
+@pytest.mark.full(short=["own-optim"])
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("variant", ["own", "adafactor"])
+def test_hybrid_sharding_steps_as_one_process(run_ranks: RunRanks, variant: str, outer: str) -> None:
+    assert run_ranks(4, three_steps, variant, partial(hybrid, 3, outer)) == [[]] * 4
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def twins_of(variant: str, steps: int) -> Twins:
+    twins = Twins(matrices(), VARIANTS[variant], {**flat(3), "fsdp_unit_modules": [nn.Linear]})
+    for step in range(steps):
+        twins.step(step)
+    return twins
+
+
+def save_after_two_steps(variant: str, folder: Path) -> None:
+    twins = twins_of(variant, 2)
+    save_checkpoint(twins.model, twins.optimizer, folder, iteration=2)
+
+
+def go_on(variant: str, folder: Path) -> list[str]:
+    twins, fresh = twins_of(variant, 2), twins_of(variant, 0)
+    assert fresh.optimizer.state_dict()["state"] == {}  # no step, no factors
+    load_checkpoint(fresh.model, fresh.optimizer, folder)
+    fresh.copies, fresh.reference = twins.copies, twins.reference
+    fresh.step(2)
+    return fresh.differing()
+
+
+@pytest.mark.full(short=["own-3-2"])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (1, 3), (4, 1)])
+@pytest.mark.parametrize("variant", ["own", "adafactor"])
+def test_training_goes_on_with_another_number_of_ranks(
+    run_ranks: RunRanks, tmp_path: Path, variant: str, before: int, after: int
+) -> None:
+    run_ranks(before, save_after_two_steps, variant, tmp_path / "saved")
+    assert run_ranks(after, go_on, variant, tmp_path / "saved") == [[]] * after
+
+
+# ---- refusals and failures -------------------------------------------------------------------------------------------
+
+
+def failures(ranks: tuple[int, ...]) -> list[tuple[str, str]]:
+    """A step that fails on some ranks, one that succeeds, and one with a closure."""
+    found = []
+    fails = dist.get_rank() in ranks
+    twins = Twins(matrices(), Factored, {**flat(3), "fsdp_unit_modules": [nn.Linear]})
+    before = [param.full_tensor().clone() for param in twins.params]
+    twins.optimizer.fails = fails  # type: ignore[attr-defined]
+    try:
+        twins.step(0)
+    except RuntimeError as error:
+        found.append(message_of(error))
+    assert all(torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True))
+    twins.optimizer.fails = False  # type: ignore[attr-defined]
+    twins.step(0)
+    assert twins.differing() == []
+    try:
+        twins.optimizer.step(lambda: 0.0)
+    except ValueError as error:
+        found.append(message_of(error))
+    return found
+
+
+@pytest.mark.full(short=["ranks0"])
+@pytest.mark.parametrize("ranks", [(1,), (0, 2)])
+def test_a_step_that_fails_on_an_owner_fails_on_all_ranks_and_changes_nothing(
+    run_ranks: RunRanks, ranks: tuple[int, ...]
+) -> None:
+    told = run_ranks(3, failures, ranks)
+    assert told[0] == told[1] == told[2]
+    (failed, closure) = told[0]
+    who = "; ".join(f"rank {rank}: MemoryError: no room for the factors" for rank in ranks)
+    assert failed == ("RankError", f"the optimizer's step failed ({who}); no weights were changed on any rank")
+    assert closure[1].startswith("Factored.step takes no closure where parameters are sharded")
+
+
+@steps_whole_tensors
+class Holder(torch.optim.Optimizer):
+    """Keeps an object of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["helper"] = Holder
+
+
+def hold() -> tuple[str, str] | None:
+    try:
+        Twins(matrices(), Holder, {**flat(3), "fsdp_unit_modules": [nn.Linear]}).step(0)
+    except RuntimeError as error:
+        return message_of(error)
+    return None
+
+
+class Undeclared(torch.optim.Adafactor):
+    """A subclass, which may do anything."""
+
+
+def connect_undeclared() -> tuple[str, str] | None:
+    model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
+    try:
+        fully_shard_optimizer(Undeclared(model.parameters()))
+    except ValueError as error:
+        return message_of(error)
+    return None
+
+
+def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, hold)
+    assert first == second
+    assert "state 'helper' holds a type, which cannot rest with one rank and be saved" in first[1]
+    first, second = run_ranks(2, connect_undeclared)
+    assert first == second
+    assert first[1].startswith("Undeclared cannot update sharded parameters: it works on whole tensors")

@@ -1,0 +1,98 @@
+"""A sharded optimizer beside one in a single process: the same gradients, the same bits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from tests.support.arrangements import hybrid_arguments, mesh_of
+from tests.support.parity import fixed_seed
+
+
+class Matrices(nn.Module):
+    """Matrices of odd shapes, three in the root; some have fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 3, bias=False), nn.Linear(3, 11, bias=False)])
+        self.row = nn.Parameter(torch.randn(1, 5))
+        self.column = nn.Parameter(torch.randn(6, 1))
+        self.square = nn.Parameter(torch.randn(9, 9))
+
+
+def matrices() -> nn.Module:
+    with fixed_seed(3):
+        return Matrices()
+
+
+def drawn(shape: torch.Size, step: int, index: int) -> Tensor:
+    """The gradient of a parameter in a step, the same wherever it is drawn."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + index))
+
+
+Make = Callable[[Sequence[Any]], torch.optim.Optimizer]
+
+
+class Twins:
+    """A sharded optimizer and one on whole copies of the same parameters, given the same gradients."""
+
+    def __init__(self, model: nn.Module, make: Make, arguments: dict[str, Any]) -> None:
+        self.model: MegatronFSDP = fully_shard_model(model, **arguments)
+        self.params = list(self.model.parameters())
+        self.optimizer = fully_shard_optimizer(make(self.params))
+        self.copies = [nn.Parameter(param.full_tensor().detach().clone()) for param in self.params]  # type: ignore[attr-defined]
+        self.reference = make(self.copies)
+
+    def step(self, step: int, without: int | None = None) -> None:
+        for index, (param, copy) in enumerate(zip(self.params, self.copies, strict=True)):
+            grad = None if index == without else drawn(copy.shape, step, index).to(copy.dtype)
+            copy.grad = grad
+            frame = param.shard_frame  # type: ignore[attr-defined]
+            param.grad = None if grad is None else UnevenDTensor.wrap(frame.take(grad).clone(), frame)
+        self.optimizer.step()
+        self.reference.step()
+
+    def differing(self) -> list[str]:
+        """What differs in any bit; empty is right."""
+        found = []
+        for index, (param, copy) in enumerate(zip(self.params, self.copies, strict=True)):
+            if not torch.equal(param.full_tensor(), copy):  # type: ignore[attr-defined]
+                found.append(f"weight {index}")
+            states = self.optimizer.state[param], self.reference.state[copy]
+            if states[0].keys() != states[1].keys():
+                found.append(f"state of {index}: {list(states[0])}")
+            whole = tree_map(_whole, dict(states[0]))
+            for key, value in states[1].items():
+                if not _equal(whole[key], value):
+                    found.append(f"{key} of {index}")
+        return found
+
+
+def flat(strategy: int) -> dict[str, Any]:
+    return {
+        "device_mesh": mesh_of((dist.get_world_size(),), ("dp",)),
+        "dp_shard_dim": "dp",
+        "zero_dp_strategy": strategy,
+    }
+
+
+def hybrid(strategy: int, outer: str) -> dict[str, Any]:
+    found = hybrid_arguments(2, dist.get_world_size() // 2)
+    return {**found, "zero_dp_strategy": strategy, "outer_dp_sharding_strategy": outer}
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, UnevenDTensor) else value
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Whether the values inside of two nested ones are equal, in tensors bit for bit."""
+    ours, theirs = tree_flatten(left)[0], tree_flatten(right)[0]
+    return len(ours) == len(theirs) and all(
+        torch.equal(a, b) if isinstance(b, Tensor) else a == b for a, b in zip(ours, theirs, strict=True)
+    )
