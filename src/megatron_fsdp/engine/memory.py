@@ -160,8 +160,8 @@ class BucketPool:
         Args:
             num_bytes: How much of it is needed; None: all.
         """
-        while not self._free and len(self._made) >= self._count and self._make_room():
-            pass
+        while len(self._made) - len(self._free) >= self._count and self._make_room():
+            pass  # also where the pool grew once: there may be free blocks besides those out
         if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
             self._made.append(Block(self._num_bytes, self._device))
             self._free.insert(0, self._made[-1])
@@ -171,8 +171,8 @@ class BucketPool:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Return a borrowed block."""
-        self._free.append(block)
+        """Return a borrowed block: lent after free ones with memory, before those that take some."""
+        self._free.insert(sum(free.held_bytes > 0 for free in self._free), block)
 
     def set_count(self, count: int) -> None:
         """Change the number of blocks; those too many are dropped when they are not out."""
