@@ -419,7 +419,7 @@ class GradientBuffers:
         self._take_back(params)
         stage = self.reducer.across(pending.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
-        return ticket, (pending, *stage.memory)
+        return ticket, stage.memory
 
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
