@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
+from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.program import count_cores, rank_environment
 
@@ -90,7 +91,10 @@ def _run_rank(rank: int, job: _Job) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.simulated_ranks)
     else:
         store, backend = TCPStore("127.0.0.1", job.store_port), dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=job.ranks, timeout=_PATIENCE)
+        bound = bound_device(backend, device)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=job.ranks, timeout=_PATIENCE, device_id=bound
+        )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     reading = job.function(job.request, device, mesh)
     (job.folder / str(rank)).write_bytes(pickle.dumps(reading))

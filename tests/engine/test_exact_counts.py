@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import GroupFootprint, StepTraffic, step_traffic
@@ -243,6 +243,22 @@ def test_mixed_precision_casts_in_the_copies_and_once_per_group_for_the_optimize
     for extra in run_ranks(2, count_extra, strategy, 1, True):
         assert extra.ops == {"copy_": PARAMS, "add_.Tensor": GROUPS, "mul.out": GROUPS, "_to_copy": 2 * GROUPS}
         assert extra.install_ops == {"copy_": GROUPS}  # main weights into compute weights, one shard per group
+
+
+def operations_of_a_second_backward(num_layers: int) -> Counter[str]:
+    """Under the default policy a bf16 model shows copies of its main gradients, which are read back."""
+    net = nn.Sequential(*(nn.Linear(7, 7) for _ in range(num_layers))).to(torch.bfloat16)
+    model = fully_shard_model(net, fsdp_unit_modules=[])
+    _backward(model, torch.randn(2, 7, dtype=torch.bfloat16), 1)
+    with OpCounts() as counts:
+        _backward(model, torch.randn(2, 7, dtype=torch.bfloat16), 1)
+    return counts.ops
+
+
+def test_shown_gradients_are_read_back_by_group_and_not_one_by_one(run_ranks: RunRanks) -> None:
+    few, many = run_ranks(1, operations_of_a_second_backward, 2)[0], run_ranks(1, operations_of_a_second_backward, 6)[0]
+    by_group = ("_foreach_copy_", "eq.Tensor", "where.self", "_foreach_zero_")
+    assert [few[name] for name in by_group] == [many[name] for name in by_group] == [1, 1, 1, 1]
 
 
 def test_counter_sees_an_unwanted_collective_and_an_unwanted_copy(run_ranks: RunRanks) -> None:

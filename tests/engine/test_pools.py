@@ -64,7 +64,7 @@ def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
     pool = BucketPool(2, 64, CPU, no_room)
     lent = []
     for _ in range(4):
-        lent.append(pool.borrow())
+        lent += [pool.borrow()]
         pool.give_back(lent[-1])
     assert lent[0] is not lent[1]
     assert (lent[2] is lent[0], lent[3] is lent[1]) == (True, True)
@@ -99,6 +99,19 @@ def test_room_is_made_only_when_all_buckets_are_out() -> None:
     oldest = lent[0]
     assert pool.borrow() is oldest
     assert log == ["asked"]
+    assert pool.held_bytes == 128
+
+
+def test_a_pool_that_grew_lends_and_holds_no_more_than_before() -> None:
+    lent: list[Block] = []
+    pool = BucketPool(2, 64, CPU, room_maker(lambda: pool, lent, []))
+    several = [pool.borrow() for _ in range(4)]  # filled at once, so nothing could be waited for
+    for block in several:
+        pool.give_back(block)
+    pool.empty()
+    for _ in range(6):
+        lent += [pool.borrow()]
+    assert len(lent) == 2
     assert pool.held_bytes == 128
 
 

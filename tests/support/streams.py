@@ -14,8 +14,11 @@ states of distributed systems", 1989), by which it finds, whatever the schedule 
 - memory that is let go of, or resized, while another stream may still use it when the stream that it was taken on takes
   memory again, which the caching allocator may make the same.
 
-Collectives run when they are launched, on the stream that launches them. What is made on a side stream belongs to that
-stream, whose own order protects it.
+Collectives run when they are launched, on the stream that launches them; under `ordered_lanes` asynchronous ones on a
+stream of the back end, which their `wait` joins. What is made on a side stream belongs to that stream, whose own order
+protects it. Under `late_lanes` copies of a background save arrive on the host when somebody waits for them.
+
+`on_schedules` runs a program on all of these, and on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -31,10 +34,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron_fsdp.checkpoint import background
 from megatron_fsdp.comm.lanes import LaneWatch, StreamLane
 from megatron_fsdp.engine import executor
 
@@ -130,6 +135,18 @@ class LateStream:
                 self.queue.pop(0).run()
 
 
+class HostCopies:
+    """An event behind copies to the host, which arrive when it is waited for; from any thread."""
+
+    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._copies = copies
+
+    def synchronize(self) -> None:
+        while self._copies:
+            target, value = self._copies.pop()
+            target.copy_(value)
+
+
 class LateStreams(TorchDispatchMode):
     """The `StreamApi` of a late device, and, as a context, the device itself.
 
@@ -143,6 +160,7 @@ class LateStreams(TorchDispatchMode):
         self._compute = LateStream(self)
         self._current = self._compute
         self._sides: list[LateStream] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to the host, not recorded by an event yet
         self._is_checked = True
 
     def Stream(self, _device: torch.device, priority: int) -> LateStream:  # noqa: ARG002, N802 (torch's name)
@@ -159,6 +177,10 @@ class LateStreams(TorchDispatchMode):
             yield
         finally:
             self._current = before
+
+    def record_host_copies(self, _device: torch.device) -> HostCopies:
+        copies, self._copies = self._copies, []
+        return HostCopies(copies)
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
@@ -178,6 +200,10 @@ class LateStreams(TorchDispatchMode):
         if self._current is self._compute:
             self._get_on()
             self._check(func, _tensors((args, kwargs)), written)
+            if func is torch.ops.aten.copy_.default and args[2:] == (True,):  # without blocking the host
+                with self.unchecked():
+                    self._copies.append((args[0], args[1].clone()))
+                return args[0]
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             self._current.run_until(self._current.num_queued)
@@ -293,6 +319,7 @@ class OrderedStreams(TorchDispatchMode):
         self._current = self._compute
         self._memory: dict[int, _Memory] = {}
         self._freed: list[tuple[_Memory, str]] = []  # which their streams may take again
+        self._back_ends: dict[OrderedStream, OrderedStream] = {}  # by the stream that launches on them
 
     def Stream(self, _device: torch.device, priority: int) -> OrderedStream:  # noqa: ARG002, N802 (torch's name)
         self._streams.append(OrderedStream(len(self._streams), f"side stream {len(self._streams)}"))
@@ -314,6 +341,23 @@ class OrderedStreams(TorchDispatchMode):
         if not set(types) <= {torch.Tensor, torch.nn.Parameter}:
             return NotImplemented  # a DTensor's: it comes again with the local tensors
         self._find_freed()
+        if func.namespace == "c10d" and _named(func, args, kwargs).get("async_op", True):
+            back_end = self._back_end()
+            back_end.wait_stream(self._current)
+            with self.stream(back_end):
+                return self._run(func, args, kwargs)
+        return self._run(func, args, kwargs)
+
+    def wait_for_collectives(self) -> None:
+        """Let the current stream wait for the asynchronous collectives that it has launched."""
+        self._current.wait_stream(self._back_end())
+
+    def _back_end(self) -> OrderedStream:
+        if self._current not in self._back_ends:
+            self._back_ends[self._current] = self.Stream(torch.device("cpu"), 0)
+        return self._back_ends[self._current]
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         made = func(*args, **kwargs)
         if _only_describes(func):
             for tensor in _tensors(made):
@@ -391,11 +435,45 @@ def _where() -> str:
     return " < ".join(found) or "the user's code"
 
 
+Values = Sequence[torch.Tensor | None]
+
+
+def on_schedules(play: Callable[[], Values], seeds: Sequence[int] = (0, 1)) -> tuple[list[str], list[str]]:
+    """Run a program on the host, on ordered streams, and on late ones: the laziest and those of some seeds.
+
+    Returns:
+        What no wait orders, and the schedules under which the program's values have other bits than on the host.
+    """
+    on_host = play()
+    with ordered_lanes() as streams:
+        wrong = [] if same_bits(on_host, play()) else ["ordered"]
+    assert streams.num_accesses > 100
+    for seed in (None, *seeds):
+        with late_lanes(seed):
+            if not same_bits(on_host, play()):
+                wrong.append("the laziest" if seed is None else f"random {seed}")
+    return list(streams.findings), wrong
+
+
+def same_bits(ones: Values, others: Values) -> bool:
+    """Whether two runs of a program gave the same values."""
+    return all(
+        one is other if one is None or other is None else torch.equal(one, other)
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
 @contextmanager
 def late_lanes(seed: int | None = None) -> Iterator[None]:
-    """Let models that are sharded inside communicate on late streams."""
-    streams = LateStreams(seed)
-    with _lanes_on(streams), streams:
+    """Let models that are sharded inside communicate on late streams, and background saves copy to the host late."""
+    streams, places = LateStreams(seed), background.StagingBuffers._places
+    with (
+        _lanes_on(streams),
+        patch.object(background, "_is_remote", lambda _device: True),
+        patch.object(background, "_recorded", streams.record_host_copies),
+        patch.object(background.StagingBuffers, "_places", lambda self, sizes, **_: places(self, sizes, pinned=False)),
+        streams,
+    ):
         yield
 
 
@@ -409,7 +487,18 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
         streams.resized(storage)
         return resize(storage, size)
 
-    with _lanes_on(streams), patch.object(torch.UntypedStorage, "resize_", resize_), streams:
+    wait = dist.Work.wait
+
+    def wait_for(work: dist.Work, *timeout: Any) -> bool:
+        streams.wait_for_collectives()
+        return wait(work, *timeout)
+
+    with (
+        _lanes_on(streams),
+        patch.object(torch.UntypedStorage, "resize_", resize_),
+        patch.object(dist.Work, "wait", wait_for),
+        streams,
+    ):
         yield streams
 
 
@@ -425,9 +514,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    named = _named(func, args, kwargs)
     changed = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return _tensors([named.get(name) for name in changed])
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
 
 
 def _only_describes(func: Any) -> bool:

@@ -21,10 +21,10 @@ def trainer_that_notes_back_ends(argv: Sequence[str]) -> int:
     module: Any = ranks
     meet = module._meet
 
-    def note(backend: str, timeout: object) -> None:
+    def note(backend: str, timeout: object, _bound: object) -> None:
         with Path(os.environ["TMPDIR"], ASKED).open("a") as file:
             file.write(f"{backend}\n")
-        meet("gloo", timeout)
+        meet("gloo", timeout, None)
 
     module._meet = note
     module.dist.get_default_backend_for_device = lambda _: "the one for this device"

@@ -20,6 +20,7 @@ from megatron_fsdp.automodel.config import (
     check_config,
     resolve_sizes,
 )
+from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -184,10 +185,11 @@ def set_up_ranks(backend: str) -> torch.device:
         device = torch.device(accelerator.type, local)
         torch.accelerator.set_device_index(local)
     if not dist.is_initialized():
+        bound = bound_device(backend, device)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, device_id=bound)
         else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=bound)
     return device
 
 

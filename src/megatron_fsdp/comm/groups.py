@@ -17,6 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp.comm.axis import Axis, is_simulated, real_values
 
 
+def bound_device(backend: str, device: torch.device) -> torch.device | None:
+    """Return the `device_id` for `init_process_group`: the accelerator of this rank, if that is where its ranks meet.
+
+    NCCL then connects at once, on the right device, and groups of some of the ranks are split off that. The CPU is none
+    to bind, and gloo has nothing to connect.
+    """
+    return None if device.type == "cpu" or backend == dist.Backend.GLOO else device
+
+
 class OwnGroups:
     """The process groups of one model; they are destroyed with it. Every rank of the axes constructs it, in one order.
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.doctor.task import require_count
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
 
@@ -150,13 +151,20 @@ def _join(rank: int, job: _Job) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(1)  # one process sums in one order
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.num_ranks), LOCAL_RANK=str(rank))
-    backend = "gloo"
+    backend, device = "gloo", torch.device(job.device_type, rank)
     if job.device_type != "cpu":
         torch.accelerator.set_device_index(rank)
         backend = f"cpu:gloo,{job.device_type}:{dist.get_default_backend_for_device(job.device_type)}"
     store = FileStore(str(job.folder / "store"), job.num_ranks)
     timeout = timedelta(seconds=job.timeout_s + _GRACE_S)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=job.num_ranks, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=job.num_ranks,
+        timeout=timeout,
+        device_id=bound_device(backend, device),
+    )
 
 
 # ---- in the parent -------------------------------------------------------------------------------------------------

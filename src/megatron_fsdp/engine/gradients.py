@@ -14,7 +14,7 @@ time of its own: what autograd itself computes for sharded parameters stays in `
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Literal
@@ -166,36 +166,31 @@ class MainGradient:
             found = self.views[index] = describe(index, self.piece(index))
         return found
 
-    def take_back(self, index: int, grad: torch.Tensor) -> bool:
-        """Copy back a gradient that was handed out as a copy in another dtype, or was replaced.
+    def take_back(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Copy back gradients, by index, that were handed out as copies in another dtype, or were replaced.
 
         Elements that still equal the rounded ones keep what was rounded off. Version counters would not tell: torch's
         operations on lists of DTensors, such as those of its gradient clipping, do not count.
-
-        Returns:
-            Whether tensor `index` counts from now on: True.
         """
-        piece, found = self.piece(index), _local(grad)
-        piece.copy_(torch.where(piece.to(found.dtype) == found, piece, found.to(piece.dtype)))
-        return True
+        for dtype in {grad.dtype for grad in grads.values()}:
+            rounded = self.local.to(dtype)
+            found = rounded.clone()
+            chosen = {index: _local(grad) for index, grad in grads.items() if grad.dtype == dtype}
+            pieces = [piece_view(self._layout, self.region, found, index) for index in chosen]
+            torch._foreach_copy_(pieces, list(chosen.values()))
+            self.local.copy_(torch.where(rounded == found, self.local, found.to(self.dtype)))
 
-    def add(self, index: int, grad: torch.Tensor, counts: bool) -> bool:
-        """Add a gradient of the sharded parameter itself, which is final on this rank.
+    def add(self, grads: Mapping[int, torch.Tensor], counts: Sequence[bool]) -> None:
+        """Add gradients, by index, of the sharded parameters themselves, which are final on this rank.
 
         Args:
-            index: Which tensor.
-            grad: Its gradient, a DTensor or this rank's part.
-            counts: Whether there is something to add to.
-
-        Returns:
-            Whether it counts from now on: True.
+            grads: DTensors or this rank's parts.
+            counts: For each tensor of the layout whether there is something to add to.
         """
-        piece = self.piece(index)
-        if counts:
-            piece.add_(_local(grad))
-        else:
-            piece.copy_(_local(grad))
-        return True
+        for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
+            chosen = {index: _local(grad) for index, grad in grads.items() if counts[index] == is_sum}
+            if chosen:
+                put(list(map(self.piece, chosen)), list(chosen.values()))
 
     def release(self) -> None:
         """Free the memory. Call it when no element counts and nothing that writes here is in flight."""
@@ -322,8 +317,7 @@ class GradientBuffers:
     def begin(self, bucket: torch.Tensor | None) -> None:
         """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or None: deferred sums."""
         if bucket is not None:
-            for start, stop in self._padding:
-                bucket[start:stop].zero_()
+            _zero([bucket[start:stop] for start, stop in self._padding])
             self._target = bucket
             self._views_of_target = self.bucket_views.of(bucket)
         else:
@@ -391,9 +385,7 @@ class GradientBuffers:
             put_scaled(self._local_sum, self.reducer.reduction.pre_factor, bucket)
             self._local_sum = None
         else:
-            for index, filled in enumerate(self.filled):
-                if not filled:
-                    self._views_of_target[index].zero_()
+            _zero([view for view, filled in zip(self._views_of_target, self.filled, strict=True) if not filled])
         self._target = None
         self.forbid_direct_copies()
         if self.inspect is not None:
@@ -419,7 +411,7 @@ class GradientBuffers:
         self._take_back(params)
         stage = self.reducer.reduce_outer(pending.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
-        return ticket, (pending, *stage.memory)
+        return ticket, stage.memory
 
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
@@ -428,9 +420,7 @@ class GradientBuffers:
             stage.put_into(main, factor)
         else:
             if not all(self._live):
-                for index, live in enumerate(self._live):
-                    if not live:
-                        self.main.piece(index).zero_()
+                _zero([self.main.piece(index) for index, live in enumerate(self._live) if not live])
             main.add_(stage.result(), alpha=factor)
         self._live = [True] * len(self._live)
         self.renewed = True
@@ -447,14 +437,16 @@ class GradientBuffers:
             self._live = [live and not attached for live, attached in zip(self._live, self._attached, strict=True)]
             self._attached = [False] * len(self._attached)
             return
+        changed: dict[int, torch.Tensor] = {}
         for index, (attached, grad) in enumerate(zip(self._attached, found, strict=True)):
             self._attached[index] = False
             self._kept[index] |= grad is not None
             if grad is None:
                 self._live[index] = self._live[index] and not attached
             elif attached and grad is not self.main.views[index]:
-                self._live[index] = self.main.take_back(index, grad)
+                changed[index], self._live[index] = grad, True
                 set_grad(params[index], self.grad_attribute, None)
+        self.main.take_back(changed)
 
     def detach_main_gradient(self, index: int, param: torch.Tensor) -> None:
         """Detach `.grad` of a sharded parameter that a lane writes, since autograd is about to add to it."""
@@ -492,15 +484,19 @@ class GradientBuffers:
         self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown, describe: DescribePiece
     ) -> None:
         """Add the parameters' own gradients to the main gradient, then set `.grad`."""
+        changed: dict[int, torch.Tensor] = {}
+        own: dict[int, torch.Tensor] = {}
         for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
             if grad is None and attached:
                 self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
             if grad is None or grad is self.main.views[index]:
                 continue
             if attached:
-                self._live[index] = self.main.take_back(index, grad)
+                changed[index], self._live[index] = grad, True
             else:
-                self._live[index] = self.main.add(index, grad, self._live[index])
+                own[index] = grad
+        self.main.take_back(changed)
+        self._add(own)
         if self.grad_attribute != GRAD:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
@@ -523,10 +519,15 @@ class GradientBuffers:
 
     def _take_plain(self, params: Sequence[nn.Parameter]) -> None:
         """Add what autograd put into `.grad` of sharded parameters whose gradient is in another attribute."""
-        for index, param in enumerate(params):
-            if param.grad is not None:
-                self._live[index] = self.main.add(index, param.grad, self._live[index])
-                param.grad = None
+        grads = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
+        self._add(grads)
+        for index in grads:
+            params[index].grad = None
+
+    def _add(self, grads: Mapping[int, torch.Tensor]) -> None:
+        self.main.add(grads, self._live)
+        for index in grads:
+            self._live[index] = True
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply all accumulated gradients, attached or not, reduced or not."""
@@ -592,6 +593,11 @@ class GradientBuffers:
 
     def _zeros(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.device)
+
+
+def _zero(tensors: list[torch.Tensor]) -> None:
+    if tensors:
+        torch._foreach_zero_(tensors)
 
 
 def _discard(_result: object) -> None:

@@ -167,8 +167,8 @@ class BucketPool:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Return a borrowed block."""
-        self._free.append(block)
+        """Return a borrowed block: lent after free ones with memory, before those that take some."""
+        self._free.insert(sum(free.held_bytes > 0 for free in self._free), block)
 
     def set_count(self, count: int) -> None:
         """Change the number of blocks; those too many are dropped when they are not out."""

@@ -67,13 +67,13 @@ def join_ranks(
     chosen = dist.get_default_backend_for_device(device) if backend == "auto" else backend
     launcher = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
     with _ending_with(launcher):
-        _meet(chosen, timeout)
+        _meet(chosen, timeout, bound_device(chosen, device))
     yield Rank(dist.get_rank(), dist.get_world_size(), device, launcher)
     dist.barrier()  # no rank leaves while a peer still needs the connection
     dist.destroy_process_group()
 
 
-def _meet(backend: str, timeout: timedelta | None) -> None:
+def _meet(backend: str, timeout: timedelta | None, bound: torch.device | None) -> None:
     """Join the process group."""
     file = os.environ.get(STORE_FILE_VARIABLE)
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -86,9 +86,9 @@ def _meet(backend: str, timeout: timedelta | None) -> None:
         shared = dist.TCPStore(*address, is_master=False, timeout=timeout or _STORE_TIMEOUT)  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)  # type: ignore[attr-defined]
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
         return
-    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout, device_id=bound)
 
 
 def loopback_interface() -> dict[str, str]:
