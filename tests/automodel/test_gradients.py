@@ -423,7 +423,7 @@ def nan_on_one_rank() -> list[str]:
         param = spread((4, 2), all_ranks(), [Shard(0)], 0)
         assert isinstance(param.grad, DTensor)
         if dist.get_rank() == 0:
-            param.grad._local_tensor[0, 0] = math.nan
+            param.grad.to_local()[0, 0] = math.nan
         with pytest.raises(NonFiniteNormError) as raised:
             clip_grad_norm_([param], 1.0, norm_type, error_if_nonfinite=True)
         found.append(str(raised.value))

@@ -14,6 +14,7 @@ from tests.support.bucket_models import ATTENTION, ENCODER, READING
 from tests.support.ddp_run import DdpSetting, check_ddp, ddp, run_ddp
 from tests.support.loops import three_microbatches
 from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.seams import engine_of
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Tolerance, assert_parity, reference
 from tests.support.usage_models import Nested, Recomputed, vector_case
 
@@ -154,7 +155,7 @@ def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, i
     )
     early: list[bool] = []
     inputs = torch.ones(2, 4, requires_grad=True)
-    gradients = [group.gradients for group in model._engine.groups()]
+    gradients = [group.gradients for group in model.parameter_groups()]
 
     def look(_grad: torch.Tensor) -> None:
         early.extend(any(found.filled) for found in gradients if found is not None)
@@ -163,7 +164,7 @@ def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, i
     before = model.traffic()
     model(inputs).sum().backward()
     sent = model.traffic().since(before)
-    return sent.reductions, sent.reduce_bytes, model._engine.executor._buckets.peak_bytes, early
+    return sent.reductions, sent.reduce_bytes, engine_of(model).executor._buckets.peak_bytes, early
 
 
 @pytest.mark.full(short=["optim_grads_params"])

@@ -58,7 +58,7 @@ def errors(fields: Fields, microbatches: int) -> tuple[dict[str, float], dict[st
     for name, grad in wrapped.full_gradients().items():
         assert grad is not None
         found[name] = ((grad.double() - exact[name]).norm() / exact[name].norm()).item()
-    for group in wrapped._engine.groups():
+    for group in wrapped.parameter_groups():
         if group.gradients is not None:
             dtypes.update(dict.fromkeys(group.names, group.gradients.main.local.dtype))
     return found, dtypes

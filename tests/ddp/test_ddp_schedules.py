@@ -16,6 +16,7 @@ from tests.support.loops import three_microbatches
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
 from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, sgd
 from tests.support.tensor_meshes import tensor_parallel
 from tests.support.tensor_plans import divide_tensors
@@ -142,7 +143,7 @@ def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages:
 def expert_buckets(setting: DdpSetting) -> list[tuple[bool, int]]:
     """For each bucket: whether every name in it is an expert's, and how many ranks share it."""
     run = start(Scenario(three_microbatches, TOP2), setting)
-    groups = [group for unit in run.sharded._engine.units for group in unit.groups]
+    groups = run.sharded.parameter_groups()
     for group in groups:
         assert len({".experts." in name for name in group.names}) == 1
     return [(".experts." in group.names[0], group.plan.axis.num_ranks) for group in groups]
@@ -163,7 +164,7 @@ def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
 
 def bucket_count(setting: DdpSetting, case: ModelCase) -> int:
     run = start(Scenario(three_microbatches, case), setting)
-    return sum(unit.trainable for unit in run.sharded._engine.units)
+    return sum(unit.trainable for unit in engine_of(run.sharded).units)
 
 
 def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks(run_ranks: RunRanks) -> None:
