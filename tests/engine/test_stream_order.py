@@ -1,4 +1,4 @@
-"""On a device with streams every access is ordered, and every wait is needed: late schedules give the host's bits."""
+"""On a device with streams every access is ordered, every wait is needed, and values are those of the host."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ from tests.conftest import RunRanks
 from tests.fuzzing.case import draw_case
 from tests.fuzzing.run import Ranks, play_sharded
 from tests.support.arrangements import hybrid_arguments
-from tests.support.streams import OrderedStream, late_lanes, ordered_lanes
+from tests.support.streams import OrderedStream, ordered_lanes
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 PRECISIONS = {
@@ -113,57 +113,52 @@ def train(
     return found + [param.detach().to_local().clone() for param in model.parameters()]
 
 
-def late_as_on_the_host(way: Callable[[MegatronFSDP, Tensor], None], mesh: str) -> dict[str, bool]:
-    same = {}
+def on_streams_and_on_the_host(way: Callable[[MegatronFSDP, Tensor], None], mesh: str) -> tuple[list[str], list[str]]:
+    """What no wait orders, and the precisions in which streams give other bits than the host."""
+    findings, wrong = [], []
     for precision in PRECISIONS:
         on_host = train(way, precision, mesh)
-        with late_lanes():
-            late = train(way, precision, mesh)
-        same[precision] = len(late) == len(on_host) and all(map(torch.equal, late, on_host))
-    return same
+        with ordered_lanes() as streams:
+            found = train(way, precision, mesh)
+        findings += list(streams.findings)
+        if len(found) != len(on_host) or not all(map(torch.equal, found, on_host)):
+            wrong.append(precision)
+    return findings, wrong
 
 
-@pytest.mark.full(short=["replaced-flat", "penalised_last-hybrid"])
-@pytest.mark.parametrize("mesh", [FLAT, HYBRID])
+@pytest.mark.full(short=["replaced-flat", "penalised_last-hybrid", "plain-fully hybrid"])
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("way", [plain, replaced, penalised, penalised_last])
-def test_gradients_are_those_of_the_host_on_the_laziest_streams(
+def test_every_access_is_ordered_and_gradients_are_those_of_the_host(
     run_ranks: RunRanks, way: Callable[[MegatronFSDP, Tensor], None], mesh: str
 ) -> None:
-    for same in run_ranks(MESHES[mesh][0], late_as_on_the_host, way, mesh):
-        assert same == dict.fromkeys(PRECISIONS, True)
+    ranks = MESHES[mesh][0]
+    assert run_ranks(ranks, on_streams_and_on_the_host, way, mesh) == [([], [])] * ranks
 
 
 # ---- random configurations -------------------------------------------------------------------------------------------
 
 
 def on_streams(seed: int) -> tuple[list[str], list[str]]:
-    """What no wait orders, and the schedules under which a case of the fuzzer gives other bits than on the host."""
+    """What no wait orders in a case of the fuzzer, and the entries that streams give other bits of than the host."""
     case = draw_case(seed)
     on_host = play_sharded(Ranks(case))
     with ordered_lanes() as streams:
-        play_sharded(Ranks(case))
+        found = play_sharded(Ranks(case))
     assert streams.num_accesses > 1000
-    wrong = []
-    for schedule in (None, 0, 1):
-        with late_lanes(schedule):
-            late = play_sharded(Ranks(case))
-        if not all(
-            (one is None) == (other is None) and (one is None or other is None or torch.equal(one, other))
-            for (_, values), (_, others) in zip(on_host.entries, late.entries, strict=True)
-            for one, other in zip(values.values(), others.values(), strict=True)
-        ):
-            wrong.append("the laziest" if schedule is None else f"random {schedule}")
+    wrong = [
+        f"{label} {name}"
+        for (label, values), (_, others) in zip(on_host.entries, found.entries, strict=True)
+        for (name, one), other in zip(values.items(), others.values(), strict=True)
+        if (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other))
+    ]
     return list(streams.findings), wrong
 
 
 @pytest.mark.full(short=["16", "46"])
 @pytest.mark.parametrize("seed", range(48))
-def test_a_random_case_is_ordered_and_gives_the_bits_of_the_host_on_every_schedule(
-    run_ranks: RunRanks, seed: int
-) -> None:
-    for findings, wrong in run_ranks(draw_case(seed).mesh.num_ranks, on_streams, seed):
-        assert findings == []
-        assert wrong == []
+def test_a_random_case_is_ordered_and_gives_the_bits_of_the_host(run_ranks: RunRanks, seed: int) -> None:
+    assert run_ranks(draw_case(seed).mesh.num_ranks, on_streams, seed) == [([], [])] * draw_case(seed).mesh.num_ranks
 
 
 # ---- each wait is needed ---------------------------------------------------------------------------------------------
@@ -249,22 +244,12 @@ FAULTS: dict[Fault, str] = {
 }
 
 
-def findings_with(fault: Fault | None, mesh: str) -> list[str]:
-    with ordered_lanes() as streams:
-        if fault is None:
-            train(plain, "default policy", mesh)
-        else:
-            with fault():
-                ahead = mesh != NOTHING_AHEAD
-                way, build = (plain, Tower) if ahead else (changed_between_forwards, ShortTower)
-                train(way, "default policy", mesh, build)
+def findings_with(fault: Fault, mesh: str) -> list[str]:
+    ahead = mesh != NOTHING_AHEAD
+    way, build = (plain, Tower) if ahead else (changed_between_forwards, ShortTower)
+    with ordered_lanes() as streams, fault():
+        train(way, "default policy", mesh, build)
     return list(streams.findings)
-
-
-@pytest.mark.full(short=[FLAT, FULLY_HYBRID])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_no_access_is_without_order(run_ranks: RunRanks, mesh: str) -> None:
-    assert run_ranks(MESHES[mesh][0], findings_with, None, mesh) == [[]] * MESHES[mesh][0]
 
 
 @pytest.mark.full(short=["lanes_run_ahead_of_compute", "buckets_are_filled_while_they_are_reduced"])
