@@ -65,6 +65,7 @@ def both(case: str) -> dict[str, Error]:
     return measure_here(case, NUMEL)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_collectives_err_as_the_simulation_says(run_ranks: RunRanks, case: str, ranks: int) -> None:

@@ -155,7 +155,7 @@ def on_streams(seed: int) -> tuple[list[str], list[str]]:
     return list(streams.findings), wrong
 
 
-@pytest.mark.full(short=["16", "46"])
+@pytest.mark.full(short=["46"])
 @pytest.mark.parametrize("seed", range(48))
 def test_a_random_case_is_ordered_and_gives_the_bits_of_the_host(run_ranks: RunRanks, seed: int) -> None:
     assert run_ranks(draw_case(seed).mesh.num_ranks, on_streams, seed) == [([], [])] * draw_case(seed).mesh.num_ranks
