@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from tests.conftest import RunRanks
 from tests.parallel.test_expert_parallel import EXPERTS, TOP2
 from tests.support.bucket_models import READING
-from tests.support.ddp_run import DdpRun, DdpSetting, check_ddp, ddp, start
-from tests.support.loops import three_microbatches
+from tests.support.ddp_run import DdpRun, DdpSetting, ddp, start
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
 from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.scripts import three_microbatches
 from tests.support.seams import engine_of
-from tests.support.sharded_run import Run, Scenario, sgd
+from tests.support.sharded_run import Run, Scenario, check_jobs, sgd
 from tests.support.tensor_meshes import tensor_parallel
 from tests.support.tensor_plans import divide_tensors
 
@@ -73,7 +73,7 @@ def test_megatrons_schedule_equals_one_process(
 ) -> None:
     scenario = Scenario(megatron_steps, MODEL_CASES["tied" if auto else "unused"])
     options = {"sync_model_each_microbatch": auto}
-    check_ddp(run_ranks, num_ranks, [(scenario, ddp(options, **fields)) for fields in settings])
+    check_jobs(run_ranks, num_ranks, [(scenario, ddp(options, **fields)) for fields in settings])
 
 
 def defer_and_finish(run: Run) -> None:
@@ -109,7 +109,7 @@ def test_gradients_wait_for_finish_grad_sync(run_ranks: RunRanks) -> None:
     options = {"sync_model_each_microbatch": False}
     jobs = [(Scenario(defer_and_finish, READING), ddp(options, **fields)) for fields in SETTINGS[:4]]
     instances = ddp(options, **IN_TURN, num_distributed_optimizer_instances=2)
-    check_ddp(run_ranks, 2, [*jobs, (Scenario(defer_and_finish, READING), instances)])
+    check_jobs(run_ranks, 2, [*jobs, (Scenario(defer_and_finish, READING), instances)])
 
 
 def per_token(run: Run) -> None:
@@ -126,7 +126,7 @@ def per_token(run: Run) -> None:
 def test_per_token_losses_are_summed(run_ranks: RunRanks, num_ranks: int) -> None:
     options = {"calculate_per_token_loss": True}
     jobs = [(Scenario(per_token, MODEL_CASES["odd_shapes"]), ddp(options, **fields)) for fields in SETTINGS]
-    check_ddp(run_ranks, num_ranks, jobs)
+    check_jobs(run_ranks, num_ranks, jobs)
 
 
 # ---- other meshes ----------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_per_token_losses_are_summed(run_ranks: RunRanks, num_ranks: int) -> Non
 @pytest.mark.parametrize("averages", [False, True])
 def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool, number: int) -> None:
     fields = {**SETTINGS[number], "average_in_collective": averages}
-    check_ddp(run_ranks, 4, [(Scenario(three_microbatches, TOP2), ddp(arrangement=EXPERTS, **fields))])
+    check_jobs(run_ranks, 4, [(Scenario(three_microbatches, TOP2), ddp(arrangement=EXPERTS, **fields))])
 
 
 def expert_buckets(setting: DdpSetting) -> list[tuple[bool, int]]:
@@ -159,7 +159,7 @@ def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
     dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
     arrangement = tensor_parallel(divide_tensors)
     jobs = [(Scenario(three_microbatches, dense), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
-    check_ddp(run_ranks, 4, jobs)
+    check_jobs(run_ranks, 4, jobs)
 
 
 def bucket_count(setting: DdpSetting, case: ModelCase) -> int:

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import RunRanks
-from tests.support.halves import STRATEGIES as ALL
-from tests.support.halves import each_half
 from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.scripts import STRATEGIES as ALL
+from tests.support.scripts import each_half
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.usage_models import FragileModel, Ordered, vector_case
 
