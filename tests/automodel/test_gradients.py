@@ -43,8 +43,7 @@ from tests.automodel.small_models import batch_of, build, label_count, reference
 from tests.automodel.training import STRATEGIES, assert_close, managed, optimizer_of, parameters_of, strategy
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
-from tests.support.group_counts import ALL_REDUCE, GroupCounts
-from tests.support.op_counts import OpCounts
+from tests.support.op_counts import ALL_REDUCE, GroupCounts, OpCounts
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
 MAX_NORM = 0.05

@@ -15,9 +15,8 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import step_traffic
 from tests.conftest import RunRanks
-from tests.support.group_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.models import MODEL_CASES
-from tests.support.op_counts import Collectives, OpCounts
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, GroupCounts, OpCounts
 from tests.support.seams import engine_of
 
 Fields = dict[str, Any]

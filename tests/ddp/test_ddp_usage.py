@@ -17,13 +17,13 @@ from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
 from tests.support.bucket_models import ATTENTION, ENCODER, READING
 from tests.support.ddp_run import DdpSetting, ddp
+from tests.support.failing_model import FailingModel
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.scripts import clip_by_model, clip_by_torch, each_half
 from tests.support.sharded_run import Run, Scenario, check_jobs
 from tests.support.usage_models import (
     FEATURES,
     Branches,
-    FragileModel,
     InPlace,
     Layer,
     Nested,
@@ -51,7 +51,7 @@ Script = Callable[[Run], None]
 
 ORDERED = vector_case(Ordered)
 UNUSED = MODEL_CASES["unused"]
-FRAGILE = vector_case(FragileModel)
+FAILING = vector_case(FailingModel)
 
 
 def each_shift(test: Callable[..., None]) -> Callable[..., None]:
@@ -345,7 +345,7 @@ def test_training_goes_on_after_exceptions(run_ranks: RunRanks, shift: int) -> N
         recovery.fail_in_the_first_backward,
         recovery.fail_in_a_deferred_backward,
     )
-    _check(run_ranks, [(script, FRAGILE) for script in scripts], shift)
+    _check(run_ranks, [(script, FAILING) for script in scripts], shift)
 
 
 @each_shift
