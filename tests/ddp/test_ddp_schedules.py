@@ -18,8 +18,7 @@ from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.scripts import three_microbatches
 from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, check_jobs, sgd
-from tests.support.tensor_meshes import tensor_parallel
-from tests.support.tensor_plans import divide_tensors
+from tests.support.tensor_meshes import divide_tensors, tensor_parallel
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
 IN_TURN: dict[str, Any] = {**SHARDS, "overlap_param_gather": True}

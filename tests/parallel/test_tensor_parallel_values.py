@@ -20,12 +20,13 @@ from tests.support.scripts import clip_by_model
 from tests.support.sharded_run import Scenario, Setting, check_strategies
 from tests.support.tensor_meshes import (
     Divide,
+    divide_tensors,
+    divide_tensors_and_sequences,
     hybrid_tensor_parallel,
     tensor_arguments,
     tensor_mesh,
     tensor_parallel,
 )
-from tests.support.tensor_plans import divide_tensors, divide_tensors_and_sequences
 
 # ---- divided by torch ------------------------------------------------------------------------------------------------
 

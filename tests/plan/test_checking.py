@@ -11,8 +11,8 @@ from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.checking import check_by_simulation
 from megatron_fsdp.plan.planning import plan
+from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
-from tests.support.transformer import Block, TinyTransformer
 
 WIDE = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 

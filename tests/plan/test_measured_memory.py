@@ -23,8 +23,8 @@ from megatron_fsdp.plan.sharded import held_bytes as planned_bytes
 from megatron_fsdp.plan.sharded import plan_model, saving_bytes
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
-from tests.support.transformer import Block, TinyTransformer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = MixedPrecisionPolicy()
