@@ -30,17 +30,24 @@ from tests.automodel.layer_models import (
     all_ranks,
     engine,
     fsdp2,
-    gradients_of,
     make_inputs,
     make_model,
     shard_by_engine,
     shard_layers,
     two_by_two,
-    whole,
 )
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, label_count, reference, token_loss_sum
-from tests.automodel.training import STRATEGIES, assert_close, managed, optimizer_of, parameters_of, strategy
+from tests.automodel.training import (
+    STRATEGIES,
+    assert_close,
+    gradients_of,
+    managed,
+    optimizer_of,
+    parameters_of,
+    strategy,
+    whole,
+)
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
 from tests.support.op_counts import ALL_REDUCE, GroupCounts, OpCounts

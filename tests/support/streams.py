@@ -198,7 +198,7 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
         return resize(storage, size)
 
     def make_lane(device: torch.device, name: str, watch: LaneWatch) -> StreamLane:
-        return StreamLane(device, name, watch, streams)  # type: ignore[arg-type]
+        return StreamLane(device, name, watch, streams)
 
     on_streams = patch.object(executor, "make_lane", make_lane)
     with on_streams, patch.object(torch.UntypedStorage, "resize_", resize_), streams:
