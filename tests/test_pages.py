@@ -4,8 +4,6 @@ import ast
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -14,8 +12,9 @@ import matplotlib
 import pytest
 
 import megatron_fsdp
+from tests.support.forked_programs import Program, in_folder
 from tests.support.source_tree import ROOT, own_files
-from tests.support.train_program import environment
+from tests.support.train_program import LIMIT_S, environment
 from tools.pages import (
     DOCS,
     GENERATED,
@@ -36,21 +35,18 @@ _NAMED = re.compile(r"docs/(?P<target>[\w/]+\.(?:md|json|png)(?:#[\w-]+)?)")
 _HEADING = re.compile(r"^#+ (?P<title>.*)$", re.MULTILINE)
 _FIGURE = re.compile(r"\d[\d,]*\.\d+ ?(?:[KMGT]i?B|m?s|us|%|x)(?!\w)")
 _LOSS = re.compile(r"(\d+)(?:: loss)? ([\d.]+)$", re.MULTILINE)
-_AT_EXIT = "terminate called without an active exception"
-"""What torch 2.13 over gloo ends with now and then, after a program's last line; FSDP2's programs do so as often."""
 ELSEWHERE = "table accumulation"  # tests/engine/test_accumulation_costs.py measures it on several numbers of ranks
 BLOCKS = {
     f"{page.stem}: {block.asked}": block for page in PAGES for block in blocks_of(page) if block.asked != ELSEWHERE
 }
 
 
-def run(folder: Path, ranks: int, *program: str) -> str:
+def run(folder: Path, ranks: int, *words: str) -> str:
     """Run a program in a folder, by torchrun where there are ranks; returns what it prints."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, *program]
-    ended = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0 or _AT_EXIT in ended.stderr, ended.stderr[-2000:]
-    return ended.stdout
+    program = Program(in_folder, [str(folder), str(ranks), *words], environment())
+    printed, errors = program.communicate(timeout=LIMIT_S)
+    assert program.returncode == 0, errors[-2000:]
+    return printed
 
 
 def losses(printed: str) -> dict[int, float]:
@@ -133,6 +129,7 @@ def test_generated_parts_are_written_between_their_markers(tmp_path: Path) -> No
     assert brought_up_to_date(page) == marked.replace("    old\n", f"\n    {shown}\n\n")
 
 
+@pytest.mark.full(short=["precision_parity"])
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_what_is_drawn(name: str, tmp_path: Path) -> None:
     published = (IMAGES / f"{name}.png").read_bytes()

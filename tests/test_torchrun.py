@@ -17,11 +17,10 @@ from torch import nn
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
-from tests.support.loops import adamw_above_noise
-from tests.support.models import MODEL_CASES
+from tests.support.models import MODEL_CASES, Block
 from tests.support.parity import assert_equal_tensors, fixed_seed, reference_run
 from tests.support.real_torchrun import real_torchrun
-from tests.support.transformer import Block
+from tests.support.scripts import adamw_above_noise
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("up_proj", "gate_proj")
 

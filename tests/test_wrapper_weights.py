@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.seams import local_of
 
 STRATEGIES = [0, 1, 2, 3]
 
@@ -164,10 +165,10 @@ def state_dict_contents(strategy: int) -> dict[str, Any]:
     state = model.state_dict()
     placements = {value.placements for value in state.values() if isinstance(value, DTensor)}
     described = {
-        hasattr(value._local_tensor, "__create_chunk_list__") for value in state.values() if isinstance(value, DTensor)
+        hasattr(local_of(value), "__create_chunk_list__") for value in state.values() if isinstance(value, DTensor)
     }
     plain = wrap(strategy, preproc_state_dict_for_dcp_ckpt=False).state_dict()
-    undescribed = {hasattr(v._local_tensor, "__create_chunk_list__") for v in plain.values() if isinstance(v, DTensor)}
+    undescribed = {hasattr(local_of(v), "__create_chunk_list__") for v in plain.values() if isinstance(v, DTensor)}
     return {
         "keys": list(state),
         "kinds": {key: type(value).__name__ for key, value in state.items()},

@@ -226,7 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "strategy_costs": strategy_costs,
 }
 
-SLOW = ("table accumulation", "table presets", "table strategy_costs", "mfsdp doctor")
+SLOW = ("table accumulation", "table presets", "table published_runs", "table strategy_costs", "mfsdp doctor")
 """How requests begin that take more than a few seconds."""
 
 

@@ -7,11 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.support.arrangements import mesh_of
 from tests.support.parity import fixed_seed
 
@@ -40,21 +37,6 @@ def make_model() -> nn.Sequential:
 def make_inputs() -> Tensor:
     with fixed_seed(1):
         return torch.randn(SAMPLES, 8)
-
-
-def whole(value: Tensor) -> Tensor:
-    """The full tensor; collective."""
-    if isinstance(value, UnevenDTensor):
-        return uneven_dtensor_to_full_tensor(value)
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("module."): whole(p.grad).clone()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
 
 
 def shard_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -30,21 +30,27 @@ from tests.automodel.layer_models import (
     all_ranks,
     engine,
     fsdp2,
-    gradients_of,
     make_inputs,
     make_model,
     shard_by_engine,
     shard_layers,
     two_by_two,
-    whole,
 )
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, label_count, reference, token_loss_sum
-from tests.automodel.training import STRATEGIES, assert_close, managed, optimizer_of, parameters_of, strategy
+from tests.automodel.training import (
+    STRATEGIES,
+    assert_close,
+    gradients_of,
+    managed,
+    optimizer_of,
+    parameters_of,
+    strategy,
+    whole,
+)
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
-from tests.support.group_counts import ALL_REDUCE, GroupCounts
-from tests.support.op_counts import OpCounts
+from tests.support.op_counts import ALL_REDUCE, GroupCounts, OpCounts
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
 MAX_NORM = 0.05
@@ -423,7 +429,7 @@ def nan_on_one_rank() -> list[str]:
         param = spread((4, 2), all_ranks(), [Shard(0)], 0)
         assert isinstance(param.grad, DTensor)
         if dist.get_rank() == 0:
-            param.grad._local_tensor[0, 0] = math.nan
+            param.grad.to_local()[0, 0] = math.nan
         with pytest.raises(NonFiniteNormError) as raised:
             clip_grad_norm_([param], 1.0, norm_type, error_if_nonfinite=True)
         found.append(str(raised.value))

@@ -26,6 +26,7 @@ from tests.automodel.training import (
     train,
 )
 from tests.conftest import RunRanks
+from tests.support.seams import engine_of, options_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -45,7 +46,7 @@ def parallel(model: nn.Module | None = None, **fields: Any) -> MegatronFSDP:
 def units_of(model: MegatronFSDP) -> set[str]:
     """Classes of the units besides the root."""
     parts = dict(model.module.named_modules())
-    return {type(parts[unit.name]).__name__ for unit in model._engine.units if unit.name}
+    return {type(parts[unit.name]).__name__ for unit in engine_of(model).units if unit.name}
 
 
 def backward(model: Any, *, sums: bool = False) -> None:
@@ -63,7 +64,7 @@ def every_strategy() -> None:
     with groups_destroyed():
         for number in range(4):
             model = parallel(zero_dp_strategy=number)
-            assert model._options.strategy is ShardingStrategy(number)
+            assert options_of(model).strategy is ShardingStrategy(number)
             local.append(sum(param.to_local().numel() for param in model.parameters()))
             assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
     total = sum(param.numel() for param in build("llama").parameters())
@@ -88,16 +89,16 @@ SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
 def train_with_switches() -> None:
     with groups_destroyed():
         expected = reference("llama", steps=2)
-        plain = parallel(zero_dp_strategy=1)._options
+        plain = options_of(parallel(zero_dp_strategy=1))
         for fields, name, value in SWITCHES:
             model = parallel(**fields)
-            assert getattr(model._options, name) is value
+            assert getattr(options_of(model), name) is value
             assert getattr(plain, name) is not value
             backward(model, sums=name == "calculate_per_token_loss")
             assert_close(gradients_of(model), expected.gradients[0], 1e-4, 1e-5, name)
         double, single = parallel(fsdp_double_buffer=True), parallel()
-        assert double._options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
-        assert single._options.memory.allocator is WeightAllocator.SLOTS
+        assert options_of(double).memory.allocator is WeightAllocator.DOUBLE_BUFFER
+        assert options_of(single).memory.allocator is WeightAllocator.SLOTS
         assert_trained_alike(train(double, steps=2), expected)
         whole_root = parallel(disable_bucketing=True)
         assert (whole_root.bucket_size, single.bucket_size is None) == (None, False)
@@ -146,7 +147,7 @@ def dtypes_of_a_bfloat16_model() -> list[tuple[torch.dtype, ...]]:
             backward(model)
             param = next(model.parameters())
             assert param.grad is not None
-            precision = next(iter(model._engine.groups())).plan.precision
+            precision = next(iter(model.parameter_groups())).plan.precision
             logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
             logits.float().sum().backward()
             found.append((param.dtype, precision.main_grads, precision.grad_comm, logits.dtype))

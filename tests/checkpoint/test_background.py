@@ -173,7 +173,7 @@ def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], 
 
             def save(state: dict[str, Any], group: Any, iteration: int = iteration, go: threading.Event = go) -> None:
                 assert go.wait(60.0)
-                places.append([tensor._local_tensor.data_ptr() for tensor in state["model"].values()])
+                places.append([tensor.to_local().data_ptr() for tensor in state["model"].values()])
                 store.over(group).write(
                     iteration, lambda folder: dcp.save(state, checkpoint_id=folder, process_group=group)
                 )

@@ -21,6 +21,7 @@ from megatron_fsdp.sharding.shards import Box
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
 from tests.support.parity import fixed_seed
+from tests.support.seams import local_of
 
 
 def tensors() -> dict[str, Tensor]:
@@ -188,18 +189,18 @@ def differing(state: dict[str, Any]) -> list[str]:
     before = {key: chunks_and_elements(tensor) for key, tensor in state.items()}
     buffers = StagingBuffers()
     copied = buffers.copy(state)
-    assert buffers.staged_bytes == sum(tensor._local_tensor.nbytes for tensor in state.values())
+    assert buffers.staged_bytes == sum(tensor.to_local().nbytes for tensor in state.values())
     with torch.no_grad():
         for tensor in state.values():
-            tensor._local_tensor.zero_()
+            tensor.to_local().zero_()
     wrong = [key for key in state if not same(chunks_and_elements(copied[key]), before[key])]
     wrong += [key for key in state if type(copied[key]) is not type(state[key])]
     wrong += [key for key in state if copied[key].placements != state[key].placements]
     for key, tensor in state.items():  # tools that look at the local tensor find a description there, too
-        described = hasattr(tensor._local_tensor, "__create_chunk_list__")
-        if described and not same(chunks_and_elements(copied[key]._local_tensor), before[key]):
+        described = hasattr(local_of(tensor), "__create_chunk_list__")
+        if described and not same(chunks_and_elements(local_of(copied[key])), before[key]):
             wrong.append(key)
-        if described != hasattr(copied[key]._local_tensor, "__create_chunk_list__"):
+        if described != hasattr(local_of(copied[key]), "__create_chunk_list__"):
             wrong.append(key)
     return wrong
 
@@ -210,7 +211,7 @@ def test_copies_of_sharded_tensors_answer_torchs_questions_alike(run_ranks: RunR
 
 def copy_of_foreign_description() -> str:
     tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
-    tensor._local_tensor.__get_tensor_shard__ = lambda _index: tensor._local_tensor  # type: ignore[attr-defined]
+    local_of(tensor).__get_tensor_shard__ = lambda _index: local_of(tensor)  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError) as raised:
         StagingBuffers().copy({"a": tensor})
     return str(raised.value)

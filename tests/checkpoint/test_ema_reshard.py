@@ -44,7 +44,7 @@ def load(case: ModelCase, setting: Setting, source: str, target: str) -> tuple[d
     other = ShardedEMA(run.sharded)
     other.load_state_dict(whole)
     same = all(
-        torch.equal(mine._local_tensor, theirs._local_tensor)
+        torch.equal(mine.to_local(), theirs.to_local())
         for mine, theirs in zip(other.state_dict().values(), ema.state_dict().values(), strict=True)
     )
     with ema.applied():

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from tests.support import hostile
+from tests.support.byte_damage import saved_bytes
 from tests.support.hostile_readers import READERS, WEIGHT, Reader, refused, write_linear
 
 
@@ -61,7 +62,7 @@ def test_the_same_tensor_without_a_lie_is_read(folder: Path) -> None:
 )
 @pytest.mark.parametrize("read", READERS)
 def test_paths_that_leave_the_folder(folder: Path, read: Reader, name: str) -> None:
-    (folder.parent / "outside").write_bytes(hostile.tensor_bytes(torch.ones(3, 4)))
+    (folder.parent / "outside").write_bytes(saved_bytes(torch.ones(3, 4)))
 
     def change(found: Metadata) -> None:
         places: dict[MetadataIndex, Any] = found.storage_data

@@ -192,7 +192,7 @@ def blank_of_sgd() -> tuple[list[int], bool]:
     torch.manual_seed(0)
     plain = Net()
     _plain, without = fully_shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), zero_dp_strategy=3)
-    return list(without.state_dict()["state"]), bool(torch.signbit(blank._local_tensor).all())
+    return list(without.state_dict()["state"]), bool(torch.signbit(blank.to_local()).all())
 
 
 def test_blank_momentum_is_told_from_one_of_zeros(run_ranks: RunRanks) -> None:
@@ -206,14 +206,14 @@ def one_rank_without_state(folder: str) -> dict[str, Any]:
     """A rank whose shard is empty may have no state for it, when it saves and when it loads."""
     model, optimizer = wrap("Adam", 3, 0)
     step(model, optimizer, 1)
-    empty = [param for param in optimizer.state if param._local_tensor.numel() == 0]  # type: ignore[attr-defined]
+    empty = [param for param in optimizer.state if param.to_local().numel() == 0]  # type: ignore[attr-defined]
     for param in empty:
         del optimizer.state[param]
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
     other, loaded = wrap("Adam", 3, 7)
     step(other, loaded, 2)
     if dist.get_rank() % 2:
-        for param in [param for param in loaded.state if param._local_tensor.numel() == 0]:  # type: ignore[attr-defined]
+        for param in [param for param in loaded.state if param.to_local().numel() == 0]:  # type: ignore[attr-defined]
             del loaded.state[param]
     state = state_of(other, loaded)
     dcp.load(state, checkpoint_id=folder)
@@ -229,7 +229,7 @@ def one_rank_without_state(folder: str) -> dict[str, Any]:
 
 
 def _locals(model: MegatronFSDP) -> list[Tensor]:
-    return [param._local_tensor.detach() for param in model.parameters()]  # type: ignore[attr-defined]
+    return [param.detach().to_local() for param in model.parameters()]  # type: ignore[attr-defined]
 
 
 def test_ranks_without_state_for_an_empty_shard_save_and_load(run_ranks: RunRanks, tmp_path: Path) -> None:

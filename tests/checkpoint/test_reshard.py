@@ -16,8 +16,12 @@ from tests.support.dcp_contents import contents
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
 from tests.support.sharded_run import Run, Scenario, Setting
-from tests.support.tensor_meshes import hybrid_tensor_parallel, tensor_parallel
-from tests.support.tensor_plans import divide_tensors, divide_tensors_and_sequences
+from tests.support.tensor_meshes import (
+    divide_tensors,
+    divide_tensors_and_sequences,
+    hybrid_tensor_parallel,
+    tensor_parallel,
+)
 
 Places = dict[str, tuple[int, Setting]]
 

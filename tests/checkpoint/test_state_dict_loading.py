@@ -267,7 +267,7 @@ def save_and_load(place: str) -> None:
     run.optimizer.load_state_dict(optimizer)
     assert_equal_tensors(whole_state(run), expected)
     size = len(_bytes(run.model.state_dict()))
-    elements = sum(value._local_tensor.numel() for value in run.model.state_dict().values())  # type: ignore[attr-defined]
+    elements = sum(value.to_local().numel() for value in run.model.state_dict().values())  # type: ignore[attr-defined]
     assert size < 4 * elements + 3000 * len(model)  # a rank's shards, not the buffers they are views of
 
 

@@ -104,6 +104,7 @@ def loop(folder: str, strategy: int, first: int, last: int) -> None:
         save_checkpoint(model, optimizer, folder, iteration=last, extra={"schedule": schedule})
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", [3, 1])
 def test_its_loop_trains_as_one_process_and_goes_on_with_other_ranks(
     run_ranks: RunRanks, tmp_path: Path, strategy: int

@@ -15,9 +15,9 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import step_traffic
 from tests.conftest import RunRanks
-from tests.support.group_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.models import MODEL_CASES
-from tests.support.op_counts import Collectives, OpCounts
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, GroupCounts, OpCounts
+from tests.support.seams import engine_of
 
 Fields = dict[str, Any]
 
@@ -186,7 +186,7 @@ def count(name: str, fields: Fields, microbatches: int) -> tuple[list[Any], Coll
                     case.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-    buckets = sum(unit.trainable for unit in model._engine.units)
+    buckets = sum(unit.trainable for unit in engine_of(model).units)
     return list(model.footprints()), counts.collectives, model.traffic().since(before), buckets
 
 
@@ -297,7 +297,7 @@ def buckets_of(fields: Fields, disable_bucketing: bool = False) -> tuple[list[in
     model = DistributedDataParallel(
         DistributedDataParallelConfig(**fields), Steps(Log()), disable_bucketing=disable_bucketing
     )
-    names = [group.names for unit in model._engine.units for group in unit.groups]
+    names = [group.names for group in model.parameter_groups()]
     return [group.numel for group in model.footprints()], model.bucket_size, names
 
 

@@ -11,10 +11,21 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
 from tests.engine.test_parity import OPTIMIZERS, SCRIPTS
 from tests.support.bucket_models import ATTENTION, ENCODER, READING
-from tests.support.ddp_run import DdpSetting, check_ddp, ddp, run_ddp
-from tests.support.loops import three_microbatches
+from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Tolerance, assert_parity, reference
+from tests.support.scripts import three_microbatches
+from tests.support.seams import engine_of
+from tests.support.sharded_run import (
+    FP32,
+    ONE_RANK,
+    Run,
+    Scenario,
+    Tolerance,
+    assert_parity,
+    check_jobs,
+    reference,
+    run_sharded,
+)
 from tests.support.usage_models import Nested, Recomputed, vector_case
 
 RANKS = (1, 2, 3, 4)
@@ -88,7 +99,7 @@ def _tolerance(name: str, num_ranks: int) -> Tolerance:
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int) -> None:
     jobs = jobs_of(num_ranks)
-    by_rank = run_ranks(num_ranks, run_ddp, [(scenario, setting) for _, scenario, setting in jobs])
+    by_rank = run_ranks(num_ranks, run_sharded, [(scenario, setting) for _, scenario, setting in jobs])
     for (name, scenario, setting), *outcomes in zip(jobs, *by_rank, strict=True):
         try:
             assert_parity(outcomes, reference(scenario), _tolerance(name, num_ranks))
@@ -122,7 +133,7 @@ def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None
         for name in ("tied", "scalars")
         for number, strategy in enumerate(STRATEGIES)
     ]
-    check_ddp(run_ranks, num_ranks, jobs, ONE_RANK if num_ranks == 1 else FP32)
+    check_jobs(run_ranks, num_ranks, jobs, ONE_RANK if num_ranks == 1 else FP32)
 
 
 DELAYED: dict[str, ModelCase] = {
@@ -138,7 +149,7 @@ DELAYED: dict[str, ModelCase] = {
 @pytest.mark.parametrize("name", DELAYED)
 def test_delayed_weight_gradients_of_units_equal_one_process(run_ranks: RunRanks, name: str, strategy: str) -> None:
     setting = ddp(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, delay_wgrad_compute=True)
-    check_ddp(run_ranks, 2, [(Scenario(three_microbatches, DELAYED[name], OPTIMIZERS[1]), setting)])
+    check_jobs(run_ranks, 2, [(Scenario(three_microbatches, DELAYED[name], OPTIMIZERS[1]), setting)])
 
 
 def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, int, list[bool]]:
@@ -154,7 +165,7 @@ def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, i
     )
     early: list[bool] = []
     inputs = torch.ones(2, 4, requires_grad=True)
-    gradients = [group.gradients for group in model._engine.groups()]
+    gradients = [group.gradients for group in model.parameter_groups()]
 
     def look(_grad: torch.Tensor) -> None:
         early.extend(any(found.filled) for found in gradients if found is not None)
@@ -163,7 +174,7 @@ def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, i
     before = model.traffic()
     model(inputs).sum().backward()
     sent = model.traffic().since(before)
-    return sent.reductions, sent.reduce_bytes, model._engine.executor._buckets.peak_bytes, early
+    return sent.reductions, sent.reduce_bytes, engine_of(model).executor._buckets.peak_bytes, early
 
 
 @pytest.mark.full(short=["optim_grads_params"])
@@ -208,4 +219,4 @@ def test_several_instances_of_the_optimizer(run_ranks: RunRanks, num_ranks: int,
             **several,
         )
         jobs.append((Scenario(SCRIPTS[1][0], CASES["odd_shapes"], OPTIMIZERS[1]), setting))
-    check_ddp(run_ranks, num_ranks, jobs)
+    check_jobs(run_ranks, num_ranks, jobs)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
-from tests.support.ddp_run import DdpSetting, ddp, run_ddp
+from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.models import ModelCase, make_vector_batch, vector_loss
 from tests.support.parity import fixed_seed
-from tests.support.sharded_run import Scenario, Tolerance, assert_parity, reference
+from tests.support.sharded_run import Scenario, Tolerance, assert_parity, reference, run_sharded
 
 Fields = dict[str, Any]
 MICROBATCHES = 48
@@ -58,7 +58,7 @@ def errors(fields: Fields, microbatches: int) -> tuple[dict[str, float], dict[st
     for name, grad in wrapped.full_gradients().items():
         assert grad is not None
         found[name] = ((grad.double() - exact[name]).norm() / exact[name].norm()).item()
-    for group in wrapped._engine.groups():
+    for group in wrapped.parameter_groups():
         if group.gradients is not None:
             dtypes.update(dict.fromkeys(group.names, group.gradients.main.local.dtype))
     return found, dtypes
@@ -229,6 +229,6 @@ MIXED: tuple[DdpSetting, ...] = (
 def test_a_bfloat16_model_trains_as_on_one_process_up_to_rounding(run_ranks: RunRanks, num_ranks: int) -> None:
     scenario = Scenario(rounded, ModelCase(build_bf16, make_vector_batch, bf16_loss, (nn.Linear,)))
     plain = Scenario(rounded, ModelCase(build_fp32, make_vector_batch, vector_loss, (nn.Linear,)))
-    by_rank = run_ranks(num_ranks, run_ddp, [(scenario, setting) for setting in MIXED])
+    by_rank = run_ranks(num_ranks, run_sharded, [(scenario, setting) for setting in MIXED])
     for outcomes in zip(*by_rank, strict=True):
         assert_parity(outcomes, reference(plain), Tolerance(rtol=2**-6, atol=2**-7))

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from tests.conftest import RunRanks
 from tests.parallel.test_expert_parallel import EXPERTS, TOP2
 from tests.support.bucket_models import READING
-from tests.support.ddp_run import DdpRun, DdpSetting, check_ddp, ddp, start
-from tests.support.loops import three_microbatches
+from tests.support.ddp_run import DdpRun, DdpSetting, ddp, start
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
 from tests.support.parity import assert_equal_tensors, fixed_seed
-from tests.support.sharded_run import Run, Scenario, sgd
-from tests.support.tensor_meshes import tensor_parallel
-from tests.support.tensor_plans import divide_tensors
+from tests.support.scripts import three_microbatches
+from tests.support.seams import engine_of
+from tests.support.sharded_run import Run, Scenario, check_jobs, sgd
+from tests.support.tensor_meshes import divide_tensors, tensor_parallel
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
 IN_TURN: dict[str, Any] = {**SHARDS, "overlap_param_gather": True}
@@ -72,7 +72,7 @@ def test_megatrons_schedule_equals_one_process(
 ) -> None:
     scenario = Scenario(megatron_steps, MODEL_CASES["tied" if auto else "unused"])
     options = {"sync_model_each_microbatch": auto}
-    check_ddp(run_ranks, num_ranks, [(scenario, ddp(options, **fields)) for fields in settings])
+    check_jobs(run_ranks, num_ranks, [(scenario, ddp(options, **fields)) for fields in settings])
 
 
 def defer_and_finish(run: Run) -> None:
@@ -108,7 +108,7 @@ def test_gradients_wait_for_finish_grad_sync(run_ranks: RunRanks) -> None:
     options = {"sync_model_each_microbatch": False}
     jobs = [(Scenario(defer_and_finish, READING), ddp(options, **fields)) for fields in SETTINGS[:4]]
     instances = ddp(options, **IN_TURN, num_distributed_optimizer_instances=2)
-    check_ddp(run_ranks, 2, [*jobs, (Scenario(defer_and_finish, READING), instances)])
+    check_jobs(run_ranks, 2, [*jobs, (Scenario(defer_and_finish, READING), instances)])
 
 
 def per_token(run: Run) -> None:
@@ -125,7 +125,7 @@ def per_token(run: Run) -> None:
 def test_per_token_losses_are_summed(run_ranks: RunRanks, num_ranks: int) -> None:
     options = {"calculate_per_token_loss": True}
     jobs = [(Scenario(per_token, MODEL_CASES["odd_shapes"]), ddp(options, **fields)) for fields in SETTINGS]
-    check_ddp(run_ranks, num_ranks, jobs)
+    check_jobs(run_ranks, num_ranks, jobs)
 
 
 # ---- other meshes ----------------------------------------------------------------------------------------------------
@@ -136,13 +136,13 @@ def test_per_token_losses_are_summed(run_ranks: RunRanks, num_ranks: int) -> Non
 @pytest.mark.parametrize("averages", [False, True])
 def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool, number: int) -> None:
     fields = {**SETTINGS[number], "average_in_collective": averages}
-    check_ddp(run_ranks, 4, [(Scenario(three_microbatches, TOP2), ddp(arrangement=EXPERTS, **fields))])
+    check_jobs(run_ranks, 4, [(Scenario(three_microbatches, TOP2), ddp(arrangement=EXPERTS, **fields))])
 
 
 def expert_buckets(setting: DdpSetting) -> list[tuple[bool, int]]:
     """For each bucket: whether every name in it is an expert's, and how many ranks share it."""
     run = start(Scenario(three_microbatches, TOP2), setting)
-    groups = [group for unit in run.sharded._engine.units for group in unit.groups]
+    groups = run.sharded.parameter_groups()
     for group in groups:
         assert len({".experts." in name for name in group.names}) == 1
     return [(".experts." in group.names[0], group.plan.axis.num_ranks) for group in groups]
@@ -158,12 +158,12 @@ def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
     dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
     arrangement = tensor_parallel(divide_tensors)
     jobs = [(Scenario(three_microbatches, dense), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
-    check_ddp(run_ranks, 4, jobs)
+    check_jobs(run_ranks, 4, jobs)
 
 
 def bucket_count(setting: DdpSetting, case: ModelCase) -> int:
     run = start(Scenario(three_microbatches, case), setting)
-    return sum(unit.trainable for unit in run.sharded._engine.units)
+    return sum(unit.trainable for unit in engine_of(run.sharded).units)
 
 
 def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks(run_ranks: RunRanks) -> None:

@@ -16,15 +16,14 @@ from tests.engine import test_parity_recomputation as recomputation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
 from tests.support.bucket_models import ATTENTION, ENCODER, READING
-from tests.support.clipping import clip_by_model, clip_by_torch
-from tests.support.ddp_run import DdpSetting, check_ddp, ddp
-from tests.support.halves import each_half
+from tests.support.ddp_run import DdpSetting, ddp
+from tests.support.failing_model import FailingModel
 from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.sharded_run import Run, Scenario
+from tests.support.scripts import clip_by_model, clip_by_torch, each_half
+from tests.support.sharded_run import Run, Scenario, check_jobs
 from tests.support.usage_models import (
     FEATURES,
     Branches,
-    FragileModel,
     InPlace,
     Layer,
     Nested,
@@ -52,7 +51,7 @@ Script = Callable[[Run], None]
 
 ORDERED = vector_case(Ordered)
 UNUSED = MODEL_CASES["unused"]
-FRAGILE = vector_case(FragileModel)
+FAILING = vector_case(FailingModel)
 
 
 def each_shift(test: Callable[..., None]) -> Callable[..., None]:
@@ -64,14 +63,14 @@ def _check(run_ranks: RunRanks, pairs: list[tuple[Script, ModelCase]], shift: in
     jobs = [
         (Scenario(script, case), ALL[(position + shift) % len(ALL)]) for position, (script, case) in enumerate(pairs)
     ]
-    check_ddp(run_ranks, num_ranks, jobs)
+    check_jobs(run_ranks, num_ranks, jobs)
 
 
 Settings = tuple[DdpSetting, ...]
 
 
 def _check_in(settings: Settings, run_ranks: RunRanks, script: Script, case: ModelCase, num_ranks: int = 2) -> None:
-    check_ddp(run_ranks, num_ranks, [(Scenario(script, case), setting) for setting in settings])
+    check_jobs(run_ranks, num_ranks, [(Scenario(script, case), setting) for setting in settings])
 
 
 @each_shift
@@ -142,7 +141,7 @@ def layers_by_rank(run: Run) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_call_different_layers(run_ranks: RunRanks, num_ranks: int) -> None:
     asking = [replace(setting, options=(("find_unused_parameters", True),)) for setting in ALL]
-    check_ddp(run_ranks, num_ranks, [(Scenario(layers_by_rank, ORDERED), setting) for setting in asking])
+    check_jobs(run_ranks, num_ranks, [(Scenario(layers_by_rank, ORDERED), setting) for setting in asking])
 
 
 @each_shift
@@ -191,7 +190,7 @@ def test_evaluation_of_models_that_read_weights_of_modules_they_do_not_call(
         for script in (train_then_evaluate, recovery.infer_first)
         for setting in (IN_TURN, TOGETHER)
     ]
-    check_ddp(run_ranks, 2, jobs)
+    check_jobs(run_ranks, 2, jobs)
 
 
 def train_then_evaluate(run: Run) -> None:
@@ -346,7 +345,7 @@ def test_training_goes_on_after_exceptions(run_ranks: RunRanks, shift: int) -> N
         recovery.fail_in_the_first_backward,
         recovery.fail_in_a_deferred_backward,
     )
-    _check(run_ranks, [(script, FRAGILE) for script in scripts], shift)
+    _check(run_ranks, [(script, FAILING) for script in scripts], shift)
 
 
 @each_shift

@@ -15,10 +15,10 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.ddp.test_ddp_usage import IN_TURN, REPLICATED, TOGETHER, Repeated
 from tests.support.arrangements import mesh_of
-from tests.support.ddp_run import DdpSetting, check_ddp, start
+from tests.support.ddp_run import DdpSetting, start
 from tests.support.models import MODEL_CASES
 from tests.support.parity import assert_equal_tensors
-from tests.support.sharded_run import Run, Scenario
+from tests.support.sharded_run import Run, Scenario, check_jobs
 from tests.support.usage_models import FEATURES, Ordered, vector_case
 
 Fields = dict[str, Any]
@@ -207,4 +207,4 @@ def one_rank_without_data(run: Run) -> None:
 
 def test_a_rank_without_data_takes_part(run_ranks: RunRanks) -> None:
     scenario = Scenario(one_rank_without_data, MODEL_CASES["odd_shapes"])
-    check_ddp(run_ranks, 2, [(scenario, setting) for setting in (REPLICATED, IN_TURN, TOGETHER)])
+    check_jobs(run_ranks, 2, [(scenario, setting) for setting in (REPLICATED, IN_TURN, TOGETHER)])

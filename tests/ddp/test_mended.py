@@ -15,6 +15,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
+from tests.support.seams import engine_of
 
 OVERLAPPING = {
     "use_distributed_optimizer": True,
@@ -248,7 +249,7 @@ def pool_after_steps() -> tuple[int, int, int, int]:
     gradients = [group.gradients for group in model.parameter_groups() if group.gradients is not None]
     views = sum(len(found.bucket_views) for found in gradients)  # they would keep the memory
     trained(model, optimizer, 2)
-    return first, model.memory().transient_peak_bytes, model._engine.executor.held_bytes, views
+    return first, model.memory().transient_peak_bytes, engine_of(model).executor.held_bytes, views
 
 
 def test_the_buckets_of_the_first_backward_are_given_back(run_ranks: RunRanks) -> None:

@@ -19,6 +19,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.comm.groups import timeout_of
 from megatron_fsdp.ddp import DistributedOptimizer
 from tests.conftest import RunRanks
+from tests.support.seams import engine_of
 from tests.support.settling import settled
 
 REDUCING: dict[str, Any] = {"overlap_grad_reduce": True, "bucket_size": 1}
@@ -141,7 +142,7 @@ def like_the_original() -> dict[str, bool]:
     assert parent is not None
     mesh = dist.DeviceMesh.from_group(parent, "cpu", mesh_dim_names=("dp",))
     model = DistributedDataParallel(DistributedDataParallelConfig(**REDUCING), nn.Linear(3, 3), mesh)
-    axis = model._engine.groups()[0].plan.axes[-1]
+    axis = model.parameter_groups()[0].plan.axes[-1]
     assert axis.group is not None
     found = {
         "another": axis.group is not parent,
@@ -149,7 +150,7 @@ def like_the_original() -> dict[str, bool]:
         "ranks": dist.get_process_group_ranks(axis.group) == dist.get_process_group_ranks(parent),
         "place": axis.rank == dist.get_rank(axis.group) == dist.get_rank(parent),
         "timeout": timeout_of(axis.group) == timedelta(seconds=77),
-        "traffic": axis.traffic is model._engine.traffic_by_axis["dp"],
+        "traffic": axis.traffic is engine_of(model).traffic_by_axis["dp"],
     }
     del model, axis
     dist.destroy_process_group(parent)

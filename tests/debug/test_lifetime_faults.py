@@ -21,6 +21,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import LifetimeError
 from tests.conftest import RunRanks
 from tests.support.parity import fixed_seed
+from tests.support.seams import engine_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 Fault = Callable[[], Any]
@@ -64,7 +65,7 @@ def _released_inside_its_forward() -> Any:
     def releasing(self: Floor, x: torch.Tensor) -> torch.Tensor:
         model = MODELS[-1]
         if self is model.module.floors[2]:
-            model._engine.executor.run((Operation(Action.RELEASE, 3),))
+            engine_of(model).executor.run((Operation(Action.RELEASE, 3),))
         return x + self.down(torch.relu(self.up(x)))
 
     return mock.patch.object(Floor, "forward", releasing)
@@ -172,7 +173,7 @@ def trained_with(name: str) -> str:
         warnings.simplefilter("ignore")  # torch warns of what hooks raise after that
         with FAULTS[name][0](), pytest.raises(LifetimeError) as caught:
             _train_twice(model)
-    for ticket in [ticket for unit in model._engine.units for ticket in unit._tickets]:
+    for ticket in [ticket for unit in engine_of(model).units for ticket in unit._tickets]:
         ticket.wait()
     MODELS.clear()
     dist.barrier()

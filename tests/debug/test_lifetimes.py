@@ -22,6 +22,7 @@ from tests.support.arrangements import mesh_of
 from tests.support.failing_model import Failing, FailingModel, PlannedError, failing_at
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.parity import fixed_seed
+from tests.support.seams import engine_of
 from tests.support.sharded_run import Outcome, Run, Scenario, Setting, outcome_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Recomputed, vector_case
@@ -196,7 +197,7 @@ def switched_on_in_between() -> list[Any]:
     with fixed_seed(0):
         module = Tower()
     model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Floor])
-    told: list[Any] = [not bool(model._engine.observers)]
+    told: list[Any] = [not bool(engine_of(model).observers)]
     x = torch.ones(2, FEATURES)
     loss = tower_loss(model, x)
     with pytest.raises(ScheduleError, match="call it between steps"):
@@ -204,9 +205,9 @@ def switched_on_in_between() -> list[Any]:
     model.reset()
     tower_loss(model, x).backward()
     model.check_lifetimes()
-    first = model._engine.observers._all
+    first = engine_of(model).observers._all
     model.check_lifetimes()
-    told.append(model._engine.observers._all == first)
+    told.append(engine_of(model).observers._all == first)
     tower_loss(model, x).backward()
     optimizer.step()
     with pytest.raises(ConfigurationError, match="up_to_s"), inject_delays(model, 0, -1.0):

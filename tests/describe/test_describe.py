@@ -22,6 +22,7 @@ from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, s
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
 from tests.support.parity import fixed_seed
+from tests.support.seams import engine_of
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 
 _BF16 = MixedPrecisionPolicy(
@@ -108,7 +109,7 @@ def test_groups_are_those_of_the_live_model() -> None:
         fsdp_unit_modules=list(case.unit_classes),
         mixed_precision_policy=_BF16,
     ) as simulated:
-        described, live = simulated.model.describe(), simulated.model._engine.units
+        described, live = simulated.model.describe(), engine_of(simulated.model).units
         assert [unit.label for unit in described.units] == [unit.label for unit in live]
         frozen = 0
         for unit, real in zip(described.units, live, strict=True):

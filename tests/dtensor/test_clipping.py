@@ -99,10 +99,10 @@ def unscale(infinite: bool) -> tuple[float, float]:
     mesh = make_mesh(case.sizes)
     grad = case.tensor(mesh)
     if infinite and dist.get_rank() == 3:
-        grad._local_tensor.view(-1)[0] = math.inf
+        grad.to_local().view(-1)[0] = math.inf
     found = torch.zeros(1)
     torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.tensor([0.5]))
-    return found.item(), (grad._local_tensor.view(-1)[-1] * 2).item()
+    return found.item(), (grad.to_local().view(-1)[-1] * 2).item()
 
 
 @pytest.mark.parametrize("infinite", [False, True])

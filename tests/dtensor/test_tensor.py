@@ -154,7 +154,7 @@ def copy_and_draw(case: UnevenCase, failures: Failures) -> None:
     assert (type(param), isinstance(param, nn.Parameter)) == (UnevenDTensor, True)
     again = copy.deepcopy(param)
     assert isinstance(again, nn.Parameter)
-    assert again._local_tensor.data_ptr() != param._local_tensor.data_ptr() or not param._local_tensor.numel()
+    assert again.to_local().data_ptr() != param.to_local().data_ptr() or not param.to_local().numel()
     check(failures, "deepcopy", again.detach().full_tensor(), whole)  # type: ignore[attr-defined]
     file = io.BytesIO()
     torch.save({"w": param.detach(), "p": param}, file)
@@ -162,7 +162,7 @@ def copy_and_draw(case: UnevenCase, failures: Failures) -> None:
         file.seek(0)
         loaded = torch.load(file, weights_only=weights_only)
         assert isinstance(loaded["p"], nn.Parameter)
-        assert torch.equal(loaded["w"]._local_tensor, param.detach()._local_tensor)
+        assert torch.equal(loaded["w"].to_local(), param.to_local())
         assert loaded["w"].shard_frame.description == param.shard_frame.description  # type: ignore[attr-defined]
     torch.manual_seed(3)
     nn.init.normal_(param, std=2.0)
@@ -171,10 +171,10 @@ def copy_and_draw(case: UnevenCase, failures: Failures) -> None:
     wanted = nn.init.normal_(torch.empty(whole.shape), std=2.0)
     check(failures, "normal_", param.detach().full_tensor(), wanted)  # type: ignore[attr-defined]
     check(failures, "randn_like", drawn.full_tensor(), torch.randn_like(wanted))  # type: ignore[attr-defined]
-    before = param._version + param._local_tensor._version
+    before = param._version + param.to_local()._version
     with torch.no_grad():
         param.mul_(2)
-    assert param._version + param._local_tensor._version > before
+    assert param._version + param.to_local()._version > before
 
 
 def refuse(case: UnevenCase, failures: Failures) -> None:
@@ -182,7 +182,7 @@ def refuse(case: UnevenCase, failures: Failures) -> None:
     tensor, whole = case.tensor(mesh), case.whole()
     if tensor.shard_frame.is_whole or not whole.numel():
         return
-    even = DTensor.from_local(tensor._local_tensor, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    even = DTensor.from_local(tensor.to_local(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
     attempts: dict[str, Callable[[], object]] = {
         "matmul": lambda: tensor @ tensor,
         "index": lambda: tensor[0],

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megatron_fsdp import uneven_dtensor
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
+from tests.support.seams import local_of
 from tests.support.uneven import CASES, make_mesh
 
 
@@ -77,7 +78,7 @@ def test_any_uneven_dtensor_is_gathered_whole(run_ranks: RunRanks) -> None:
 def metadata() -> list[str]:
     wrong = []
     for index, (tensor, whole) in enumerate([*foreign_cases(), *own_cases()]):
-        local = tensor._local_tensor
+        local = local_of(tensor)
         uneven_dtensor.update_uneven_dtensor_chunk_metadata(tensor)
         chunks = local.__create_chunk_list__()  # type: ignore[attr-defined]
         items = local.__create_write_items__("w", tensor)  # type: ignore[attr-defined]
@@ -117,11 +118,11 @@ def splits() -> list[str]:
                 full = uneven_dtensor.uneven_dtensor_to_full_tensor(piece)
                 if piece.shape != want.shape or not torch.equal(full, want):
                     wrong.append(f"{index} dim {dim} sizes {sizes}: {full} is not {want}")
-                if not hasattr(piece._local_tensor, "__create_chunk_list__"):
+                if not hasattr(local_of(piece), "__create_chunk_list__"):
                     wrong.append(f"{index} not described")
-                piece._local_tensor.add_(0)
+                piece.to_local().add_(0)
         first = next(uneven_dtensor.split_dtensor(tensor, 2))
-        first._local_tensor.fill_(7.0)
+        first.to_local().fill_(7.0)
         whole = whole.clone()
         whole[:2] = 7.0
         if not torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(tensor), whole):
@@ -147,7 +148,7 @@ def load(folder: str) -> list[bool]:
     same = [torch.equal(empty[str(index)], whole) for index, (_, whole) in enumerate(targets)]
     state = {str(index): tensor for index, (tensor, _) in enumerate(targets)}
     for tensor in state.values():
-        tensor._local_tensor.zero_()
+        tensor.to_local().zero_()
     uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)
     dcp.load({"model": state}, checkpoint_id=folder)
     same += [

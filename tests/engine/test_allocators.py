@@ -25,6 +25,7 @@ from megatron_fsdp.sharding.accounting import (
 )
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, Recomputed, vector_case
@@ -333,7 +334,7 @@ def storages_of_two_models(options: dict[str, Any]) -> list[set[int]]:
     for model in models:
         tower_loss(model, torch.ones(2, FEATURES))
     for model in models:
-        memory = model._engine.executor.weight_memory
+        memory = engine_of(model).executor.weight_memory
         blocks = [*memory._own.values(), *memory._slots._blocks.values()]
         addresses.append({block._bytes.untyped_storage()._cdata for block in blocks})
     return addresses

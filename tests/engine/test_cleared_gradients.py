@@ -13,6 +13,7 @@ from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.placement import Region
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes
+from tests.support.seams import engine_of, local_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 WIDTHS = (8, 16, 8)
@@ -20,7 +21,7 @@ WIDTHS = (8, 16, 8)
 
 def gradient_bytes(model: MegatronFSDP) -> int:
     """What main gradients take now."""
-    return sum(group.gradients.main.held_bytes for group in model._engine.groups() if group.gradients is not None)
+    return sum(group.gradients.main.held_bytes for group in model.parameter_groups() if group.gradients is not None)
 
 
 def wrap(**options: object) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
@@ -115,7 +116,7 @@ def local(grad: torch.Tensor) -> torch.Tensor:
 
 def inner(grad: torch.Tensor) -> torch.Tensor:
     assert isinstance(grad, DTensor)
-    return grad._local_tensor
+    return local_of(grad)
 
 
 def part(grad: torch.Tensor) -> torch.Tensor:
@@ -168,7 +169,7 @@ def gradients_kept_in_part() -> tuple[int, int, list[float], list[float]]:
         param.grad = None
     with torch.no_grad():
         model(torch.ones(2, FEATURES))
-    group, _ = model._engine.positions[id(params[0])]
+    group, _ = engine_of(model).positions[id(params[0])]
     return gradient_bytes(model), group.gradients.main.num_bytes, before, _values(params[0].grad)
 
 

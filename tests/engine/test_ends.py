@@ -16,6 +16,7 @@ from megatron_fsdp.sharding.accounting import StepTraffic, step_traffic
 from tests.conftest import RunRanks
 from tests.support.ends_models import EndsDecoder, Read, Shape, calling, ends_case
 from tests.support.models import ModelCase
+from tests.support.seams import engine_of
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies
 
 AUTOMATIC = (("fsdp_unit_modules", None),)
@@ -34,7 +35,7 @@ CASES = {
 def train(run: Run) -> None:
     """Three updates: one microbatch, several deferred ones, several that are reduced each; evaluation in between."""
     if run.sharded is not None:
-        assert [unit.name for unit in run.sharded._engine.units] == UNITS
+        assert [unit.name for unit in engine_of(run.sharded).units] == UNITS
     run.train(0)
     with torch.no_grad():
         run.loss(10)

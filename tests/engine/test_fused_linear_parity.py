@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.conftest import RunRanks
-from tests.support.ddp_run import DdpSetting, check_ddp, ddp
+from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.models import Batch, ModelCase
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Run, Scenario, Setting, check_jobs, check_strategies
 from tests.support.usage_models import Recomputed, vector_case
 
 FUSED = (("gradient_accumulation_fusion", True),)
@@ -126,4 +126,4 @@ BUCKETS: list[DdpSetting] = [
 def test_buckets_equal_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     plain = vector_case(partial(Recomputed, "pairs", False))
     jobs = [(Scenario(steps_of_all_kinds, MATRICES), setting) for setting in BUCKETS]
-    check_ddp(run_ranks, num_ranks, [*jobs, (Scenario(steps_of_all_kinds, plain), BUCKETS[1])])
+    check_jobs(run_ranks, num_ranks, [*jobs, (Scenario(steps_of_all_kinds, plain), BUCKETS[1])])

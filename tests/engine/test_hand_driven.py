@@ -13,6 +13,7 @@ from megatron_fsdp import (
 )
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.seams import engine_of
 
 
 def gathers_by_hand() -> dict[str, int]:
@@ -90,7 +91,7 @@ def param_sync(starts_only: bool, force_sync: bool) -> tuple[list[bool], int, in
     train(model, optimizer, 1)
     before = model.traffic()
     model.start_param_sync(force_sync=force_sync)
-    under_way = [bool(unit._tickets) for unit in model._engine.units]
+    under_way = [bool(unit._tickets) for unit in engine_of(model).units]
     started = model.traffic().since(before).gathers
     train(model, optimizer, 2, first=1)
     return under_way, started, model.traffic().since(before).gathers, weights(model)

@@ -23,8 +23,7 @@ from tests.support.parallel_transformer import (
     mean_loss,
 )
 from tests.support.parity import fixed_seed
-from tests.support.tensor_meshes import tensor_parallel
-from tests.support.tensor_plans import divide_tensors
+from tests.support.tensor_meshes import divide_tensors, tensor_parallel
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 HISTORY = 10

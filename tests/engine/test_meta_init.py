@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.meta_models import META_CASES, MetaCase, SmallGPT, token_loss, tokens
+from tests.support.models import Block
 from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.sharded_run import FP32
-from tests.support.transformer import Block
 
 SEED = 5
 

@@ -12,8 +12,8 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.meta_models import SmallGPT
+from tests.support.models import TinyTransformer
 from tests.support.parity import fixed_seed
-from tests.support.transformer import TinyTransformer
 
 
 class Gain(nn.Module):

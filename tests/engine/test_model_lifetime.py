@@ -12,6 +12,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh, train
+from tests.support.seams import engine_of
 from tests.support.settling import settled
 
 
@@ -24,8 +25,8 @@ def references(model: MegatronFSDP) -> dict[str, weakref.ref[Any]]:
     found: dict[str, weakref.ref[Any]] = {
         "wrapper": weakref.ref(model),
         "module": weakref.ref(model.module),
-        "engine": weakref.ref(model._engine),
-        "executor": weakref.ref(model._engine.executor),
+        "engine": weakref.ref(engine_of(model)),
+        "executor": weakref.ref(engine_of(model).executor),
         "buffer": weakref.ref(next(model.buffers())),
     }
     for number, group in enumerate(model.parameter_groups()):
@@ -35,7 +36,7 @@ def references(model: MegatronFSDP) -> dict[str, weakref.ref[Any]]:
         found[f"main gradients {number}"] = weakref.ref(group.gradients.main.local)
         found[f"full {number}"] = weakref.ref(group.full[0])
         found[f"sharded {number}"] = weakref.ref(group.sharded[0])
-    for number, unit in enumerate(model._engine.units):
+    for number, unit in enumerate(engine_of(model).units):
         found[f"gathered {number}"] = weakref.ref(unit._gathered[0])
     return found
 

@@ -13,8 +13,10 @@ from tests.conftest import RunRanks
 from tests.support.models import (
     MODEL_CASES,
     Batch,
+    Block,
     ModelCase,
     ModelName,
+    TinyTransformer,
     make_token_batch,
 )
 from tests.support.sharded_run import (
@@ -29,7 +31,6 @@ from tests.support.sharded_run import (
     reference,
     run_sharded,
 )
-from tests.support.transformer import Block, TinyTransformer
 
 RANKS = (1, 2, 3, 4)
 STRATEGIES = (0, 1, 2, 3)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.conftest import RunRanks
-from tests.support.halves import STRATEGIES as ALL
-from tests.support.halves import each_half
 from tests.support.models import MODEL_CASES, ModelName
+from tests.support.scripts import STRATEGIES as ALL
+from tests.support.scripts import each_half
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, sgd
 
 MANUAL = tuple(Setting(strategy, auto_sync=False) for strategy in range(4))

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, Batch, ModelCase, UnusedBlock, make_token_batch, token_loss
+from tests.support.models import (
+    MODEL_CASES,
+    Batch,
+    Block,
+    ModelCase,
+    TinyTransformer,
+    UnusedBlock,
+    make_token_batch,
+    token_loss,
+)
 from tests.support.sharded_run import (
     FP32,
     Outcome,
@@ -23,7 +32,6 @@ from tests.support.sharded_run import (
     check_strategies,
     run_sharded,
 )
-from tests.support.transformer import Block, TinyTransformer
 
 STEPS, MICROBATCHES, LR = 3, 2, 0.05
 

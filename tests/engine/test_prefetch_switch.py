@@ -8,6 +8,7 @@ from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.engine.schedule import Action, Operation
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
+from tests.support.seams import engine_of
 
 
 def train_with(numel: int) -> tuple[int, int, list[str], dict[str, Tensor]]:
@@ -17,13 +18,13 @@ def train_with(numel: int) -> tuple[int, int, list[str], dict[str, Tensor]]:
     model.suggested_AG_prefetch_size = numel
     train(model, optimizer, 2)
     seen: list[str] = []
-    run = model._engine.executor.run
+    run = engine_of(model).executor.run
 
     def note(operations: tuple[Operation, ...], defer: bool = False) -> None:
         seen.extend(str(each) for each in operations if each.action in (Action.GATHER, Action.WAIT))
         run(operations, defer)
 
-    model._engine.executor.run = note  # type: ignore[method-assign, assignment]
+    engine_of(model).executor.run = note  # type: ignore[method-assign, assignment]
     train(model, optimizer, 1, first=2)
     return model.suggested_AG_prefetch_size, model.suggested_RS_queue_capacity, seen, weights(model)
 

@@ -15,10 +15,10 @@ from megatron_fsdp.errors import MegatronFSDPError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh, own_part
 from tests.support.arrangements import hybrid
-from tests.support.ddp_run import check_ddp, ddp
+from tests.support.ddp_run import ddp
 from tests.support.models import MODEL_CASES, ModelCase
 from tests.support.parity import assert_equal_tensors
-from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.sharded_run import Run, Scenario, Setting, check_jobs, check_strategies
 from tests.support.usage_models import Nested, Recomputed, vector_case
 
 Chosen = Callable[[int, str], bool]
@@ -181,7 +181,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("buckets", BUCKETS)
 @pytest.mark.parametrize("script", [freeze_and_thaw, *SCRIPTS])
 def test_buckets_follow(run_ranks: RunRanks, script: Callable[[Run], None], buckets: str) -> None:
-    check_ddp(run_ranks, 2, [(Scenario(script, CASES["tied"], adamw), ddp(**BUCKETS[buckets]))])
+    check_jobs(run_ranks, 2, [(Scenario(script, CASES["tied"], adamw), ddp(**BUCKETS[buckets]))])
 
 
 # ---- frozen when the model was sharded -------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_hybrid_sharding_and_buckets_thaw_what_was_frozen(run_ranks: RunRanks) -
     scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_of_trained)
     settings = [Setting(inner, outer_strategy=outer, arrangement=hybrid(2, 2)) for inner, outer in ((3, 1),)]
     check_strategies(run_ranks, 4, scenario, settings)
-    check_ddp(run_ranks, 2, [(scenario, ddp(**SHARDS, overlap_param_gather=True))])
+    check_jobs(run_ranks, 2, [(scenario, ddp(**SHARDS, overlap_param_gather=True))])
 
 
 def thaw_in_bfloat16(strategy: int, is_frozen_before: bool) -> tuple[list[torch.dtype], dict[str, Tensor]]:

@@ -20,6 +20,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, step_traffic, transient_bytes
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
+from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, vector_case
@@ -298,7 +299,7 @@ def buckets_of(bucket_size: int | None, disable: bool) -> tuple[int | None, list
     )
     tower_loss(model, torch.ones(2, 6)).backward()
     model.finish_grad_sync()
-    root = model._engine.units[0].groups
+    root = engine_of(model).units[0].groups
     return model.bucket_size, [list(group.names) for group in root], model.traffic().reductions
 
 

@@ -14,6 +14,7 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.engine import domains as sharding_file
 from megatron_fsdp.engine.wrap import GroupPlanner
 from tests.conftest import RunRanks
+from tests.support.seams import engine_of
 
 COLLECTIVES = (
     "all_gather",
@@ -98,10 +99,10 @@ def planned(num_blocks: int) -> tuple[int, list[list[int]], list[list[int]], lis
     def number(thing: object) -> int:
         return numbers.setdefault(id(thing), len(numbers))
 
-    groups = [unit.groups[0] for unit in model._engine.units]
+    groups = [unit.groups[0] for unit in engine_of(model).units]
     layouts = [[number(group.plan.layout)] for group in groups]
     cuts = [[number(frame.description) for frame in group.frames] for group in groups]
-    shapes = [[tuple(param._local_tensor.shape) for param in group.sharded] for group in groups]
+    shapes = [[tuple(param.to_local().shape) for param in group.sharded] for group in groups]
     return len(calls), layouts, cuts, shapes
 
 
@@ -118,9 +119,9 @@ def test_equal_blocks_have_one_layout_and_the_same_descriptions(run_ranks: RunRa
 def other_kinds() -> tuple[bool, bool, bool, bool]:
     """Whether two groups share descriptions of shards: equal ones; frozen beside trained; other shapes; experts."""
     model = wrap(build(2))
-    first, second = (model._engine.units[index].groups[0].plan.spec for index in (1, 2))
+    first, second = (engine_of(model).units[index].groups[0].plan.spec for index in (1, 2))
     originals = [nn.Parameter(torch.empty(info.shape)) for info in first.parameters]
-    plans = GroupPlanner(model._engine._sharding)
+    plans = GroupPlanner(engine_of(model)._sharding)
 
     def share(spec: Any, other: Any, others: list[nn.Parameter]) -> bool:
         (plan, frames), (other_plan, other_frames) = plans.plan(spec, originals), plans.plan(other, others)

@@ -17,7 +17,7 @@ def scaled_by(relative_limit: float, poison: float) -> tuple[list[float], bool]:
     model = wrap(build, 3)
     backward(model, next(batches(1)))
     norm = model.clip_grad_norm_(math.inf).item()
-    locals_ = [param.grad._local_tensor for param in model.parameters()]  # type: ignore[union-attr]
+    locals_ = [param.grad.to_local() for param in model.parameters()]  # type: ignore[union-attr]
     locals_ = [local for local in locals_ if local.numel()]
     if torch.distributed.get_rank() == 0:
         locals_[0].mul_(poison)
@@ -52,7 +52,7 @@ def norms_after_nan(strategy: int) -> list[float]:
         backward(model, next(batches(1)))
         with torch.no_grad():
             for param in model.parameters():
-                param.grad._local_tensor.mul_(factor)  # type: ignore[union-attr]
+                param.grad.to_local().mul_(factor)  # type: ignore[union-attr]
         norms.append(model.clip_grad_norm_(1.0).item())
     return norms
 

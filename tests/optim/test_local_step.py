@@ -19,6 +19,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, weights
 from tests.support.parity import fixed_seed
+from tests.support.seams import local_of
 
 Params = Iterable[Any]
 Make = Callable[[Params], torch.optim.Optimizer]
@@ -314,9 +315,9 @@ def what_is_kept() -> list[bool]:
     backward(model, next(batches(1)))
     optimizer.step()
     param = next(param for param in model.parameters() if param.to_local().numel())
-    state = weakref.ref(optimizer.state[param]["exp_avg"]._local_tensor)
+    state = weakref.ref(local_of(optimizer.state[param]["exp_avg"]))
     param.grad = param.grad.clone()
-    gradient = weakref.ref(param.grad._local_tensor)
+    gradient = weakref.ref(local_of(param.grad))
     optimizer.step()
     optimizer.zero_grad()
     optimizer.state.clear()
@@ -506,7 +507,7 @@ def _end(model: nn.Module, optimizer: Any) -> list[dict[str, torch.Tensor]]:
         values = {"param": param, **optimizer.state.get(param, {})}
         found.append(
             {
-                key: (value._local_tensor if isinstance(value, UnevenDTensor) else value).detach().clone()
+                key: (value.to_local() if isinstance(value, UnevenDTensor) else value).detach().clone()
                 for key, value in values.items()
             }
         )

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, flattened, mesh_of
-from tests.support.loops import adamw_above_noise, three_microbatches
 from tests.support.models import Batch, ModelCase
 from tests.support.parallel_transformer import (
     IGNORED,
@@ -21,6 +20,7 @@ from tests.support.parallel_transformer import (
     mean_loss,
     summed_loss,
 )
+from tests.support.scripts import adamw_above_noise, three_microbatches
 from tests.support.sharded_run import SAMPLES, Run, Scenario, Setting, check_strategies
 
 CASE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))

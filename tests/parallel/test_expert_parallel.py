@@ -12,9 +12,7 @@ from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
-from tests.support.clipping import clip_by_model, clip_by_torch
 from tests.support.expert_meshes import FLAT, Sizes, expert_mesh, experts_of
-from tests.support.loops import adamw_above_noise, three_microbatches
 from tests.support.mixture import ListedExperts, MixtureOfExperts
 from tests.support.models import ModelCase
 from tests.support.parallel_transformer import (
@@ -28,6 +26,7 @@ from tests.support.parallel_transformer import (
     mean_loss,
     summed_loss,
 )
+from tests.support.scripts import adamw_above_noise, clip_by_model, clip_by_torch, three_microbatches
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, reference
 
 EXPERTS = experts_of(FLAT)

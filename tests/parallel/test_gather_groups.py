@@ -13,8 +13,8 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of, second_group
 from tests.support.expert_meshes import FLAT as EXPERT_MESH
 from tests.support.expert_meshes import arguments, expert_mesh, experts_of, place
-from tests.support.group_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.parallel_transformer import ParallelBlock, build_top1_experts, make_tokens, mean_loss
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FLOORS, Floor, Tower, tower_loss

@@ -13,8 +13,8 @@ from torch import nn
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
-from tests.support.clipping import clip_by_model, clip_by_torch
 from tests.support.models import MODEL_CASES, ModelName
+from tests.support.scripts import clip_by_model, clip_by_torch
 from tests.support.sharded_run import (
     FP32,
     ONE_RANK,

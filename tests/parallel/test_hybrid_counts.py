@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
-from tests.support.group_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
 UNITS = FLOORS + 1

@@ -10,13 +10,17 @@ from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
-from tests.support.clipping import clip_by_model, clip_by_torch
-from tests.support.loops import adamw_above_noise
 from tests.support.models import ModelCase
 from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.scripts import adamw_above_noise, clip_by_model, clip_by_torch
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
-from tests.support.tensor_meshes import Divide, hybrid_tensor_parallel, tensor_parallel
-from tests.support.tensor_plans import divide_tensors, divide_tensors_and_sequences
+from tests.support.tensor_meshes import (
+    Divide,
+    divide_tensors,
+    divide_tensors_and_sequences,
+    hybrid_tensor_parallel,
+    tensor_parallel,
+)
 
 CASE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
 PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)

@@ -13,19 +13,20 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
-from tests.support.clipping import clip_by_model
 from tests.support.models import ModelCase, make_vector_batch, vector_loss
 from tests.support.parallel_transformer import ParallelBlock, build_dense
 from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.scripts import clip_by_model
 from tests.support.sharded_run import Scenario, Setting, check_strategies
 from tests.support.tensor_meshes import (
     Divide,
+    divide_tensors,
+    divide_tensors_and_sequences,
     hybrid_tensor_parallel,
     tensor_arguments,
     tensor_mesh,
     tensor_parallel,
 )
-from tests.support.tensor_plans import divide_tensors, divide_tensors_and_sequences
 
 # ---- divided by torch ------------------------------------------------------------------------------------------------
 

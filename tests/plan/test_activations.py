@@ -17,9 +17,9 @@ from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
 from megatron_fsdp.plan.kernels import kernels_of
 from megatron_fsdp.plan.setup import Recompute
 from tests.support.measured_compute import measured_peak, on_meta, token_batch
+from tests.support.models import TinyTransformer
 from tests.support.small_language_models import LAYERS, SMALL_MODELS, build_small, unit_names
 from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, HIDDEN, Floor, Tower
-from tests.support.transformer import TinyTransformer
 
 SAMPLES = 10
 FLOAT = 4

@@ -11,7 +11,6 @@ from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.plan.planning import plan
 from tests.support.simulated_plan import check_by_simulation
 from tests.support.tower import FEATURES, Floor, Tower
-from tests.support.transformer import Block, TinyTransformer
 
 WIDE = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 

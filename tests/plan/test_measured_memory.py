@@ -22,8 +22,8 @@ from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, Parallel
 from megatron_fsdp.plan.sharded import plan_model
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
-from tests.support.transformer import Block, TinyTransformer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = MixedPrecisionPolicy()

@@ -11,6 +11,7 @@ from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 from tests.support.models import MODEL_CASES
+from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
 from tests.support.usage_models import Layer, Ordered, Recomputed, vector_case
@@ -208,7 +209,7 @@ def units_of_the_class(config: dict[str, Any], arguments: dict[str, Any]) -> lis
     index = FSDPDistributedIndex(mesh(), "dp")
     ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params", **config)
     model = MegatronFSDP(Blocks(), index, ddp_config, fsdp_unit_modules=[Block], **arguments)
-    return [unit.name for unit in model._engine.units]
+    return [unit.name for unit in engine_of(model).units]
 
 
 def test_the_class_takes_the_switch_as_argument_and_in_its_configuration(run_ranks: RunRanks) -> None:

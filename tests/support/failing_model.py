@@ -1,13 +1,14 @@
 """A model that raises at a chosen point of forward or backward, and an optimizer that raises half-way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from tests.support.usage_models import FEATURES, Layer
+from tests.support.usage_models import Layer, Ordered
 
 LAYERS = 3
 POINTS = (
@@ -33,11 +34,12 @@ class Failing(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_forward_pre_hook(lambda *_: self._pass("forward pre-hook"))
-        self.register_forward_hook(lambda *_: self._pass("forward hook"))
-        self.up.weight.register_hook(lambda _grad: self._pass("backward of a parameter"))
+        self.register_forward_pre_hook(lambda *_: self.fail("forward pre-hook"))
+        self.register_forward_hook(lambda *_: self.fail("forward hook"))
+        self.up.weight.register_hook(lambda _grad: self.fail("backward of a parameter"))
 
-    def _pass(self, point: str) -> None:
+    def fail(self, point: str) -> None:
+        """Raise where this is the point."""
         if self.fails_at == point:
             raise PlannedError(point)
 
@@ -45,7 +47,7 @@ class Failing(Layer):
         x = x.view_as(x)
         self._watch(x, "backward of the input")
         hidden = torch.tanh(self.up(x))
-        self._pass("forward")
+        self.fail("forward")
         self._watch(hidden, "backward")
         output: Tensor = x + self.down(hidden)
         self._watch(output, "backward of the output")
@@ -53,45 +55,30 @@ class Failing(Layer):
 
     def _watch(self, tensor: Tensor, point: str) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _grad: self._pass(point))
+            tensor.register_hook(lambda _grad: self.fail(point))
 
 
-class FailingModel(nn.Module):
-    """A layer of the root, failing units, a layer of the root."""
+class FailingModel(Ordered):
+    """Failing units between layers of the root."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.layers = nn.ModuleList(Failing() for _ in range(LAYERS))
-        self.last = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
+        super().__init__((0, 1, 2), LAYERS, Failing)
 
 
-class failing_at:  # noqa: N801 (used as a context)
+@contextmanager
+def failing_at(model: Any, position: int, point: str) -> Iterator[None]:
     """Let one layer of a (sharded or plain) model fail inside a block."""
-
-    def __init__(self, model: Any, position: int, point: str) -> None:
-        self._layer = model.layers[position]
-        self._point = point
-        self._handle: Any = None
-
-    def __enter__(self) -> None:
-        self._layer.fails_at = self._point
-        if self._point == "earlier forward pre-hook":
-            # Registered now, and before all that are there.
-            self._handle = self._layer.register_forward_pre_hook(
-                lambda *_: self._layer._pass(self._point), prepend=True
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._layer.fails_at = None
-        if self._handle is not None:
-            self._handle.remove()
+    layer = model.layers[position]
+    layer.fails_at = point
+    handle: Any = None
+    if point == "earlier forward pre-hook":  # registered now, and before all that are there
+        handle = layer.register_forward_pre_hook(lambda *_: layer.fail(point), prepend=True)
+    try:
+        yield
+    finally:
+        layer.fails_at = None
+        if handle is not None:
+            handle.remove()
 
 
 class HalfwaySGD(Optimizer):

@@ -5,6 +5,7 @@ What differs from a program that is executed is how its processes come to be; a 
 
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,18 +14,21 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+from tests.support.settling import settled
 
 _PRELOADED = ["megatron_fsdp.train.run_job", "megatron_fsdp.train.program", "tests.support.forked_programs"]
 
 
 class ForkedRank:
-    """A rank, forked from its launcher; as much of `subprocess.Popen` as torch's launching of processes uses."""
+    """`python ...`, forked from its launcher; as much of `subprocess.Popen` as torch's launching of processes uses."""
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
         self._code: int | None = None
@@ -34,11 +38,7 @@ class ForkedRank:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
-            end_with(lambda: self.work(args, env))
-
-    def work(self, command: Sequence[str], env: Mapping[str, str]) -> int:
-        """What the process does: our launcher's command is one for a rank of the trainer."""
-        return _as_rank(command[3:], env)
+            end_with(lambda: python(args[1:], env))
 
     def poll(self) -> int | None:
         """As Popen's."""
@@ -76,21 +76,49 @@ def _flush() -> None:
             stream.flush()
 
 
-def _as_rank(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    from megatron_fsdp.train.program import run_rank
-
+def python(words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Be `python -m MODULE ...` or `python FILE ...`, unbuffered or not."""
     os.environ.clear()
     os.environ.update(env)
-    return run_rank(argv)
+    words = [word for word in words[:1] if word != "-u"] + list(words[1:])
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _with_forked_ranks() -> None:
+    tempfile.tempdir = None  # what it was when the server of the forks started
+    module: Any = subprocess_handler
+    module.Popen = ForkedRank  # of this process alone
 
 
 def trainer(argv: Sequence[str]) -> int:
     """The trainer's program, with ranks that are forked."""
     from megatron_fsdp.train.program import main
 
-    module: Any = subprocess_handler
-    module.Popen = ForkedRank  # of this process alone
+    _with_forked_ranks()
     return main(argv)
+
+
+def torchrun(argv: Sequence[str]) -> int:
+    """`torchrun` with these words, with ranks that are forked."""
+    _with_forked_ranks()
+    run.main(list(argv))
+    return 0
+
+
+def in_folder(argv: Sequence[str]) -> int:
+    """`python` with words that follow a folder, in this folder; a number before them: by torchrun on as many ranks."""
+    folder, ranks, *words = argv
+    os.chdir(folder)
+    if int(ranks):
+        return torchrun(["--standalone", "--nproc-per-node", ranks, *words])
+    return python(words, dict(os.environ))
 
 
 def _main(program: Callable[[Sequence[str]], int], argv: Sequence[str], env: Mapping[str, str], place: str) -> None:
@@ -165,3 +193,30 @@ def children_of(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def remains(place: Path, sessions: Iterable[int]) -> list[str]:
+    """What is there still, once processes that were killed had the time to die.
+
+    Args:
+        place: TMPDIR of the program.
+        sessions: Ids of its ranks, each of which leads a session.
+
+    Returns:
+        Processes of these sessions, files in `place`, and shared memory that names one of these processes.
+    """
+    leaders = {str(session) for session in sessions}
+    found = [path.name for path in place.iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
+    found += settled(lambda: _processes(leaders), lambda living: not living)
+    names = os.listdir("/dev/shm")  # noqa: PTH208  # names are all that is needed
+    return found + [name for name in names if leaders.intersection(name.replace("-", "_").split("_"))]
+
+
+def _processes(leaders: set[str]) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            if session in leaders and state not in "ZX":
+                found.append(f"process {process.name}")
+    return found

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.reading import read_folder
+from tests.support.settling import settled, steady
 from tests.support.usage_models import FEATURES, Layer, Ordered
 from tests.support.worker_pool import preloaded_modules
 
@@ -131,11 +132,10 @@ def until(folder: Path, is_there: Callable[[Explanation], bool]) -> Explanation:
 
 
 def until_said(path: Path, words: str) -> str:
-    """What a rank has said, as soon as some words are in it; at the deadline, whatever it said."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        if path.exists() and words in path.read_text():
-            time.sleep(0.2)  # the rest of it
-            break
-    return path.read_text() if path.exists() else ""
+    """What a rank has said, whole lines, as soon as some words are in it; at the deadline, whatever it said."""
+
+    def said() -> str:
+        return path.read_text() if path.exists() else ""
+
+    settled(said, lambda text: words in text and text.endswith("\n"))
+    return steady(said)

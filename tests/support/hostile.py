@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -209,10 +208,3 @@ def plant(folder: Path, key: str, raw: bytes, file: str = "planted.distcp") -> N
             places[index] = _StorageInfo(file, 0, len(raw))
 
     edit_metadata(folder, point)
-
-
-def tensor_bytes(value: torch.Tensor) -> bytes:
-    """What `torch.save` writes of a tensor."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()

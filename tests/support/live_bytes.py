@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp import MegatronFSDP
+from tests.support.seams import engine_of
 from tests.support.settling import steady
 
 
@@ -71,11 +72,11 @@ def held_bytes(collect: bool = True) -> int:
 
 def comes_and_goes(model: MegatronFSDP) -> list[torch.Tensor]:
     """Tensors over the memory that a sharded model gives back and takes again, for `LiveBytes` to watch."""
-    executor = model._engine.executor
+    executor = engine_of(model).executor
     blocks = list(executor.weight_memory._own.values())
     for pool in executor._pools:
         blocks += pool._made
-    gradients = [group.gradients.main for group in model._engine.groups() if group.gradients is not None]
+    gradients = [group.gradients.main for group in model.parameter_groups() if group.gradients is not None]
     buffers = [main._buffer.local for main in gradients if main._buffer is not None]
     return [*(block._bytes for block in blocks), *buffers]
 

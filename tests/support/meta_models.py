@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models import MODEL_CASES
-from tests.support.transformer import Block
+from tests.support.models import MODEL_CASES, Block
 
 VOCABULARY, FEATURES, TOKENS = 31, 16, 6
 

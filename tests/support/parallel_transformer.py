@@ -1,7 +1,7 @@
 """A small decoder-only transformer whose ranks can divide heads (tensor), tokens (context) and experts among them.
 
 Built whole, it is the model of one process. `divide_context` and `divide_experts` turn a whole model into what one rank
-computes with; tensor parallelism is torch's own `parallelize_module` (tests/support/tensor_plans.py).
+computes with; tensor parallelism is torch's own `parallelize_module` (tests/support/tensor_meshes.py).
 """
 
 from collections.abc import Callable

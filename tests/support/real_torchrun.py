@@ -1,6 +1,6 @@
 """torchrun as users start it: ranks that are executed, each with its own environment and its own hash seed.
 
-Ranks of `run_ranks` and of `forked_torchrun` are forked from one server, so that all hash strings alike and sets show
+Ranks of `run_ranks` and of `forked_programs` are forked from one server, so that all hash strings alike and sets show
 the same order everywhere. Here they never do. A start costs what the imports of every rank cost: share it.
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,38 @@ class Setting:
     arrangement: Arrangement = FLAT
     options: tuple[tuple[str, Any], ...] = ()
 
+    def shard(self, scenario: Scenario, model: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+        """Shard a model and make its optimizer."""
+        arguments = {
+            **self.arrangement.arguments(),
+            "fsdp_unit_modules": scenario.case.unit_classes,
+            "zero_dp_strategy": self.strategy,
+            "outer_dp_sharding_strategy": self.outer_strategy,
+            "mixed_precision_policy": self.policy,
+            "average_in_collective": self.average_in_collective,
+            "calculate_per_token_loss": self.per_token,
+            "sync_model_each_microbatch": self.auto_sync,
+            **dict(self.options),
+        }
+        if self.one_call:
+            return fully_shard(model, scenario.optimizer(model), **arguments)
+        sharded = fully_shard_model(model, **arguments)
+        return sharded, fully_shard_optimizer(scenario.optimizer(sharded))
+
+
+class Sharding(Protocol):
+    """How a scenario is run on ranks: `Setting`, or another one's own."""
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Meshes, and who holds and computes what."""
+
+    def shard(self, scenario: Scenario, model: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+        """Shard a model and make its optimizer."""
+
+
+Job = tuple[Scenario, Sharding]
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -116,7 +148,7 @@ class Run:
         sharded: the wrapped model; None on one process.
     """
 
-    def __init__(self, scenario: Scenario, setting: Setting | None, num_ranks: int) -> None:
+    def __init__(self, scenario: Scenario, setting: Sharding | None, num_ranks: int) -> None:
         self.case = scenario.case
         self.num_ranks = num_ranks
         self.recording = Recording()
@@ -129,27 +161,9 @@ class Run:
             self.optimizer = scenario.optimizer(self.model)
         else:
             self.ranks_here = (dist.get_rank(),)
-            self._shard(scenario, setting)
-
-    def _shard(self, scenario: Scenario, setting: Setting) -> None:
-        arguments = {
-            **setting.arrangement.arguments(),
-            "fsdp_unit_modules": scenario.case.unit_classes,
-            "zero_dp_strategy": setting.strategy,
-            "outer_dp_sharding_strategy": setting.outer_strategy,
-            "mixed_precision_policy": setting.policy,
-            "average_in_collective": setting.average_in_collective,
-            "calculate_per_token_loss": setting.per_token,
-            "sync_model_each_microbatch": setting.auto_sync,
-            **dict(setting.options),
-        }
-        self.arrangement.place(self.model)
-        if setting.one_call:
-            self.sharded, self.optimizer = fully_shard(self.model, scenario.optimizer(self.model), **arguments)
-        else:
-            self.sharded = fully_shard_model(self.model, **arguments)
-            self.optimizer = fully_shard_optimizer(scenario.optimizer(self.sharded))
-        self.model = self.sharded
+            self.arrangement.place(self.model)
+            self.sharded, self.optimizer = setting.shard(scenario, self.model)
+            self.model = self.sharded
 
     # ---- data ---------------------------------------------------------------------------------------------------
 
@@ -247,15 +261,21 @@ def check_strategies(
     tolerance: Tolerance = FP32,
 ) -> None:
     """Run a scenario sharded in each setting and assert parity with one process that stands for as many ranks."""
-    by_rank = run_ranks(num_ranks, run_sharded, [(scenario, setting) for setting in settings])
-    for setting, *outcomes in zip(settings, *by_rank, strict=True):
+    check_jobs(run_ranks, num_ranks, [(scenario, setting) for setting in settings], tolerance)
+
+
+def check_jobs(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], tolerance: Tolerance = FP32) -> None:
+    """Run each scenario in its setting and assert parity with one process that stands for as many ranks."""
+    by_rank = run_ranks(num_ranks, run_sharded, list(jobs))
+    for (scenario, setting), *outcomes in zip(jobs, *by_rank, strict=True):
         try:
             assert_parity(outcomes, reference(scenario, num_ranks), tolerance)
         except AssertionError as error:
-            raise AssertionError(f"{num_ranks} ranks, {setting}: {error}") from None
+            where = f"{num_ranks} ranks, {scenario.script.__name__}, {scenario.case.build}, {setting}"
+            raise AssertionError(f"{where}: {error}") from None
 
 
-def run_sharded(jobs: Sequence[tuple[Scenario, Setting]]) -> list[Outcome]:
+def run_sharded(jobs: Sequence[Job]) -> list[Outcome]:
     """Run scenarios one after another on this rank."""
     outcomes = []
     for scenario, setting in jobs:

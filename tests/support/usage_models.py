@@ -6,6 +6,7 @@ All take and return float32 vectors of `FEATURES`; `vector_case` makes a `ModelC
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,12 +33,14 @@ class Layer(nn.Module):
 
 
 class Ordered(nn.Module):
-    """Layers between an input and an output layer, called in the order that `order` says (again, or not at all)."""
+    """Units between an input and an output layer, called in the order that `order` says (again, or not at all)."""
 
-    def __init__(self, order: tuple[int, ...] = (0, 1, 2, 3), layers: int = 4) -> None:
+    def __init__(
+        self, order: tuple[int, ...] = (0, 1, 2, 3), layers: int = 4, unit: Callable[[], nn.Module] = Layer
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, FEATURES)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(unit() for _ in range(layers))
         self.last = nn.Linear(FEATURES, FEATURES)
         self.order = order
 
@@ -55,21 +58,17 @@ class Recomputed(Ordered):
     """
 
     def __init__(self, where: Where, reentrant: bool) -> None:
-        super().__init__()
+        super().__init__(unit=partial(InnerRecomputed, reentrant) if where == "inside" else Layer)
         self.where = where
         self.reentrant = reentrant
-        if where == "inside":
-            self.layers = nn.ModuleList(InnerRecomputed(reentrant) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.where == "inside":
+            return super().forward(x)
         x = self.first(x)
-        width = {"inside": 0, "units": 1, "pairs": 2, "all": 4}[self.where]
-        if width == 0:
-            for layer in self.layers:
-                x = layer(x)
-        for start in range(0, len(self.layers), width or len(self.layers)):
-            if width:
-                x = checkpoint(self.piece, x, start, start + width, use_reentrant=self.reentrant)
+        width = {"units": 1, "pairs": 2, "all": 4}[self.where]
+        for start in range(0, len(self.layers), width):
+            x = checkpoint(self.piece, x, start, start + width, use_reentrant=self.reentrant)
         return self.last(x)
 
     def piece(self, x: Tensor, start: int, stop: int) -> Tensor:
@@ -184,16 +183,12 @@ class Opaque(Layer):
         return Capsule(super().forward(x))
 
 
-class HidesResults(nn.Module):
+class HidesResults(Ordered):
     """Opaque units, so many that their weights cannot all stay gathered."""
 
     def __init__(self, frozen: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.layers = nn.ModuleList(Opaque() for _ in range(4))
-        if frozen:
-            self.layers.requires_grad_(requires_grad=False)
-        self.last = nn.Linear(FEATURES, FEATURES)
+        super().__init__(unit=Opaque)
+        self.layers.requires_grad_(requires_grad=not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -254,59 +249,11 @@ class Branching(Layer):
         return super().forward(x)
 
 
-class Branches(nn.Module):
+class Branches(Ordered):
     """Branching units."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Branching() for _ in range(3))
-        self.last = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
-
-
-class FailOnDemand(torch.autograd.Function):
-    """Identity; its backward raises where it was told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:
-            raise ValueError("backward was told to fail")
-        return grads[0], None
-
-
-class Fragile(Layer):
-    """A unit that fails where it is told to."""
-
-    fails_in: Literal["forward", "backward"] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(x))
-        if self.fails_in == "forward":
-            raise ValueError("forward was told to fail")
-        return x + self.down(FailOnDemand.apply(hidden, self.fails_in == "backward"))  # type: ignore[no-untyped-call]
-
-
-class FragileModel(nn.Module):
-    """Four fragile units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Fragile() for _ in range(4))
-        self.last = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
+        super().__init__((0, 1, 2), 3, Branching)
 
 
 def make_batch(samples: int, generator: torch.Generator) -> Batch:

@@ -10,19 +10,19 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-
-from tests.support.warning_filters import apply_warning_filters
 
 STACK_SIGNAL = signal.SIGUSR1
 """On this signal a worker writes its Python stacks to its stack file."""
@@ -137,3 +137,25 @@ def _short_traceback(raised: BaseException) -> str:
     if frames.stack and frames.stack[0].filename == __file__:
         del frames.stack[0]
     return "".join(frames.format()).strip()
+
+
+def apply_warning_filters(filters: Sequence[str]) -> None:
+    """Set exactly the filters of a pytest `filterwarnings` list, in its order (later entries win).
+
+    Args:
+        filters: entries `action[:message[:category[:module]]]`; message and module are regular expressions.
+    """
+    warnings.resetwarnings()
+    for entry in filters:
+        action, message, category, module = (part.strip() for part in (entry + ":::").split(":")[:4])
+        warnings.filterwarnings(cast(Literal["error", "ignore"], action), message, _category(category), module)
+
+
+def _category(name: str) -> type[Warning]:
+    if not name:
+        return Warning
+    module_name, _, class_name = name.rpartition(".")
+    category = getattr(import_module(module_name or "builtins"), class_name)
+    if not (isinstance(category, type) and issubclass(category, Warning)):
+        raise TypeError(f"filterwarnings names {name!r}, which is no Warning; name a class derived from Warning.")
+    return category

@@ -16,6 +16,7 @@ from megatron_fsdp.sharding.accounting import outer_step_traffic, step_traffic
 from megatron_fsdp.trace import Recorder, Timeline, recorder, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks
+from tests.support.seams import engine_of
 from tests.support.tower import FLOORS, tower_loss
 from tests.trace import training
 from tests.trace.training import Loop, bucketed_tower, data, sharded_tower, train
@@ -281,11 +282,11 @@ def _leave_no_trace() -> dict[str, Any]:
     hooks = _hooks()
     watcher = Recorder(model, steps=2)
     watcher.stop()  # before it began: nothing
-    assert not model._engine.observers
+    assert not engine_of(model).observers
     with pytest.raises(TraceError, match="call start"):
         watcher.result()
     watcher.start()
-    assert model._engine.observers
+    assert engine_of(model).observers
     assert _hooks() == (hooks[0] + 1, hooks[1] + 1)
     with pytest.raises(TraceError, match="another Recorder"):
         watcher.start()
@@ -298,7 +299,7 @@ def _leave_no_trace() -> dict[str, Any]:
     watcher.stop()
     watcher.stop()
     after = _hooks()
-    is_off = not model._engine.observers
+    is_off = not engine_of(model).observers
     timeline = watcher.result()
     training.plain(model, data())
     optimizer.step()
@@ -314,7 +315,7 @@ def _leave_no_trace() -> dict[str, Any]:
 def _raise_inside(model: MegatronFSDP) -> bool:
     with pytest.raises(RefusalError), trace(model, align=False):
         raise RefusalError
-    return bool(model._engine.observers)
+    return bool(engine_of(model).observers)
 
 
 def test_the_last_steps_are_kept_and_afterwards_nobody_watches(run_ranks: RunRanks) -> None:

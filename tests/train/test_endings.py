@@ -12,8 +12,7 @@ import pytest
 
 from megatron_fsdp.checkpoint import checkpointer
 from megatron_fsdp.train.data import preparation
-from tests.support.forked_programs import Program, children_of
-from tests.support.remains import remains, trainer_with_its_own_temporaries
+from tests.support.forked_programs import Program, children_of, remains, trainer
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, metrics, steps_done, wait_for, write_text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
@@ -55,18 +54,16 @@ class Started:
 def saving_slowly(argv: Sequence[str]) -> int:
     """The trainer, to which every save but the first takes long."""
 
-    def change() -> None:
-        module: Any = checkpointer
-        write_state, before = module.write_state, [0.0]
+    module: Any = checkpointer
+    write_state, before = module.write_state, [0.0]
 
-        def write(*args: Any) -> None:
-            time.sleep(before[0])
-            before[0] = 0.4
-            write_state(*args)
+    def write(*args: Any) -> None:
+        time.sleep(before[0])
+        before[0] = 0.4
+        write_state(*args)
 
-        module.write_state = write
-
-    return trainer_with_its_own_temporaries(argv, change)
+    module.write_state = write
+    return trainer(argv)
 
 
 @pytest.mark.full
@@ -108,19 +105,17 @@ def test_killed_once_too_often_while_it_saves_in_the_background(tmp_path: Path) 
 def making_tokens_for_ever(argv: Sequence[str]) -> int:
     """The trainer, whose first start does not get beyond making tokens."""
 
-    def change() -> None:
-        module: Any = preparation
-        encode = module.encode_documents
+    module: Any = preparation
+    encode = module.encode_documents
 
-        def stop(*args: Any) -> Any:
-            found = encode(*args)
-            while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                time.sleep(0.05)
-            return found
+    def stop(*args: Any) -> Any:
+        found = encode(*args)
+        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(0.05)
+        return found
 
-        module.encode_documents = stop
-
-    return trainer_with_its_own_temporaries(argv, change)
+    module.encode_documents = stop
+    return trainer(argv)
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 from tests.support.forked_programs import Program, children_of
 from tests.support.train_program import (
     LIMIT_S,
-    OPTIONS,
-    environment,
     metrics,
     run,
     start,
@@ -35,11 +32,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.full(short=["1"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_ends_well_and_shows_everything(text: str, tmp_path: Path, ranks: int) -> None:
-    own = ("--nproc", str(ranks), "--data-path", text, "--out", str(tmp_path))
-    command = [sys.executable, "-m", "megatron_fsdp.train", *OPTIONS, *own]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    shown, errors = ended.stdout, ended.stderr
-    assert ended.returncode == 0, errors
+    shown, errors = run("--nproc", str(ranks), "--data-path", text, "--out", str(tmp_path))
     for part in ("8/8", "held-out loss", "the model writes", "gathers per step"):
         assert shown.count(part) >= 1, part
     assert (errors, [record["step"] for record in metrics(tmp_path)]) == ("", list(range(1, 9)))

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_programs import Program, children_of
-from tests.support.forked_torchrun import torchrun
-from tests.support.remains import remains
+from tests.support.forked_programs import Program, children_of, remains, torchrun
 from tests.support.source_tree import ROOT
 from tests.support.train_program import LIMIT_S, OPTIONS, by_step, environment, wait_for, write_text
 from tests.train.test_program import listening

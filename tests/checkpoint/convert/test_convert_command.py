@@ -9,7 +9,7 @@ from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.cli import checkpoint_convert
-from tests.support.convert_main import main
+from megatron_fsdp.cli.main import main as mfsdp
 from tests.support.real_torchrun import real_torchrun
 from tests.support.torch_dist.common import group_map, make_group
 from tests.support.torch_dist.gpt import GptSpec, make_truth
@@ -17,6 +17,11 @@ from tests.support.torch_dist.write import WriteOptions, write_torch_dist
 
 SPEC = GptSpec()
 META = "optimizer.param_to_group_meta.module.module.module"
+
+
+def main(words: list[str]) -> int:
+    """What `mfsdp checkpoint` ends with."""
+    return mfsdp(["checkpoint", *words])
 
 
 @pytest.fixture
@@ -181,6 +186,6 @@ def test_weights_only_converts_what_is_refused_otherwise(tmp_path: Path, capsys:
 
 @pytest.mark.full
 def test_defect_16_the_program_itself_runs_under_torchrun(source: Path, tmp_path: Path) -> None:
-    words = ["-m", "tests.support.convert_main", "convert-torch-dist-to-fsdp-dtensor", "--swiglu"]
+    words = ["-m", "megatron_fsdp.cli", "checkpoint", "convert-torch-dist-to-fsdp-dtensor", "--swiglu"]
     assert json.loads(real_torchrun([*words, str(source), str(tmp_path / "out"), "--json"]))["ranks"] == 2
     assert len(CheckpointFolder(tmp_path / "out").files) == 2

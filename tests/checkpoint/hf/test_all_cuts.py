@@ -41,7 +41,7 @@ def module_of(num_ranks: int) -> nn.Module:
         if case.num_ranks == num_ranks:
             mesh = mesh_of(case.sizes, names[: len(case.sizes)])
             tensor = case.tensor(mesh, i)
-            tensor = type(tensor).wrap(of_dtype(tensor._local_tensor, i), tensor.shard_frame)
+            tensor = type(tensor).wrap(of_dtype(tensor.to_local(), i), tensor.shard_frame)
             module.register_parameter(f"c{i}", nn.Parameter(tensor, requires_grad=False))
     if num_ranks == 4:
         square = mesh_of((2, 2), names)
@@ -64,7 +64,7 @@ def cut_in_two_ways(mesh: DeviceMesh) -> UnevenDTensor:
 
 
 def local_parts(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p._local_tensor.clone() for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    return {name: p.detach().to_local().clone() for name, p in module.named_parameters() if isinstance(p, DTensor)}
 
 
 def save_and_load(num_ranks: int, folder: str) -> tuple[bool, bool]:
@@ -73,7 +73,7 @@ def save_and_load(num_ranks: int, folder: str) -> tuple[bool, bool]:
     save_hf(module, folder, max_shard_bytes=200)
     with torch.no_grad():
         for param in module.parameters():
-            param._local_tensor.zero_()  # type: ignore[attr-defined]
+            param.detach().to_local().zero_()  # type: ignore[attr-defined]
     zeroed = any(value.any() for value in local_parts(module).values())
     assert load_hf(module, folder).is_complete
     return zeroed, same_tensors(local_parts(module), before)

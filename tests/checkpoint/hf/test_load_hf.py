@@ -56,7 +56,7 @@ def load(
         patch.setattr(FolderReader, "read", counting)
         report = load_hf(model, folder)
     params = list(model.parameters())
-    held = sum(p._local_tensor.numel() * p.element_size() for p in params)  # type: ignore[attr-defined]
+    held = sum(p.to_local().numel() * p.element_size() for p in params)  # type: ignore[attr-defined]
     cuts = any(p.shard_frame.description.is_cut_inside_rows for p in params)  # type: ignore[attr-defined]
     return Loaded(logits(model), report, count, held, model.full_parameters(), cuts)
 
