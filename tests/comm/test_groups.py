@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_fsdp.automodel.meshes import set_up_ranks
 from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.doctor.local_ranks import _join
-from megatron_fsdp.train.launch.ranks import join_ranks
+from megatron_fsdp.train.ranks import join_ranks
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -14,7 +14,7 @@ from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fsdp.dtensor import tensor as tensor_module
-from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, introduce_to_torch
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.uneven import CASES, UnevenCase, make_mesh

@@ -20,8 +20,7 @@ from tests.support.arrangements import Arrangement
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
 from tests.support.parallel_transformer import ParallelBlock, build_dense
 from tests.support.parity import fixed_seed
-from tests.support.tensor_meshes import hybrid_tensor_parallel, tensor_parallel
-from tests.support.tensor_plans import divide_tensors
+from tests.support.tensor_meshes import divide_tensors, hybrid_tensor_parallel, tensor_parallel
 
 # ---- who computes what ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.plan.planning import plan
+from tests.support.models import Block, TinyTransformer
 from tests.support.simulated_plan import check_by_simulation
 from tests.support.tower import FEATURES, Floor, Tower
 

@@ -21,7 +21,6 @@ _PIDS = "pids"
 
 def trainer_that_loses_its_launcher(argv: Sequence[str]) -> int:
     """The trainer; its launcher is killed as soon as all ranks are started. Their processes are noted in TMPDIR."""
-    tempfile.tempdir = None  # what it was when the server started
     module: Any = program
     start_all = module.start_processes
 

@@ -30,7 +30,7 @@ from megatron_fsdp.plan.planning import (
 )
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 from megatron_fsdp.plan.setup import ParallelRanks, Recompute, Setup, make_setup
-from megatron_fsdp.train.options.presets import PRESETS as TRAINER_PRESETS
+from megatron_fsdp.train.options.command_line import PRESETS as TRAINER_PRESETS
 
 _AUTO = "auto"
 _MOST_RANKS = 10**7

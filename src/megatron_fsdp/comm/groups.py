@@ -80,7 +80,7 @@ def group_over(mesh: DeviceMesh, owner: object) -> dist.ProcessGroup | None:
         dist.broadcast_object_list(told, group=mesh.get_group(dim), group_src=0)
     group = mesh.get_group(0)
     made = _named_group(mesh.mesh.flatten().tolist(), told[0], dist.get_backend(group), timeout_of(group))
-    go_with(owner, [made])
+    destroy_with(owner, [made])
     return made
 
 

@@ -156,8 +156,8 @@ class BucketPool:
 
     def borrow(self, num_bytes: int | None = None) -> Block:
         """Borrow a block; make room first where all are out."""
-        while not self._free and len(self._made) >= self._count and self._make_room():
-            pass
+        while len(self._made) - len(self._free) >= self._count and self._make_room():
+            pass  # also where the pool grew once: there may be free blocks besides those out
         if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
             self._made.append(Block(self._num_bytes, self._device))
             self._free.insert(0, self._made[-1])

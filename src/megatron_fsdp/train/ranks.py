@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.failures import EXIT_FAILED, LAUNCHER_VARIABLE, OutOfMemoryError
 
