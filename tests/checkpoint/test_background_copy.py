@@ -47,6 +47,7 @@ def test_a_copy_is_equal_and_apart_and_each_tensor_owns_just_its_bytes() -> None
     buffers = StagingBuffers()
     copied = buffers.copy(state)
     assert buffers.staged_bytes == sum(tensor.nbytes for tensor in state.values())
+    assert buffers.staged_bytes <= buffers.reserved_bytes <= buffers.staged_bytes + 64 * len(state)
     before = {key: tensor.detach().clone() for key, tensor in state.items()}
     with torch.no_grad():
         for tensor in state.values():
@@ -108,13 +109,15 @@ def test_tied_tensors_are_copied_once() -> None:
 
 
 def test_the_next_copy_uses_the_same_memory() -> None:
-    buffers = StagingBuffers()
+    buffers = StagingBuffers(arena_bytes=1024)
     state = {"large": torch.randn(1000), "a": torch.randn(100), "b": torch.randn(100), "c": torch.randn(3)}
     first = buffers.copy(state)
     places = {key: tensor.data_ptr() for key, tensor in first.items()}
+    reserved = buffers.reserved_bytes
     again = {key: tensor + 1 for key, tensor in state.items()}  # made anew, as state dicts are
     second = buffers.copy(again)
     assert {key: tensor.data_ptr() for key, tensor in second.items()} == places
+    assert buffers.reserved_bytes == reserved
     assert all(torch.equal(second[key], again[key]) for key in again)
     smaller = buffers.copy({"a": torch.ones(100)})
     assert buffers.staged_bytes == 400
@@ -128,7 +131,7 @@ def test_memory_lives_as_long_as_a_tensor_over_it() -> None:
     buffers = StagingBuffers()
     copied = buffers.copy({"a": torch.full((1000,), 5.0)})
     buffers.release()
-    assert buffers.staged_bytes == 0
+    assert buffers.reserved_bytes == 0
     kept = copied["a"][10:]
     del copied, buffers
     gc.collect()

@@ -85,6 +85,7 @@ def memory_of(root: str) -> tuple[dict[str, int], int, int]:
             checkpoints.save(iteration, model, optimizer)
             checkpoints.wait()
             found["staged"] = checkpoints._saver.buffers.staged_bytes
+            found["reserved"] = checkpoints._saver.buffers.reserved_bytes
     optimizer.state.clear()
     with LiveBytes() as seen:
         load_checkpoint(model, optimizer, root)
@@ -102,3 +103,4 @@ def test_memory_is_bounded_as_documented(run_ranks: RunRanks, tmp_path: Path) ->
         assert found["load"] <= 2 * chunk + rng_bytes < whole
         assert whole * 2 // 3 <= found["load fresh"] <= whole * 2 // 3 + 2 * chunk + rng_bytes
         assert whole <= found["staged"] <= whole + 6 * 16 + rng_bytes
+        assert found["staged"] <= found["reserved"] <= whole + 64 * 100 + rng_bytes

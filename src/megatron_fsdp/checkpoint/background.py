@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import uuid
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -26,6 +26,10 @@ from megatron_fsdp.dtensor.chunks import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
+ALIGNMENT_BYTES = 64
+ARENA_BYTES = 512 * 1024 * 1024
+"""Bytes of one block of memory; a power of two, to which torch's pinned allocator rounds up."""
+
 Save = Callable[[Any, "dist.ProcessGroup | None"], object]
 """Saves a state, collectively over a group: `save(state, group)`."""
 
@@ -37,18 +41,25 @@ class StagingBuffers:
     copies whole storages, so a state that uses part of a flat buffer takes as much as all of it; and it finds its
     memory again by the storage object, so new tensors of each `state_dict()` are allocated anew. `BlockingAsyncStager`
     returns scalar DTensors uncopied, copies every DTensor twice, drops descriptions of local tensors, and needs an
-    accelerator to keep its memory. torch rounds pinned memory up to powers of two, of large tensors too unless
-    `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1` is set.
+    accelerator to keep its memory.
+
+    Args:
+        arena_bytes: Of one block of memory; a larger tensor has one of its own.
+
+    Attributes:
+        staged_bytes: Of all tensors of the last copy, each memory counted once.
     """
 
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
+    def __init__(self, arena_bytes: int = ARENA_BYTES) -> None:
+        self.staged_bytes = 0
+        self._arena_bytes = arena_bytes
+        self._arenas: list[torch.Tensor] = []
         self._events: list[torch.Event] = []
 
     @property
-    def staged_bytes(self) -> int:
-        """Bytes of all tensors of the last copy, each memory counted once."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+    def reserved_bytes(self) -> int:
+        """Bytes of all blocks, with alignment, used or not."""
+        return sum(arena.nbytes for arena in self._arenas)
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
@@ -68,12 +79,13 @@ class StagingBuffers:
             if isinstance(value, torch.Tensor):
                 local = _local(value)
                 sources.setdefault(_memory(local), local)
+        self.staged_bytes = sum(local.nbytes for local in sources.values())
         devices = {local.device for local in sources.values() if _is_remote(local.device)}
         try:
-            self._reserve(list(sources.values()), pinned=bool(devices))
+            places = self._places([local.nbytes for local in sources.values()], pinned=bool(devices))
             staged = {
-                key: buffer.copy_(local, non_blocking=_is_remote(local.device))
-                for (key, local), buffer in zip(sources.items(), self._buffers, strict=True)
+                key: _tensor_at(arena, first, local).copy_(local, non_blocking=_is_remote(local.device))
+                for (key, local), (arena, first) in zip(sources.items(), places, strict=True)
             }
         finally:  # memory that a copy is under way to must not go before it has arrived
             self._events = [_recorded(device) for device in devices]
@@ -87,23 +99,37 @@ class StagingBuffers:
     def release(self) -> None:
         """Free the memory."""
         self.wait_until_copied()
-        self._buffers = []
+        self._arenas = []
         self._events = []
 
-    def _reserve(self, wanted: Sequence[torch.Tensor], pinned: bool) -> None:
-        """Make a tensor in host memory like each; those of the last copy are used again where they fit."""
-        free: dict[Any, list[torch.Tensor]] = defaultdict(list)
-        for buffer in reversed(self._buffers):
-            free[buffer.shape, buffer.dtype, buffer.is_pinned()].append(buffer)
-        kinds = [free[local.shape, local.dtype, pinned] for local in wanted]
-        kept = [kind.pop() if kind else None for kind in kinds]
-        self._buffers = []
-        free.clear()  # what does not fit goes before new memory is allocated
-        kinds.clear()
-        self._buffers = [
-            torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned) if buffer is None else buffer
-            for local, buffer in zip(wanted, kept, strict=True)
+    def _places(self, sizes: Sequence[int], pinned: bool) -> list[tuple[torch.Tensor, int]]:
+        """Return a block and the first byte in it for each size, one after the other in as few blocks as possible."""
+        used, places = [0], []
+        for size in sizes:
+            if used[-1] and used[-1] + size > self._arena_bytes:
+                used.append(0)
+            places.append((len(used) - 1, used[-1]))
+            used[-1] += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        kept = [
+            arena if arena.nbytes >= size and arena.is_pinned() == pinned else None
+            for arena, size in zip(self._arenas, used, strict=False)
         ]
+        self._arenas = []  # free what does not fit before new memory is allocated
+        kept += [None] * (len(used) - len(kept))
+        self._arenas = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if arena is None else arena
+            for arena, size in zip(kept, used, strict=True)
+        ]
+        return [(self._arenas[arena], first) for arena, first in places]
+
+
+def _tensor_at(arena: torch.Tensor, first: int, like: torch.Tensor) -> torch.Tensor:
+    """Make a tensor whose storage has just its bytes: inside of objects torch writes the whole storage."""
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    memory = (ctypes.c_char * like.nbytes).from_address(arena.data_ptr() + first)
+    memory.arena = arena  # type: ignore[attr-defined]  # lives as long as a tensor over it does
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -392,6 +392,10 @@ class ShardDescription:
             for box in boxes_of_range(self.part_shape(part), start, stop)
         )
 
+    def boxes_at(self, coordinate: tuple[int, ...]) -> tuple[Box, ...]:
+        """Return the elements of the rank at a mesh coordinate, as boxes in global coordinates."""
+        return self.boxes(self.use.shard_at(coordinate), self.use.part_at(coordinate))
+
     def _cut_of(self, part: int) -> Cut:
         if self.other_cuts:
             return self.other_cuts[part]

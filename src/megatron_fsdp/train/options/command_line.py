@@ -119,7 +119,7 @@ class TrainParser(Parser):
 
     def error(self, message: str) -> NoReturn:
         """Raise an error for an unreadable command line."""
-        raise ConfigurationError(self.told(message))
+        raise ConfigurationError(self.with_suggestion(message))
 
 
 class HelpText(argparse.HelpFormatter):
