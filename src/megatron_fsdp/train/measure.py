@@ -235,7 +235,7 @@ def compare(
 ) -> tuple[Row, ...]:
     """Compare gathers, bytes sent and memory of an optimizer step with the formulas of `sharding/accounting.py`."""
     memory, groups, strategy = model.memory(), model.footprints(), model.resolved.strategy
-    exchanges = any(group.exchanges_inside for group in model.parameter_groups())  # no native reduce-scatter
+    exchanges = any(group.exchanges_inner for group in model.parameter_groups())  # no native reduce-scatter
     scratch = exchange_scratch_bytes(groups, strategy) if exchanges else 0
     held, borrowed = persistent_bytes(groups, strategy), transient_bytes(groups, strategy, scratch_bytes=scratch)
     # The trainer puts off the reductions of strategies without sharded gradients; others sync after each microbatch.
