@@ -209,6 +209,8 @@ PRESETS = (
     ("llama3-8b-64gpu", 64, "h100"),
     ("llama3-70b-64gpu", 64, "h100"),
     ("llama3-70b-256gpu", 256, "h100"),
+    ("deepseek-v3-256gpu", 256, "b200"),
+    ("deepseek-v3-1024gpu", 1024, "h200"),
 )
 """The configurations in examples/presets, with their ranks and machine."""
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,22 @@ from tests.train.engines.runs import (
 
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted(path.stem for path in (ROOT / "examples" / "presets").glob("*.yaml"))
+DTYPES = (torch.bfloat16, torch.float32)
+SMALL_EXPERTS: dict[str, Any] = {
+    **SMALL_SHAPE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 FLAGS = "--seq-length 8 --global-batch-size 8 --train-iters 3 --eval-iters 1 --lr-warmup-iters 1 --log-interval 2"
 
 
@@ -34,7 +51,7 @@ def words_of(name: str, folder: Path) -> list[str]:
     full = parse_options(["--config", str(ROOT / file)])
     assert full.model.hf_config is not None
     model = json.loads((ROOT / full.model.hf_config).read_text(encoding="utf-8"))
-    model |= SMALL_SHAPE
+    model |= SMALL_EXPERTS if model["model_type"] == "deepseek_v3" else SMALL_SHAPE
     (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
     words = ["--config", str(ROOT / file), "--hf-config", str(folder), *FLAGS.split()]
     instances = full.ddp.num_distributed_optimizer_instances
@@ -63,7 +80,13 @@ def train_in_small(words: list[str]) -> tuple[list[float], list[float], dict[str
     return [r.loss for r in watcher.records], [r.grad_norm for r in watcher.records], shown
 
 
-@pytest.mark.full(short=["llama3-8b-8gpu"])
+def _bfloat16_draws_round_float32_draws() -> bool:
+    drawn = [torch.empty(64, dtype=dtype).normal_(generator=torch.Generator().manual_seed(0)) for dtype in DTYPES]
+    return torch.equal(drawn[0], drawn[1].to(drawn[0].dtype))
+
+
+@pytest.mark.skipif(not _bfloat16_draws_round_float32_draws(), reason="torch 2.11 draws other values in bfloat16")
+@pytest.mark.full(short=["deepseek-v3-256gpu"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_as_one_process_does(run_ranks: RunRanks, name: str, tmp_path: Path) -> None:
     words = words_of(name, tmp_path)

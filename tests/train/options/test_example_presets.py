@@ -15,6 +15,7 @@ from megatron_fsdp.train.options.resolve import resolve
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "presets"
 PRESETS = {path.stem: int(path.stem.rpartition("-")[2].removesuffix("gpu")) for path in FOLDER.glob("*.yaml")}
+MACHINES = {"deepseek-v3-256gpu": "b200", "deepseek-v3-1024gpu": "h200"}
 TOLD = {"--use-distributed-optimizer"}
 
 
@@ -29,6 +30,8 @@ def test_all_of_them_are_there() -> None:
         "llama3-8b-64gpu": 64,
         "llama3-70b-64gpu": 64,
         "llama3-70b-256gpu": 256,
+        "deepseek-v3-256gpu": 256,
+        "deepseek-v3-1024gpu": 1024,
     }
 
 
@@ -41,7 +44,7 @@ def test_a_preset_resolves_without_surprises(name: str) -> None:
     assert job.batch.filled == 0
     assert (job.engine, job.ddp.data_parallel_sharding_strategy) == ("megatron_fsdp", "optim_grads_params")
     assert job.options.model.hf_config is not None
-    assert json.loads(job.options.model.hf_config.read_text(encoding="utf-8"))["model_type"] == "llama"
+    assert json.loads(job.options.model.hf_config.read_text(encoding="utf-8"))["model_type"] in ("llama", "deepseek_v3")
     assert check_environment({}, job, world) == ()
 
 
@@ -59,10 +62,11 @@ def test_a_script_starts_its_preset_with_flags_that_are_taken(name: str) -> None
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_published_plan_of_a_preset_fits_its_machine(name: str) -> None:
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     (cells,) = re.findall(rf"^\| \[{name}\]\(.*\) \| (.*) \|$", page, re.MULTILINE)
     gpus, _, peak, *_ = cells.split(" | ")
-    assert gpus == f"{PRESETS[name]:,} H100"
+    machine = MACHINES.get(name, "h100")
+    assert gpus == f"{PRESETS[name]:,} {machine.upper()}"
     planned, usable = peak.split(" of ")
-    assert usable == f"{find_machine('h100').usable_bytes / 2**30:.2f}"
+    assert usable == f"{find_machine(machine).usable_bytes / 2**30:.2f}"
     assert float(planned) < float(usable)
