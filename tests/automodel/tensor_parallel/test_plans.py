@@ -396,7 +396,7 @@ def test_asynchronous_tensor_parallelism_says_that_cpus_cannot(run_ranks: RunRan
     for is_on, text, is_unchanged in run_ranks(2, asynchronous_on_cpus):
         assert not is_on
         assert is_unchanged
-        assert text.endswith("training goes on without it")
+        assert text.endswith("training continues without it")
 
 
 def test_a_plan_may_name_what_a_pipeline_stage_gave_away(run_ranks: RunRanks) -> None:
