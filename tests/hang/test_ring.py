@@ -246,7 +246,7 @@ def test_the_environment_switches_the_log_on() -> None:
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
 def test_times_that_are_none_are_refused(seconds: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"MFSDP_HANG_TIMEOUT='{seconds}' is no time to wait"):
+    with pytest.raises(ConfigurationError, match=f"MFSDP_HANG_TIMEOUT='{seconds}' is not a time to wait"):
         resolve_hang_log({"MFSDP_HANG_LOG": "logs", "MFSDP_HANG_TIMEOUT": seconds})
 
 
