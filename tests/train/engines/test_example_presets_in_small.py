@@ -54,6 +54,8 @@ def words_of(name: str, folder: Path) -> list[str]:
     model |= SMALL_EXPERTS if model["model_type"] == "deepseek_v3" else SMALL_SHAPE
     (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
     words = ["--config", str(ROOT / file), "--hf-config", str(folder), *FLAGS.split()]
+    if full.parallel.expert_model_parallel_size > 1:
+        words += ["--expert-model-parallel-size", "2"]
     instances = full.ddp.num_distributed_optimizer_instances
     return [*words, "--num-distributed-optimizer-instances", "2"] if instances > 1 else words
 

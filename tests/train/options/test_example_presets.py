@@ -62,7 +62,7 @@ def test_a_script_starts_its_preset_with_flags_that_are_taken(name: str) -> None
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_published_plan_of_a_preset_fits_its_machine(name: str) -> None:
-    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (cells,) = re.findall(rf"^\| \[{name}\]\(.*\) \| (.*) \|$", page, re.MULTILINE)
     gpus, _, peak, *_ = cells.split(" | ")
     machine = MACHINES.get(name, "h100")
