@@ -71,7 +71,6 @@ def test_functions_of_a_module_travel_and_the_report_comes_back() -> None:
     )
     first = report.differences[0]
     assert (first.where, first.name, first.kind) == ("initial weight", faults.UP, "differs")
-    assert "in other places, from element 0 to 71 of 72 (rows 0 to 11 of 12)" in first.words
     assert report.runs[0].cells()[0] == "DIFFERS"
     assert report.runs[0].cells()[-1] == "ok"
 

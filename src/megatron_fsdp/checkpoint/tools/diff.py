@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp.checkpoint.archive import load_object_file
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.kinds import COMMON_FILE, as_json, dtype_name
+from megatron_fsdp.checkpoint.naming import alike
 from megatron_fsdp.checkpoint.safe_read import read_file
 from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order, pieces
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -87,7 +89,7 @@ class DiffReport:
 def diff(
     a: CheckpointFolder, b: CheckpointFolder, tolerance: Tolerance | None = None, pattern: str | None = None
 ) -> DiffReport:
-    """Compare all tensors by value, and objects and `common.pt` (the common state of `torch_dist`) by their bytes."""
+    """Compare all tensors and objects by value, and `common.pt` (the common state of `torch_dist`) too."""
     wanted = compiled(pattern)
     everything = {*a.tensors, *a.objects, *b.tensors, *b.objects}
     keys = natural_order(key for key in everything if wanted.search(key))
@@ -106,9 +108,11 @@ def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference |
         told = f"file with iteration, arguments and parameter groups that only {side} has"
         return Difference(COMMON_FILE, f"only in {side}", told)
     try:
-        return _bytes_difference(COMMON_FILE, read_file(left), read_file(right))
+        told = _sizes_in_words(read_file(left), read_file(right))
     except OSError as error:
         raise CheckpointError(f"{COMMON_FILE} cannot be read: {error.strerror}") from error
+    same = told is None or alike(load_object_file(left), load_object_file(right))
+    return None if same else Difference(COMMON_FILE, "object", str(told))
 
 
 def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance) -> Difference | None:
@@ -124,12 +128,14 @@ def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, toleranc
         return None if values is None else Difference(key, "values", _values_in_words(values, left.numel), values)
     if type(left) is not type(right):
         return Difference(key, "type", both)
-    return _bytes_difference(key, a.read_bytes(key), b.read_bytes(key))
+    told = _sizes_in_words(a.read_bytes(key), b.read_bytes(key))
+    same = told is None or alike(a.read_object(key), b.read_object(key))
+    return None if same else Difference(key, "object", str(told))
 
 
-def _bytes_difference(key: str, left: bytes, right: bytes) -> Difference | None:
-    told = f"object of {len(left)} bytes in A, and other {len(right)} bytes in B"
-    return None if left == right else Difference(key, "object", told)
+def _sizes_in_words(left: bytes, right: bytes) -> str | None:
+    """Describe the bytes of two objects; None if they are equal. Equal objects may have different bytes."""
+    return None if left == right else f"object of {len(left)} bytes in A, and other {len(right)} bytes in B"
 
 
 def _in_words(entry: TensorEntry | ObjectEntry | None) -> str:
