@@ -281,7 +281,7 @@ def test_optimizers() -> None:
     ],
 )
 def test_optimizers_of_whole_tensors(kind: type[torch.optim.Optimizer], step: str, strategy: int) -> None:
-    arguments = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Floor]}
+    arguments: dict[str, Any] = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Floor]}
     with simulated_model(Tower, num_ranks=2, build_optimizer=kind, **arguments) as simulated:
         assert [each.step for each in simulated.model.describe().optimizers] == [step]
 
