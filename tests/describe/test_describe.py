@@ -64,7 +64,7 @@ unit floors.0 ... floors.7 (8 units): Floor, 1,024 parameters each
 memory allocator slots, slots 2, slot_bytes 4.0 KiB, buckets 2, bucket_bytes 4.0 KiB, forward_prefetch 1,
        backward_prefetch 1, persistent_bytes 17.0 KiB, optimizer_bytes 17.1 KiB, gathered_bytes 8.0 KiB,
        transient_peak_bytes 24.0 KiB
-optimizer class_name AdamW, param_groups 1, parameters 18, steps_locally"""
+optimizer class_name AdamW, param_groups 1, parameters 18, step on local tensors"""
 
 
 def test_text_of_a_small_model() -> None:
@@ -253,7 +253,7 @@ class OwnAdam(torch.optim.AdamW):
 
 
 def test_optimizers() -> None:
-    for kind, locally in ((torch.optim.AdamW, True), (OwnAdam, False)):
+    for kind, step in ((torch.optim.AdamW, "on local tensors"), (OwnAdam, "on DTensors")):
         with simulated_model(Tower, num_ranks=2, build_optimizer=kind, fsdp_unit_modules=[Floor]) as simulated:
             before = simulated.model.describe()
             tower_loss(simulated.model, torch.zeros(2, FEATURES)).backward()
@@ -263,13 +263,27 @@ def test_optimizers() -> None:
             state = sum(
                 local_part(value).nbytes for each in simulated.optimizer.state.values() for value in each.values()
             )
-        assert [(o.class_name, o.param_groups, o.parameters, o.steps_locally) for o in after.optimizers] == [
-            (kind.__name__, 1, 18, locally)
+        assert [(o.class_name, o.param_groups, o.parameters, o.step) for o in after.optimizers] == [
+            (kind.__name__, 1, 18, step)
         ]
         assert (before.memory.optimizer_bytes, after.memory.optimizer_bytes) == (0, state)
         assert before.units[0].groups[0].optimizer_state == ()
         assert after.units[0].groups[0].optimizer_state == ("float32",)
-    assert told(2, build=Tower, zero_dp_strategy=0).optimizers[0].steps_locally
+    assert told(2, build=Tower, zero_dp_strategy=0).optimizers[0].step == "on local tensors"
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (torch.optim.Muon, "on shards and whole matrices (Muon)"),
+        (torch.optim.Adafactor, "on whole tensors, one owner each"),
+    ],
+)
+def test_optimizers_of_whole_tensors(kind: type[torch.optim.Optimizer], step: str, strategy: int) -> None:
+    arguments: dict[str, Any] = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Floor]}
+    with simulated_model(Tower, num_ranks=2, build_optimizer=kind, **arguments) as simulated:
+        assert [each.step for each in simulated.model.describe().optimizers] == [step]
 
 
 def _deep() -> nn.Module:

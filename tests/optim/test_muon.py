@@ -1,6 +1,6 @@
 """Muon on sharded matrices: weights and momentum are those of one process with the same gradients, bit for bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from megatron_fsdp.optim.whole_exchange import assign_owners, waves_of
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import Arrangement
+from tests.support.expert_meshes import FLAT, Sizes, experts_of
+from tests.support.mixture import ListedExperts
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
-from tests.support.parallel_transformer import ParallelBlock, build_dense
+from tests.support.parallel_transformer import ParallelBlock, build_dense, build_with_experts
 from tests.support.parity import fixed_seed
 from tests.support.tensor_meshes import divide_tensors, hybrid_tensor_parallel, tensor_parallel
 
@@ -93,8 +95,8 @@ def test_hybrid_sharding_steps_as_one_process(run_ranks: RunRanks, outer: str, s
     assert run_ranks(4, three_steps, "defaults", partial(hybrid, strategy, outer)) == [[]] * 4
 
 
-def matrices_of_a_transformer(arrangement: Arrangement, strategy: int) -> list[str]:
-    model = build_dense()
+def matrices_of_a_transformer(build: Callable[[], nn.Module], arrangement: Arrangement, strategy: int) -> list[str]:
+    model = build()
     arrangement.place(model)
     for param in model.parameters():
         param.requires_grad_(param.dim() == 2)
@@ -115,7 +117,14 @@ def matrices_of_a_transformer(arrangement: Arrangement, strategy: int) -> list[s
 def test_tensor_parallel_matrices_step_as_one_process(
     run_ranks: RunRanks, strategy: int, arrangement: Arrangement
 ) -> None:
-    assert run_ranks(4, matrices_of_a_transformer, arrangement, strategy) == [[]] * 4
+    assert run_ranks(4, matrices_of_a_transformer, build_dense, arrangement, strategy) == [[]] * 4
+
+
+@pytest.mark.full(short=["sizes1"])
+@pytest.mark.parametrize("sizes", [FLAT, (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))])
+def test_matrices_of_experts_step_as_one_process(run_ranks: RunRanks, sizes: Sizes) -> None:
+    build = partial(build_with_experts, kind=ListedExperts)
+    assert run_ranks(4, matrices_of_a_transformer, build, experts_of(sizes), 3) == [[]] * 4
 
 
 def in_small_waves(limit: int) -> tuple[list[str], int]:

@@ -160,13 +160,14 @@ class OptimizerDescription:
         class_name: Its class.
         param_groups: Number of its groups.
         parameters: Number of its parameters that are the model's.
-        steps_locally: Whether it takes the fast step on plain local tensors.
+        step: What its step works on: "on local tensors", "on shards and whole matrices (Muon)", "on whole tensors, one
+            owner each" or "on DTensors".
     """
 
     class_name: str
     param_groups: int
     parameters: int
-    steps_locally: bool
+    step: str
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.local_step import steps_locally
+from megatron_fsdp.optim.owned_step import steps_owned
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
@@ -211,11 +212,20 @@ def optimizers_of(engine: Engine) -> tuple[OptimizerDescription, ...]:
             (
                 min(own, default=len(order)),
                 OptimizerDescription(
-                    type(optimizer).__name__, len(optimizer.param_groups), len(own), steps_locally(optimizer)
+                    type(optimizer).__name__, len(optimizer.param_groups), len(own), _step_of(optimizer)
                 ),
             )
         )
     return tuple(told for _, told in sorted(found, key=lambda entry: (entry[0], entry[1].class_name)))
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> str:
+    """Say what the step of a connected optimizer works on."""
+    if type(optimizer) is torch.optim.Muon:
+        return "on shards and whole matrices (Muon)"
+    if steps_owned(optimizer):
+        return "on whole tensors, one owner each"
+    return "on local tensors" if steps_locally(optimizer) else "on DTensors"
 
 
 def unused_of(engine: Engine) -> tuple[str, ...] | None:

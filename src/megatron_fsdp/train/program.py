@@ -2,7 +2,7 @@
 
 The processes are those of torchrun (`torch.distributed.elastic.multiprocessing`). Its agent is left out: ranks of one
 machine need no rendezvous, which would open a port on every interface. They find each other by a file and talk over the
-loopback interface. Several machines are torchrun's own business (docs/running.md).
+loopback interface. Several machines are torchrun's own business (docs/training.md).
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ _NOT_HERE: Mapping[str, str] = {
     "gathers begin when the optimizer has stepped; give --overlap-param-gather": (
         "--overlap-param-gather-with-optimizer-step"
     ),
-    "`mfsdp plan --check` runs one rank of many without the others": "--fake-process-group",
+    "`mfsdp describe` wraps a model as one rank of many without the others": "--fake-process-group",
     "states of the optimizer have the dtype of the main weights; give --megatron-fsdp-main-params-dtype": (
         "--use-precision-aware-optimizer"
     ),
