@@ -192,6 +192,7 @@ def preset_plans() -> str:
         plan = _plan(*words)
         memory, time, sizes = plan["memory"], plan["time"], plan["setup"]["ranks"]
         outer = f" x dp_outer {sizes['dp_outer']}" if sizes["dp_outer"] > 1 else ""
+        outer += f", ep {sizes['ep']}" if sizes["ep"] > 1 else ""
         held = f"{memory['peak']['total'] / _GIB:.2f} of {memory['usable'] / _GIB:.2f}"
         times = (f"{time['step_s']:.2f}", f"{time['exposed_fraction']:.1%}", f"{time['model_flops_utilisation']:.1%}")
         link = f"[{name}](../examples/presets/{name}.yaml)"
