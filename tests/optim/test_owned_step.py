@@ -199,3 +199,16 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> No
     first, second = run_ranks(2, connect_undeclared)
     assert first == second
     assert first[1].startswith("Undeclared cannot update sharded parameters: it works on whole tensors")
+
+
+def schedule() -> float:
+    model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
+    optimizer = fully_shard_optimizer(torch.optim.Adafactor(model.parameters(), lr=0.1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.step()
+    scheduler.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_scheduler_may_be_built_on_a_connected_optimizer(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, schedule) == [0.05, 0.05]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -287,7 +288,7 @@ def _guard(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:
     original = optimizer.step
 
     @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if any(callable(each) for each in (*args, kwargs.get("closure"))):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step takes no closure where parameters are sharded, since their owners "
@@ -299,7 +300,7 @@ def _guard(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:
             owned.fail(error)
             raise
 
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # a method, as schedulers want it
 
 
 def _as_saved(model: weakref.ref[ShardedModel], optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
