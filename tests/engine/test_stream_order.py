@@ -342,13 +342,13 @@ def weights_are_waited_for_without_the_outer_gather() -> AbstractContextManager[
 
 
 def memory_of_the_outer_reduction_is_let_go_of(kept: slice) -> AbstractContextManager[Any]:
-    across = GradientReducer.across
+    reduce = GradientReducer.reduce_outer
 
     def forgetful(self: GradientReducer, wire: Tensor) -> Stage:
-        stage = across(self, wire)
+        stage = reduce(self, wire)
         return stage._replace(memory=stage.memory[kept])
 
-    return patch.object(GradientReducer, "across", forgetful)
+    return patch.object(GradientReducer, "reduce_outer", forgetful)
 
 
 def shown_gradients_are_taken_back_by_the_lane() -> AbstractContextManager[Any]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.optim.muon import newton_schulz_flops
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops
 from megatron_fsdp.optim.whole_exchange import assign_owners, waves_of
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
@@ -289,6 +290,13 @@ def refusals() -> list[tuple[str, str]]:
     except ValueError as error:
         found.append(message_of(error))
     return found
+
+
+@pytest.mark.parametrize("options", [{"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}])
+def test_options_that_torch_would_refuse_on_an_owner_alone_are_refused_at_once(options: dict[str, Any]) -> None:
+    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], **options)
+    with pytest.raises(ConfigurationError, match="give fewer than 100 steps and three coefficients"):
+        check_muon(optimizer)
 
 
 def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer, steps_whole_tensors
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
@@ -183,10 +184,14 @@ class Undeclared(torch.optim.Adafactor):
     """A subclass, which may do anything."""
 
 
-def connect_undeclared() -> tuple[str, str] | None:
-    model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
+class UndeclaredFactored(Factored):
+    """A subclass of a declared class."""
+
+
+def connect_undeclared(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> tuple[str, str] | None:
+    model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear], **options)
     try:
-        fully_shard_optimizer(Undeclared(model.parameters()))
+        fully_shard_optimizer(kind(model.parameters()))
     except ValueError as error:
         return message_of(error)
     return None
@@ -196,9 +201,23 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> No
     first, second = run_ranks(2, hold)
     assert first == second
     assert "state 'helper' holds a type, which cannot rest with one rank and be saved" in first[1]
-    first, second = run_ranks(2, connect_undeclared)
-    assert first == second
-    assert first[1].startswith("Undeclared cannot update sharded parameters: it works on whole tensors")
+    refused: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any], str], ...] = (
+        (Undeclared, {}, "Undeclared cannot update sharded parameters: it works on whole tensors"),
+        (UndeclaredFactored, {}, "UndeclaredFactored is derived from a class that steps_whole_tensors declares"),
+        (Factored, {"use_decoupled_grad": True}, "with use_decoupled_grad=True gradients are in param.decoupled_grad"),
+    )
+    for kind, options, text in refused:
+        first, second = run_ranks(2, connect_undeclared, kind, options)
+        assert first == second
+        assert first[1].startswith(text)
+
+
+def test_only_classes_of_optimizers_can_be_declared() -> None:
+    for given in (Factored([nn.Parameter(torch.ones(2, 2))]), nn.Linear, lambda params: Factored(params)):
+        with pytest.raises(ConfigurationError, match="give a class of optimizers, not an object or a function"):
+            steps_whole_tensors(given)  # type: ignore[type-var]
+    with pytest.raises(ConfigurationError, match="steps sharded matrices as it is"):
+        steps_whole_tensors(torch.optim.Muon)
 
 
 def schedule() -> float:

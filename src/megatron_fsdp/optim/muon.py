@@ -51,10 +51,17 @@ WAVE_BYTES = 256 << 20
 def check_muon(optimizer: Optimizer) -> None:
     """Refuse options under which a step could not be right.
 
+    torch checks some of them only when it iterates, which is on the owner of a matrix alone.
+
     Raises:
-        ConfigurationError: torch's own step would spoil its momentum.
+        ConfigurationError: torch's own step would fail, or spoil its momentum.
     """
     for group in optimizer.param_groups:
+        if group["ns_steps"] >= 100 or len(group["ns_coefficients"]) != 3:
+            raise ConfigurationError(
+                f"Muon was given ns_steps={group['ns_steps']} and ns_coefficients={group['ns_coefficients']}; give "
+                "fewer than 100 steps and three coefficients"
+            )
         if not group["nesterov"] and any(param.dtype is torch.bfloat16 for param in group["params"]):
             raise ConfigurationError(
                 "Muon with nesterov=False divides bf16 momentum by its norm in every step (torch's iteration begins in "
@@ -115,6 +122,11 @@ class MuonStep:
         """
         by_mesh: dict[DeviceMesh, list[UnevenDTensor]] = {}
         for param, grad in zip(group["params"], get_grads(group["params"], GRAD), strict=True):
+            if type(param) is not UnevenDTensor or param.dim() != 2:
+                raise ConfigurationError(
+                    f"Muon holds a {type(param).__name__} of shape {tuple(param.shape)}; give it sharded parameters of "
+                    "two dimensions"
+                )
             if grad is not None:
                 by_mesh.setdefault(param.shard_frame.mesh, []).append(param)
         for mesh, params in by_mesh.items():

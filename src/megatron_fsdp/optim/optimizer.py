@@ -22,7 +22,7 @@ from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.local_step import LocalStep
 from megatron_fsdp.optim.muon import MuonStep, check_muon
-from megatron_fsdp.optim.owned_step import OwnedStep, steps_owned
+from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
 
 # Optimizer state before the first step, for a checkpoint to be loaded into.
 #
@@ -506,6 +506,11 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]
     )
     fused = bool(optimizer.defaults.get("fused")) and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
+    if sharded and inherits_declaration(optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} is derived from a class that steps_whole_tensors declares, and declares "
+            "nothing itself: decorate it, too, if it also updates each parameter from its own gradient and state alone"
+        )
     if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)) and not steps_owned(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
@@ -530,10 +535,12 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
     Raises:
         ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
     """
-    if is_decoupled and type(optimizer).step.__module__.startswith("torch.optim"):
+    kind = type(optimizer)
+    if is_decoupled and (kind.step.__module__.startswith("torch.optim") or steps_owned(optimizer)):
+        whose = "stepped whole" if steps_owned(optimizer) else "one of torch's own"
         raise ConfigurationError(
-            f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {type(optimizer).__name__}, "
-            "one of torch's own, does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"
+            f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {kind.__name__}, {whose}, "
+            "does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"
         )
 
 

@@ -49,7 +49,16 @@ def steps_whole_tensors(kind: Kind) -> Kind:
     """Declare that a class of optimizers updates each parameter from its own whole gradient and state alone.
 
     Use as a decorator. Sharded parameters are then stepped whole, each by one rank. A subclass declares it itself.
+
+    Raises:
+        ConfigurationError: It is no class of optimizers, or Muon, which needs no declaration.
     """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ConfigurationError(
+            f"steps_whole_tensors was given {kind!r}; give a class of optimizers, not an object or a function"
+        )
+    if kind is torch.optim.Muon:
+        raise ConfigurationError("torch.optim.Muon steps sharded matrices as it is; leave steps_whole_tensors out")
     setattr(kind, _DECLARED, kind)
     return kind
 
@@ -58,6 +67,11 @@ def steps_owned(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is of a class that is stepped here."""
     kind = type(optimizer)
     return getattr(kind, _DECLARED, None) is kind or f"{kind.__module__}.{kind.__qualname__}" in _KNOWN
+
+
+def inherits_declaration(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is of a class that declares nothing, below one that is declared."""
+    return not steps_owned(optimizer) and hasattr(type(optimizer), _DECLARED)
 
 
 # What ranks tell each other of the state of a parameter after a step: a tree of these, and of plain values.
@@ -197,6 +211,11 @@ class OwnedStep:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         by_mesh: dict[DeviceMesh, list[UnevenDTensor]] = {}
         for param in params:  # owners do not depend on which parameters have a gradient
+            if type(param) is not UnevenDTensor:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} holds a {type(param).__name__} of shape {tuple(param.shape)} that is "
+                    "not sharded; build the optimizer on the parameters of sharded models alone"
+                )
             by_mesh.setdefault(param.shard_frame.mesh, []).append(param)
         owners: dict[int, tuple[int, Ranks]] = {}
         for mesh, members in by_mesh.items():
