@@ -53,7 +53,8 @@ def steps_whole_tensors(kind: Kind) -> Kind:
     Raises:
         ConfigurationError: It is no class of optimizers, or Muon, which needs no declaration.
     """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+    given: object = kind
+    if not isinstance(given, type) or not issubclass(given, Optimizer):
         raise ConfigurationError(
             f"steps_whole_tensors was given {kind!r}; give a class of optimizers, not an object or a function"
         )

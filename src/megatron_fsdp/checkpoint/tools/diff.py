@@ -108,11 +108,11 @@ def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference |
         told = f"file with iteration, arguments and parameter groups that only {side} has"
         return Difference(COMMON_FILE, f"only in {side}", told)
     try:
-        told = _sizes_in_words(read_file(left), read_file(right))
+        found = _sizes_in_words(read_file(left), read_file(right))
     except OSError as error:
         raise CheckpointError(f"{COMMON_FILE} cannot be read: {error.strerror}") from error
-    same = told is None or alike(load_object_file(left), load_object_file(right))
-    return None if same else Difference(COMMON_FILE, "object", str(told))
+    same = found is None or alike(load_object_file(left), load_object_file(right))
+    return None if same else Difference(COMMON_FILE, "object", str(found))
 
 
 def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance) -> Difference | None:
