@@ -34,7 +34,7 @@ def covering_jobs() -> list[Job]:
     return jobs
 
 
-@pytest.mark.full(short=["last"])
+@pytest.mark.full(short=["each", "last"])
 @pytest.mark.parametrize("mode", ["each", "last", "no_sync"])
 def test_every_cast_and_sum_is_in_the_dtype_it_is_promised_in(run_ranks: RunRanks, mode: str) -> None:
     check(run_ranks, 2, [replace(job, mode=mode) for job in covering_jobs()])
