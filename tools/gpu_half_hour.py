@@ -151,13 +151,15 @@ def start_alone(device: torch.device, world_size: int = 1) -> None:
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         return
+    from megatron_fsdp.comm.groups import bound_device
+
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         init_method="tcp://127.0.0.1:29511",
         rank=0,
         world_size=1,
-        device_id=torch.device("cuda", 0) if device.type == "cuda" else None,
+        device_id=bound_device(backend, torch.device("cuda", 0)),  # None for gloo
     )
 
 

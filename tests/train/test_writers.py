@@ -264,6 +264,17 @@ def test_mlflow_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.M
     assert SECRET not in str(calls)
 
 
+def test_many_values_go_in_parts_that_mlflow_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "mlflow", stand_in_for_mlflow(calls))
+    writer = writers_of(job_of("--mlflow-tracking-uri", "somewhere"), tmp_path, Progress())[-1]
+    writer.on_steps([record(step) for step in range(1, 201)])
+    sizes = [len(metrics) for name, (_, metrics) in (call for call in calls if call[0] == "log_batch")]
+    assert sum(sizes) == 200 * len(step_scalars(record(1)))
+    assert len(sizes) == 4
+    assert max(sizes) <= 1000
+
+
 def test_trackers_that_nobody_asked_for_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "mlflow", "tensorboard", "torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails

@@ -45,7 +45,7 @@ _WANTED = (
 
 
 def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
-    """Leave each rank an equal share of the experts of every layer, and let tokens are sent to them.
+    """Leave each rank an equal share of the experts of every layer, and send tokens to them.
 
     Weights of experts become DTensors, `Shard(0)` on `ep_mesh` (the "ep" dimension alone), under their former names.
     Routers and all else stay as they are: whole on every rank, for its own tokens. Auxiliary losses of routers

@@ -24,7 +24,7 @@ from megatron_fsdp.comm.agreement import decided_by_first, raise_together, toget
 from megatron_fsdp.comm.groups import duplicate_group
 from megatron_fsdp.dtensor.chunks import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 
 ALIGNMENT_BYTES = 64
 ARENA_BYTES = 512 * 1024 * 1024
@@ -278,7 +278,7 @@ class BackgroundSaver:
         try:
             raise_together(problem, "copying the state for a background save", self.group)
             together("saving in the background", save_copy, self.group)
-        except CheckpointError:
+        except MegatronFSDPError:
             raise
         except RuntimeError as error:  # of the back end
             raise CheckpointError(

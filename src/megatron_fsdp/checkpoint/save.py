@@ -226,11 +226,16 @@ def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup
 
 
 def write_planned(
-    state: Mapping[str, Any], writer: SealingWriter, planner: SavePlanner, group: dist.ProcessGroup | None = None
+    state: Mapping[str, Any],
+    writer: SealingWriter,
+    planner: SavePlanner,
+    group: dist.ProcessGroup | None = None,
+    *,
+    is_alone: bool = False,
 ) -> None:
-    """Call `dcp.save` over the ranks of a group, or from this process if it is alone; collective."""
+    """Call `dcp.save` from this process if it is alone or told to be, else over the ranks of a group (collective)."""
     try:
-        if world_size_of(group) == 1:
+        if is_alone or world_size_of(group) == 1:
             save_alone(state, storage_writer=writer, planner=planner)
         else:
             save(dict(state), storage_writer=writer, planner=planner, process_group=group)
@@ -272,6 +277,8 @@ def write_sources(
     paths: Mapping[str, KeyPath],
     group: dist.ProcessGroup | None = None,
     progress: Callable[[int], None] | None = None,
+    *,
+    is_alone: bool = False,
 ) -> None:
     """Write a checkpoint of entries that are read one chunk at a time; collective.
 
@@ -281,11 +288,12 @@ def write_sources(
         paths: Where each key is in the nested state dict; empty where keys are not nested.
         group: The ranks; None: all.
         progress: As of `SealingWriter`.
+        is_alone: Write from this process alone, whether or not there are others.
 
     Raises:
         CheckpointError: The disk is full or cannot be written, or reading a source fails; the same on every rank.
     """
-    write_planned({}, SealingWriter(folder, progress), _SourcePlanner(sources, paths), group)
+    write_planned({}, SealingWriter(folder, progress), _SourcePlanner(sources, paths), group, is_alone=is_alone)
 
 
 class _SourcePlanner(SealingPlanner):

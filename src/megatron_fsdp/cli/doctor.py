@@ -101,13 +101,14 @@ def run(args: argparse.Namespace) -> int:
     model_fn, batch = _what(args)
     strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
-    same = ("loss_fn", "optimizer_fn", "shard_fn", "ranks", "steps", "microbatches", "reduction", "seed", "tolerance")
+    same = ["loss_fn", "optimizer_fn", "shard_fn", "ranks", "steps", "microbatches", "reduction", "seed"]
+    same += ["tolerance", "checkpoint", "device", "timeout_s"]
     report = check_parity(
         model_fn,
         batch,
         strategies=strategies,
         max_norm=args.max_norm or None,
-        **{name: getattr(args, name) for name in (*same, "checkpoint", "device", "timeout_s")},
+        **{name: getattr(args, name) for name in same},
     )
     if args.json:
         write_json(report.to_dict())

@@ -47,6 +47,17 @@ def destroy_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
     weakref.finalize(owner, _destroy, groups).atexit = False
 
 
+def shared_name(kind: str, *groups: dist.ProcessGroup) -> str:
+    """Return a name for a new group that its ranks share; collective over the groups, one after another.
+
+    Of several groups, such as those of a mesh's dimensions, ranks that one of them joins have one name after it.
+    """
+    names = [f"megatron_fsdp_{kind}_{uuid.uuid4().hex}"]
+    for group in groups:
+        dist.broadcast_object_list(names, group=group, group_src=0)
+    return names[0]
+
+
 def duplicate_group(
     group: dist.ProcessGroup, name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
@@ -75,11 +86,9 @@ def group_over(mesh: DeviceMesh, owner: object) -> dist.ProcessGroup | None:
         return None
     if mesh.ndim == 1:
         return mesh.get_group()
-    told = [f"megatron_fsdp_mesh_{uuid.uuid4().hex}"]
-    for dim in range(mesh.ndim):  # after each, ranks that differ in the dimensions up to it have one name
-        dist.broadcast_object_list(told, group=mesh.get_group(dim), group_src=0)
-    group = mesh.get_group(0)
-    made = _named_group(mesh.mesh.flatten().tolist(), told[0], dist.get_backend(group), timeout_of(group))
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    name, group = shared_name("mesh", *groups), groups[0]
+    made = _named_group(mesh.mesh.flatten().tolist(), name, dist.get_backend(group), timeout_of(group))
     destroy_with(owner, [made])
     return made
 
@@ -103,14 +112,12 @@ def _named_group(ranks: list[int], name: str, backend: str, timeout: timedelta |
 def _over_own_group(axis: Axis, groups: list[dist.ProcessGroup]) -> Axis:
     if axis.group is None:
         return axis
-    names = [f"megatron_fsdp_own_{uuid.uuid4().hex}"]
-    if not is_simulated(axis.group):
-        dist.broadcast_object_list(names, group=axis.group, group_src=0)
+    name = shared_name("own", *(() if is_simulated(axis.group) else (axis.group,)))
     timeout = timeout_of(axis.group)
     if _is_split_from_others(axis.group):
         made = dist.split_group(axis.group, [list(range(axis.num_ranks))], timeout=timeout)
     else:
-        made = duplicate_group(axis.group, str(names[0]), timeout=timeout)
+        made = duplicate_group(axis.group, name, timeout=timeout)
     assert made is not None, "this rank is one of them"
     groups.append(made)
     return replace(axis, group=made, rank=dist.get_rank(made))

@@ -9,7 +9,6 @@ of optimizer steps is compared as well: a rank that skips one has weights that d
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.groups import destroy_with, duplicate_group
+from megatron_fsdp.comm.groups import destroy_with, duplicate_group, shared_name
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 
@@ -54,9 +53,7 @@ class RowExchange:
         self.me = dist.get_rank(group)
         self.timeout_s = timeout_s
         # torch names a group by the number of groups, which is ambiguous after groups were destroyed.
-        names = [f"megatron_fsdp_rows_{uuid.uuid4().hex}" if self.me == 0 else None]
-        dist.broadcast_object_list(names, group=group, group_src=0)
-        self._group = duplicate_group(group, str(names[0]), backend="gloo")
+        self._group = duplicate_group(group, shared_name("rows", group), backend="gloo")
         destroy_with(self, [self._group])
         # Ranks start together: a slow start does not count against the first exchange, and no rank destroys its side
         # of the group while another still connects.

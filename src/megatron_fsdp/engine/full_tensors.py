@@ -35,7 +35,8 @@ from megatron_fsdp.sharding.placement import Placement
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """Gather all main weights by canonical name; copies, in their main dtype, the same on every rank. Collective."""
-    return {name: full.clone() for name, full in iter_parameters(engine, DEFAULT_BUCKET_BYTES)}
+    found = {name: full.clone() for name, full in iter_parameters(engine, DEFAULT_BUCKET_BYTES)}
+    return {name: found[name] for group in engine.groups() for name in group.names}
 
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:

@@ -117,7 +117,7 @@ class _RootForward:
     def __init__(self, reference: weakref.ref[Engine]) -> None:
         self._reference = reference
         self._leaves = False  # the hook after the forward is registered
-        self._opened: list[bool] = []  # one entry per running call: whether it full_units the root's forward
+        self._opened: list[bool] = []  # one entry per running call: whether it opened the root's forward
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Begin the root's forward, unless it runs."""

@@ -249,8 +249,8 @@ def _method(module: nn.Module, name: str, *arguments: object) -> Callable[..., o
 
 
 def _twin(param: nn.Parameter) -> nn.Parameter:
-    shield = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    return nn.Parameter(shield, requires_grad=param.requires_grad)
+    empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=param.requires_grad)
 
 
 RandomState = tuple[torch.Tensor, ...]

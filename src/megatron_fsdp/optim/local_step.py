@@ -54,7 +54,7 @@ class LocalStep:
         self._view: _LocalTensors | None = None  # of the running step
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
-        """Return the object to step in place of a connected optimizer; call `release` after the step.
+        """Return the object to step in place of a connected optimizer; call `finish` after the step.
 
         Returns:
             A view that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
@@ -68,6 +68,10 @@ class LocalStep:
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
         self._view = made._view = _LocalTensors(optimizer)  # type: ignore[attr-defined]
         return made
+
+    def finish(self, _optimizer: Optimizer) -> None:
+        """Give new state to the optimizer after a step."""
+        self.release()
 
     def release(self) -> None:
         """Give new state to the optimizer, after a step or one that failed, and drop all references."""

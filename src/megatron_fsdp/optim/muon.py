@@ -72,7 +72,9 @@ def check_muon(optimizer: Optimizer) -> None:
 def _operand(group: Group, grad: Tensor, state: State) -> Tensor:
     """Update the momentum of a shard, and return the shard of what is orthogonalized."""
     momentum = group["momentum"]
-    buffer = state.setdefault(_MOMENTUM, torch.zeros_like(grad))
+    if _MOMENTUM not in state:
+        state[_MOMENTUM] = torch.zeros_like(grad)
+    buffer = state[_MOMENTUM]
     buffer.lerp_(grad, 1 - momentum)
     update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
     return update.bfloat16()  # as the iteration begins
@@ -82,9 +84,8 @@ def _orthogonalized(group: Group, operand: Tensor) -> Tensor:
     return _zeropower_via_newtonschulz(operand, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
-def _apply(group: Group, shape: torch.Size, param: Tensor, result: Tensor) -> None:
+def _apply(group: Group, lr: float, shape: torch.Size, param: Tensor, result: Tensor) -> None:
     """Update the shard of a parameter of a global shape in place."""
-    lr = float(group["lr"])
     param.mul_(1 - lr * group["weight_decay"])
     param.add_(result, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], shape))
 
@@ -103,6 +104,7 @@ class MuonStep:
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, Ranks] = {}
+        self._loads: dict[DeviceMesh, list[int]] = {}  # FLOPs of each rank, over all groups
         self._plans: dict[tuple[ShardFrame, ...], tuple[tuple[tuple[int, ...], Exchange], ...]] = {}
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
@@ -111,6 +113,12 @@ class MuonStep:
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
         made._update = functools.partial(self.update, optimizer.state)
         return made
+
+    def finish(self, _optimizer: Optimizer) -> None:
+        """Do nothing: the step has made the update."""
+
+    def release(self) -> None:
+        """Do nothing: no step leaves anything behind."""
 
     @torch.no_grad()
     def update(self, state: MutableMapping[Tensor, State], group: Group) -> None:
@@ -147,11 +155,10 @@ class MuonStep:
         found = self._plans.get(frames)
         if found is None:
             if mesh not in self._ranks:
-                self._ranks[mesh] = Ranks(mesh)
+                self._ranks[mesh], self._loads[mesh] = Ranks(mesh), [0] * mesh.size()
             ranks = self._ranks[mesh]
-            owners = assign_owners(
-                [newton_schulz_flops(frame.shape, group["ns_steps"]) for frame in frames], len(ranks.coordinates)
-            )
+            flops = [newton_schulz_flops(frame.shape, group["ns_steps"]) for frame in frames]
+            owners = assign_owners(flops, self._loads[mesh])
             nbytes = [2 * math.prod(frame.shape) for frame in frames]
             found = self._plans[frames] = tuple(
                 (wave, Exchange([frames[i] for i in wave], [owners[i] for i in wave], ranks))
@@ -190,10 +197,11 @@ class _Wave:
         whole = self._exchange.whole(self._sent.wait())
         results = {index: _orthogonalized(self._group, operand) for index, operand in whole}
         received = self._exchange.to_shards(results, self._like).wait()
+        lr = float(self._group["lr"])  # of a tensor, one synchronisation
         for index, result in self._exchange.shards(received):
             param = self._params[index]
             local = param._local_tensor.detach()  # shares the version counter, by which writes are noticed
-            _apply(self._group, param.shape, local, result)
+            _apply(self._group, lr, param.shape, local, result)
 
 
 class _StandIn(torch.optim.Muon):

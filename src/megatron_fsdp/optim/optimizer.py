@@ -169,15 +169,27 @@ class ShardedModel(Protocol):
         """Clear the gradients of parameters that are not in `.grad`, where torch's `zero_grad` looks."""
 
 
+class _Step(Protocol):
+    """The way in which the code of an optimizer's class is run on shards: on an object that stands in for it."""
+
+    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the object for one step."""
+        ...
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take what the step has made, at once after it."""
+
+    def release(self) -> None:
+        """Give the optimizer state that it does not have yet, before its state is read; a step may have failed."""
+
+
 class _StepHooks:
     """The hooks around one optimizer's `step`; the keyword that `before` takes out is kept for `after`."""
 
-    def __init__(self, model: weakref.ref[ShardedModel]) -> None:
+    def __init__(self, model: weakref.ref[ShardedModel], step: _Step) -> None:
         self._model = model
         self._installs = True
-        self._local = LocalStep()
-        self._muon = MuonStep()
-        self.owned: OwnedStep | None = None
+        self._step = step
         self.several: SeveralModels | None = None  # the only reference to it
 
     def before(
@@ -193,14 +205,8 @@ class _StepHooks:
         elif syncs:
             _sync(_alive(self._model))
         if args and args[0] is optimizer:
-            args = (self._stand_in(optimizer), *args[1:])
+            args = (self._step.stand_in(optimizer), *args[1:])
         return args, kwargs
-
-    def _stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the object that the code of the optimizer's class steps."""
-        if type(optimizer) is torch.optim.Muon:
-            return self._muon.stand_in(optimizer)
-        return (self.owned or self._local).stand_in(optimizer)
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:
         """Wrap a closure, which may run several times: install weights before each run, sync gradients after it."""
@@ -217,12 +223,10 @@ class _StepHooks:
         return synchronised
 
     def at_once_after(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        self._local.release()
-        if self.owned is not None:
-            self.owned.finish(optimizer)
+        self._step.finish(optimizer)
 
     def before_state_is_read(self, _optimizer: torch.optim.Optimizer) -> None:
-        self._local.release()
+        self._step.release()
 
     def after(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
@@ -250,11 +254,8 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         describes_state: Attach to the tensors of its state dict which part of a global tensor they hold.
     """
     reference = weakref.ref(model)
-    hooks = _StepHooks(reference)
+    hooks = _StepHooks(reference, _step_of(optimizer))
     hooks.several = model if isinstance(model, SeveralModels) else None
-    if steps_owned(optimizer):
-        hooks.owned = OwnedStep()
-        _guard(optimizer, hooks.owned)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     first = optimizer.register_step_post_hook(hooks.at_once_after)
@@ -281,6 +282,17 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
             _alive(reference).forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> _Step:
+    """Return how an optimizer of this class is stepped."""
+    if type(optimizer) is torch.optim.Muon:
+        return MuonStep()
+    if not steps_owned(optimizer):
+        return LocalStep()
+    owned = OwnedStep()
+    _guard(optimizer, owned)
+    return owned
 
 
 def _guard(optimizer: torch.optim.Optimizer, owned: OwnedStep) -> None:

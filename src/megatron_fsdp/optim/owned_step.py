@@ -7,7 +7,7 @@ as global tensors of which the others hold nothing, so that checkpoints have it 
 Numbers are the same on all ranks.
 
 This is right for classes that update a parameter from that parameter's own gradient and state, and from nothing else.
-A class says so with `steps_whole_tensors`; `_KNOWN` says it for classes that we have read.
+A class says so with `steps_whole_tensors`; of torch's own, Adafactor is one.
 
 With P parameters of b bytes over N ranks, a rank sends and receives about 3 b P / N in a step, and 2 b P / N more for
 each state of the parameter's shape; meanwhile owners hold these whole.
@@ -36,11 +36,7 @@ from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, assign_owners
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
-_KNOWN = frozenset({"torch.optim.Adafactor"})
-"""Classes by module and name, of torch and of packages that need not be installed."""
 _DECLARED = "_megatron_fsdp_steps_whole_tensors"
-
-
 Kind = TypeVar("Kind", bound=type[Optimizer])
 State = dict[str, Any]
 
@@ -67,7 +63,7 @@ def steps_whole_tensors(kind: Kind) -> Kind:
 def steps_owned(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is of a class that is stepped here."""
     kind = type(optimizer)
-    return getattr(kind, _DECLARED, None) is kind or f"{kind.__module__}.{kind.__qualname__}" in _KNOWN
+    return kind is torch.optim.Adafactor or getattr(kind, _DECLARED, None) is kind
 
 
 def inherits_declaration(optimizer: Optimizer) -> bool:
@@ -133,10 +129,11 @@ class _Stepped:
 
 
 class OwnedStep:
-    """Steps one optimizer whose parameters are updated whole; keeps process groups and owners from step to step."""
+    """Steps one optimizer whose parameters are updated whole; keeps process groups and exchanges from step to step."""
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, Ranks] = {}
+        self._exchanges: dict[Any, Exchange] = {}
         self._running: list[_Stepped] = []
         self._stand_in: Optimizer | None = None
 
@@ -165,21 +162,18 @@ class OwnedStep:
         """Take new parameters and state back to shards; collective."""
         made, running = self._stand_in, self._running
         assert made is not None
+        for each in running:
+            if each.whole is not None:
+                each.state = made.state.get(each.whole, {})
+        told = self._agreed(None)
         for key in made.__dict__.keys() - {"param_groups", "state"}:
             optimizer.__dict__[key] = made.__dict__[key]
         for group, shown in zip(optimizer.param_groups, made.param_groups, strict=True):
             group.update({key: value for key, value in shown.items() if key != "params"})
-        for each in running:
-            if each.whole is not None:
-                each.state = made.state.get(each.whole, {})
         with torch.no_grad():
             for mesh in self._meshes():
-                try:
-                    self._take_back(mesh, optimizer)
-                except RankError:
-                    self.release()  # all ranks know
-                    raise
-        self.release()
+                self._take_back(mesh, optimizer, told[mesh])
+        self._drop()
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks that the step has failed here; collective.
@@ -187,17 +181,29 @@ class OwnedStep:
         Raises:
             RankError: On every rank, with the same message.
         """
+        self._agreed(error)
+
+    def _agreed(self, error: Exception | None) -> dict[DeviceMesh, dict[int, Any]]:
+        """Gather what owners tell, over all meshes; where a rank has failed, raise on every rank."""
+        told: dict[DeviceMesh, dict[int, Any]] = {mesh: {} for mesh in self._meshes()}
+        for mesh, here in told.items() if error is None else ():
+            stepped = enumerate(self._of(mesh))
+            here.update((index, _described(each.param, each.state or {})) for index, each in stepped if each.is_here)
         problem: RankError | None = None
-        for mesh in self._meshes():
+        for mesh in told:
             try:
-                _agree(self._ranks[mesh], error, {})
+                told[mesh] = _agree(self._ranks[mesh], problem or error, told[mesh])
             except RankError as found:
-                problem = found
-        self.release()
+                problem = problem or found  # passed on to the ranks of the next mesh
         if problem is not None:
+            self._drop()
             raise problem from error
+        return told
 
     def release(self) -> None:
+        """Do nothing: state rests with the optimizer, and is new once the step is finished."""
+
+    def _drop(self) -> None:
         """Drop what a step holds."""
         self._running, self._stand_in = [], None
 
@@ -224,7 +230,7 @@ class OwnedStep:
                 self._ranks[mesh] = Ranks(mesh)
             ranks = self._ranks[mesh]
             costs = [math.prod(param.shape) * min(param.shape, default=1) for param in members]
-            for param, owner in zip(members, assign_owners(costs, len(ranks.coordinates)), strict=True):
+            for param, owner in zip(members, assign_owners(costs, [0] * mesh.size()), strict=True):
                 owners[id(param)] = owner, ranks
         with_grad = (param for param, grad in zip(params, get_grads(params, GRAD), strict=True) if grad is not None)
         return [_Stepped(param, *owners[id(param)]) for param in with_grad]
@@ -243,7 +249,7 @@ class OwnedStep:
                 for value in _leaves(optimizer.state.get(each.param))
                 if _must_move(value, each.owner)
             ]
-        arrived = iter(_to_owners(items, ranks))
+        arrived = iter(self._to_owners(items, ranks))
         for each in stepped:
             whole, grad = next(arrived), next(arrived)
             state = optimizer.state.get(each.param)
@@ -254,11 +260,9 @@ class OwnedStep:
                 each.whole.grad = grad
                 each.state = _with_lists(tree_map(functools.partial(_shown, brought), dict(state or {})))
 
-    def _take_back(self, mesh: DeviceMesh, optimizer: Optimizer) -> None:
+    def _take_back(self, mesh: DeviceMesh, optimizer: Optimizer, told: Mapping[int, Any]) -> None:
         """Send shards of new parameters and state to all ranks."""
         stepped, ranks = self._of(mesh), self._ranks[mesh]
-        told = {index: _described(each.param, each.state or {}) for index, each in enumerate(stepped) if each.is_here}
-        told = _agree(ranks, None, told)
         items: list[_Item] = []
         for index, each in enumerate(stepped):
             frame = each.param.shard_frame
@@ -270,12 +274,40 @@ class OwnedStep:
                 for kind, value in zip(_leaves(told[index]), values, strict=True)
                 if isinstance(kind, _Sharded)
             ]
-        arrived = iter(_to_shards(items, ranks, stepped[0].param.device))
+        arrived = iter(self._to_shards(items, ranks, stepped[0].param.device))
         for index, each in enumerate(stepped):
             each.param._local_tensor.detach().copy_(next(arrived))
             mine = iter(_leaves(each.state)) if each.is_here else None
             rebuilt = functools.partial(_rebuilt, each, arrived, mine)
             optimizer.state[each.param] = _without_lists(tree_map(rebuilt, told[index]))
+
+    def _to_owners(self, items: Sequence[_Item], ranks: Ranks) -> list[Tensor | None]:
+        """Send shards to their owners, one message for each dtype; the whole where this rank owns it, else None."""
+        found: list[Tensor | None] = [None] * len(items)
+        for places in _by_dtype(items):
+            exchange = self._exchange([items[place] for place in places], ranks)
+            received = exchange.to_owners([cast(Tensor, items[place].tensor) for place in places]).wait()
+            for index, whole in exchange.whole(received):
+                found[places[index]] = whole
+        return found
+
+    def _to_shards(self, items: Sequence[_Item], ranks: Ranks, device: torch.device) -> list[Tensor]:
+        """Send whole tensors from their owners; one message for each dtype. This rank's shard of each."""
+        found: dict[int, Tensor] = {}
+        for places in _by_dtype(items):
+            exchange = self._exchange([items[place] for place in places], ranks)
+            whole = enumerate(items[place].tensor for place in places)
+            own = {index: tensor for index, tensor in whole if tensor is not None}
+            like = torch.empty(0, dtype=items[places[0]].dtype, device=device)
+            for index, shard in exchange.shards(exchange.to_shards(own, like).wait()):
+                found[places[index]] = shard
+        return [found[place] for place in range(len(items))]
+
+    def _exchange(self, items: Sequence[_Item], ranks: Ranks) -> Exchange:
+        key = tuple(item.frame for item in items), tuple(item.owner for item in items), ranks
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(*key)
+        return self._exchanges[key]
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -399,36 +431,8 @@ def _agree(ranks: Ranks, error: Exception | None, told: Mapping[int, Any]) -> di
     return {index: described for _, part in everyone for index, described in part.items()}
 
 
-def _to_owners(items: Sequence[_Item], ranks: Ranks) -> list[Tensor | None]:
-    """Send shards to their owners; one message for each dtype. The whole where this rank is the owner, else None."""
-    found: list[Tensor | None] = [None] * len(items)
-    for places in _by_dtype(items):
-        exchange = _exchange([items[place] for place in places], ranks)
-        received = exchange.to_owners([cast(Tensor, items[place].tensor) for place in places]).wait()
-        for index, whole in exchange.whole(received):
-            found[places[index]] = whole
-    return found
-
-
-def _to_shards(items: Sequence[_Item], ranks: Ranks, device: torch.device) -> list[Tensor]:
-    """Send whole tensors from their owners; one message for each dtype. This rank's shard of each."""
-    found: dict[int, Tensor] = {}
-    for places in _by_dtype(items):
-        exchange = _exchange([items[place] for place in places], ranks)
-        whole = enumerate(items[place].tensor for place in places)
-        own = {index: tensor for index, tensor in whole if tensor is not None}
-        like = torch.empty(0, dtype=items[places[0]].dtype, device=device)
-        for index, shard in exchange.shards(exchange.to_shards(own, like).wait()):
-            found[places[index]] = shard
-    return [found[place] for place in range(len(items))]
-
-
 def _by_dtype(items: Sequence[_Item]) -> list[list[int]]:
     places: dict[torch.dtype, list[int]] = {}
     for place, item in enumerate(items):
         places.setdefault(item.dtype, []).append(place)
     return list(places.values())
-
-
-def _exchange(items: Sequence[_Item], ranks: Ranks) -> Exchange:
-    return Exchange([item.frame for item in items], [item.owner for item in items], ranks)

@@ -24,23 +24,24 @@ from megatron_fsdp.sharding.shards import Box
 # ---- who computes what (pure) ----------------------------------------------------------------------------------------
 
 
-def assign_owners(flops: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+def assign_owners(flops: Sequence[int], loads: list[int]) -> tuple[int, ...]:
     """Give every matrix an owner, the costliest first, each to the rank that has least to do.
 
     Args:
         flops: Cost of each matrix.
-        num_ranks: Ranks that share the work.
+        loads: What each rank has to do already, to which the costs are added.
 
     Returns:
-        The owner of each matrix; the same on every rank. The busiest rank has at most 4/3 of the least possible
-        (R. Graham, "Bounds on multiprocessing timing anomalies", 1969).
+        The owner of each matrix; the same on every rank. Without loads at the begin, the busiest rank has at most 4/3
+        of the least possible (R. Graham, "Bounds on multiprocessing timing anomalies", 1969).
     """
-    loads = [(0, rank) for rank in range(num_ranks)]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
     owners = [0] * len(flops)
     for index in sorted(range(len(flops)), key=lambda index: (-flops[index], index)):
-        load, rank = heapq.heappop(loads)
-        owners[index] = rank
-        heapq.heappush(loads, (load + flops[index], rank))
+        load, rank = heap[0]
+        owners[index], loads[rank] = rank, load + flops[index]
+        heapq.heapreplace(heap, (loads[rank], rank))
     return tuple(owners)
 
 

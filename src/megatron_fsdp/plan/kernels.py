@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -57,7 +58,7 @@ class _Attention:
     scale: float | None = None
     enable_gqa: bool = False
 
-    @property
+    @cached_property
     def mask(self) -> Tensor | None:
         """A mask to add to scores for one of booleans, as torch makes it; other masks as they are."""
         if self.attn_mask is None or self.attn_mask.dtype != torch.bool:

@@ -18,7 +18,6 @@ import torch
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.groups import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder, iteration_of
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
@@ -114,7 +113,7 @@ def _pointed(root: Path) -> int | None:
 
 def _require_sound(path: Path) -> None:
     folder = CheckpointFolder(path)
-    if Manifest.read(path) is not None:  # written by another program: only names, shapes and files can be checked
+    if folder.manifest is not None:  # written by another program: only names, shapes and files can be checked
         require_sound(folder, rank_of(None), world_size_of(None))
 
 

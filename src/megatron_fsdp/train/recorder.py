@@ -35,6 +35,7 @@ WANDB_ID_FILE = "wandb_id.txt"
 MLFLOW_ID_FILE = "mlflow_run.txt"
 _PRESET = "preset "
 _MLFLOW_EXPERIMENT = "megatron_fsdp"
+_MLFLOW_STEPS = 50  # of at most 20 values each: MLflow takes 1,000 at once
 _MLFLOW_VALUE = 500  # characters of a parameter, by MLflow's own limit
 _WANDB_STEP = "iteration"
 _WHO = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
@@ -366,6 +367,13 @@ class _TensorBoard(_Tracker):
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
+
+    def on_steps(self, records: Sequence[StepRecord]) -> None:
+        super().on_steps(records)
+        self._writer.flush()
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        super().on_evaluation(evaluation)
         self._writer.flush()
 
     def close(self) -> None:
@@ -425,9 +433,16 @@ class _Mlflow(_Tracker):
         for name, value in config.items():
             self._client.log_param(self._run_id, name, str(value)[:_MLFLOW_VALUE])
 
+    def on_steps(self, records: Sequence[StepRecord]) -> None:
+        for first in range(0, len(records), _MLFLOW_STEPS):
+            self._send([(each.step, step_scalars(each)) for each in records[first : first + _MLFLOW_STEPS]])
+
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._send([(step, scalars)])
+
+    def _send(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self._metric(name, value, now_ms, step) for name, value in scalars.items()]
+        metrics = [self._metric(name, value, now_ms, step) for step, found in values for name, value in found.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Pa
     for key, (values, boxes) in tensors.items():
         read = partial(_box_of, values)
         sources.append(TensorSource(key, tuple(values.shape), values.dtype, boxes, read))
-    write_sources(path, sources, {})
+    write_sources(path, sources, {}, is_alone=True)
     return CheckpointFolder(path)
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.naming import alike
 from megatron_fsdp.checkpoint.tools.diff import (
     BLOCK,
     Tolerance,
@@ -127,6 +129,19 @@ def test_equal_objects_that_were_pickled_otherwise_are_equal(tmp_path: Path) -> 
     b = builders.save({"o": [shared, copied], "t": torch.zeros(1)}, tmp_path / "b")
     assert a.read_bytes("o") != b.read_bytes("o")
     assert diff(a, b).is_same
+
+
+def test_arrays_and_dtypes_inside_of_objects_are_compared(tmp_path: Path) -> None:
+    text = "a text that is written once"
+    drawn = np.arange(5, dtype=np.uint32)
+    a = builders.save({"o": [text, text, drawn], "t": torch.zeros(1)}, tmp_path / "a")
+    same = builders.save({"o": [text, text.upper().lower(), drawn], "t": torch.zeros(1)}, tmp_path / "same")
+    other = builders.save({"o": [text, text, drawn + 1], "t": torch.zeros(1)}, tmp_path / "other")
+    assert a.read_bytes("o") != same.read_bytes("o")
+    assert diff(a, same).is_same
+    assert [found.key for found in diff(a, other).differences] == ["o"]
+    assert not alike([torch.ones(2)], [torch.ones(2).double()])
+    assert not alike([drawn], [drawn.astype(np.int64)])
 
 
 NAN = math.nan

@@ -42,6 +42,9 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
         ({**DECODER, "tensor_model_parallel_size": 2}, "the decoder of this package is not cut"),
         ({**MIXTRAL, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "give one of the two"),
         ({**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "one of the two"),
+        ({**MIXTRAL, **FSDP2, "num_experts": 3, "expert_model_parallel_size": 2}, "does not divide --num-experts 3"),
+        ({**LLAMA, **FSDP2, "expert_model_parallel_size": 2}, "does not divide --num-experts None"),
+        ({**LLAMA, **FSDP2, "pipeline_model_parallel_size": 4}, "is more than --num-layers 2"),
         (
             {**MIXTRAL, **SHARDED, "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2},
             "and expert-parallel ones .2. lie across",

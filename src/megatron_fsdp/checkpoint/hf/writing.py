@@ -268,9 +268,9 @@ class Exchange:
 
     def _given(self, portion: Portion | None, moves: Sequence[Move]) -> torch.Tensor:
         """Return what this rank sends to one writer, as bytes."""
-        flat = [torch.empty(0, dtype=torch.uint8, device=self.device)]
+        flat, rank = [torch.empty(0, dtype=torch.uint8, device=self.device)], rank_of(self.group)
         for move in moves:
-            if portion is not None and move.source == rank_of(self.group):
+            if portion is not None and move.source == rank:
                 held = next(view for box, view in self.pieces[move.name] if box == move.held)
                 values = held[move.box.inside(move.held).indices].to(portion[0].dtype)
                 flat.append(values.reshape(-1).view(torch.uint8).to(self.device))

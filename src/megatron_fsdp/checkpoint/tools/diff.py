@@ -111,8 +111,9 @@ def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference |
         found = _sizes_in_words(read_file(left), read_file(right))
     except OSError as error:
         raise CheckpointError(f"{COMMON_FILE} cannot be read: {error.strerror}") from error
-    same = found is None or alike(load_object_file(left), load_object_file(right))
-    return None if same else Difference(COMMON_FILE, "object", str(found))
+    if found is None or alike(load_object_file(left), load_object_file(right)):
+        return None
+    return Difference(COMMON_FILE, "object", found)
 
 
 def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance) -> Difference | None:
@@ -129,8 +130,9 @@ def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, toleranc
     if type(left) is not type(right):
         return Difference(key, "type", both)
     told = _sizes_in_words(a.read_bytes(key), b.read_bytes(key))
-    same = told is None or alike(a.read_object(key), b.read_object(key))
-    return None if same else Difference(key, "object", str(told))
+    if told is None or alike(a.read_object(key), b.read_object(key)):
+        return None
+    return Difference(key, "object", told)
 
 
 def _sizes_in_words(left: bytes, right: bytes) -> str | None:

@@ -162,7 +162,7 @@ def from_torch_save(
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes = _tied(tensors)
     with new_folder(target) as temporary:
-        write_sources(temporary, _sources(leaves, chunk_bytes, notes), paths)
+        write_sources(temporary, _sources(leaves, chunk_bytes, notes), paths, is_alone=True)
     nbytes = sum(value.nbytes for value in tensors.values())
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
 

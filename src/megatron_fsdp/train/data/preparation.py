@@ -351,7 +351,7 @@ def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, spli
             for (text, side, is_last), ids in zip(batch, encoded, strict=True):
                 whole = np.concatenate([ids, end]) if is_last else ids
                 is_held_out = side == "held_out"
-                (held_out if is_held_out else training).write(whole.astype(dtype).tobytes())
+                (held_out if is_held_out else training).write(whole.astype(dtype, copy=False).tobytes())
                 counts[is_held_out] += len(whole)
                 if is_held_out:
                     held_out_bytes += len(text.encode()) + is_last

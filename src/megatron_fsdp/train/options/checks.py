@@ -297,7 +297,7 @@ def _wrong_recomputation(options: Options) -> Iterator[str]:
 def check_sizes(options: Options, sizes: Sizes) -> None:
     """Refuse sizes that the model or other options rule out, as far as options tell.
 
-    Layers, heads and experts are checked when the model is cut.
+    What only the configuration of a model of transformers tells, such as its heads, is checked when the model is cut.
     """
     _raise_first(_wrong_sizes(options, sizes))
 
@@ -333,6 +333,16 @@ def _wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
         yield (
             f"--seq-length {length} is no multiple of --tensor-model-parallel-size {sizes.tensor}, over which "
             "--sequence-parallel cuts it: give a multiple"
+        )
+    if model.source is None and model.num_layers is not None and model.num_layers < sizes.pipeline:
+        yield (
+            f"--pipeline-model-parallel-size {sizes.pipeline} is more than --num-layers {model.num_layers}: every "
+            "stage needs a layer"
+        )
+    if model.source is None and sizes.expert > 1 and (model.num_experts is None or model.num_experts % sizes.expert):
+        yield (
+            f"--expert-model-parallel-size {sizes.expert} does not divide --num-experts {model.num_experts}: give a "
+            "number of experts that it divides"
         )
 
 
