@@ -63,8 +63,8 @@ def test_a_parameter_that_wants_a_bucket_of_its_own_gets_one_and_stops_nobody() 
 def test_the_plan_keeps_what_is_frozen_in_the_root() -> None:
     plan = plan_buckets([info("x", 3, requires_grad=False), *FOUR], "Net", [("tied", "a")], 1_000)
     root, bucket = plan.units
-    assert (root.name, root.parameters, root.class_name, root.is_module) == ("", ("x",), "Net", True)
-    assert (bucket.name, bucket.parameters, bucket.is_module) == ("bucket 1", ("a", "b", "c", "d"), False)
+    assert (root.name, root.parameters, root.class_name, root.modules) == ("", ("x",), "Net", ("",))
+    assert (bucket.name, bucket.parameters, bucket.modules) == ("bucket 1", ("a", "b", "c", "d"), ())
     assert plan.aliases == (("tied", "a"),)
     assert "1,000" in plan.source
     assert "one bucket per kind" in plan_buckets(FOUR, "Net", [], None).source

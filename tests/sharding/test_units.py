@@ -75,9 +75,9 @@ def owned(plan: UnitPlan) -> dict[str, list[str]]:
 def test_the_root_comes_first_and_owns_the_rest() -> None:
     assert find_units(Model(2), [Block]) == UnitPlan(
         units=(
-            UnitSpec("", ("embed.weight", "head.weight"), "Model"),
-            UnitSpec("layers.0", block_parameters("layers.0"), "Block"),
-            UnitSpec("layers.1", block_parameters("layers.1"), "Block"),
+            UnitSpec.of_module("", ("embed.weight", "head.weight"), "Model"),
+            UnitSpec.of_module("layers.0", block_parameters("layers.0"), "Block"),
+            UnitSpec.of_module("layers.1", block_parameters("layers.1"), "Block"),
         ),
         source="given classes Block",
         aliases=(),

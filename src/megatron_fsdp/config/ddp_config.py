@@ -58,7 +58,8 @@ class DistributedDataParallelConfig:
         use_custom_fsdp: Former name of ``use_megatron_fsdp``; mapped onto it with a ``DeprecationWarning``.
         data_parallel_sharding_strategy: ``"no_shard"``, ``"optim"``, ``"optim_grads"`` or ``"optim_grads_params"``.
         gradient_reduce_div_fusion: Fuse the gradient factor into the reduction.
-        suggested_communication_unit_size: Elements to communicate at once; also bounds prefetching.
+        suggested_communication_unit_size: Elements to communicate at once: small neighbouring units are merged up to
+            it; also bounds prefetching.
         keep_fp8_transpose_cache: Keep transposed float8 weights.
         nccl_ub: Register communication buffers with NCCL; sets ``fsdp_double_buffer``.
         fsdp_double_buffer: Keep two fixed communication buffers in place of allocating one per use.

@@ -4,6 +4,7 @@ They are resolved once, in the public call, and read where they take effect: lay
 `engine/domains.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest in `engine/wrap.py`.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -39,6 +40,9 @@ _SLOTS = 2
 _LEAST_BUCKET_NUMEL = 40_000_000
 _BUCKET_NUMEL_PER_RANK = 1_000_000
 
+MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
+"""Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""
+
 
 @dataclass(frozen=True)
 class MemoryOptions:
@@ -50,7 +54,9 @@ class MemoryOptions:
         may_grow: Whether a larger prefetch size may bring more slots.
         forward_depth: How many units to gather ahead in forward.
         backward_depth: How many units to gather ahead in backward.
-        communication_unit_numel: Elements to gather ahead and to have in reduction; None: one unit ahead, two buckets.
+        communication_unit_numel: Elements to communicate at once, to gather ahead and to have in reduction; None: small
+            units together, one unit ahead, two buckets.
+        message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks.
         bucket_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
         is_bucketed: Whether they are divided into groups at all.
         fine_grained: Whether the modules inside units become units.
@@ -64,6 +70,7 @@ class MemoryOptions:
     forward_depth: int = 1
     backward_depth: int = 1
     communication_unit_numel: int | None = None
+    message_bytes: int | None = None
     bucket_numel: int | None = None
     is_bucketed: bool = True
     fine_grained: bool = False
@@ -201,12 +208,22 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         forward_depth=forward,
         backward_depth=backward,
         communication_unit_numel=config.suggested_communication_unit_size,
+        message_bytes=0 if allocator in DOUBLE_BUFFERS else _message_bytes(),  # which want units of one size
         bucket_numel=config.bucket_size,
         is_bucketed=not given["disable_bucketing"],
         fine_grained=fine_grained,
         whole_types=whole_types,
         idle=idle,
     )
+
+
+def _message_bytes() -> int | None:
+    given = os.environ.get(MESSAGE_VARIABLE)
+    if given is not None and not given.isdecimal():
+        raise ConfigurationError(
+            f"{MESSAGE_VARIABLE}={given} is not a number of bytes; set it to 0 to merge no units, or leave it unset"
+        )
+    return None if given is None else int(given)
 
 
 def _allocator(

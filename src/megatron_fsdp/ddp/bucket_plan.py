@@ -59,9 +59,9 @@ def plan_buckets(
     frozen = tuple(info.name for info in parameters if not info.requires_grad)
     buckets = cut_buckets(parameters, bucket_numel, alone)
     size = "one bucket per kind" if bucket_numel is None else f"closed at {bucket_numel:,} parameters"
-    units = [UnitSpec("", frozen, root_class)]
+    units = [UnitSpec.of_module("", frozen, root_class)]
     units += [
-        UnitSpec(BUCKET_NAME.format(number), names, "parameters", is_module=False)
+        UnitSpec(BUCKET_NAME.format(number), names, "parameters", modules=())
         for number, names in enumerate(buckets, start=1)
     ]
     return UnitPlan(tuple(units), f"buckets in backward order, {size}", tuple(aliases))

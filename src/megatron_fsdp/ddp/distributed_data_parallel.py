@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.domains import Sharding
 from megatron_fsdp.engine.engine import Engine, EngineParts
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
@@ -70,10 +69,10 @@ class BucketGrouping:
         """Make the engine, without hooks."""
         return BucketEngine(parts, self.gather_mode)
 
-    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
+    def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks that drive the engine."""
         assert isinstance(engine, BucketEngine)
-        register_bucket_hooks(engine, modules[ROOT])
+        register_bucket_hooks(engine, root)
 
 
 class DistributedDataParallel(MegatronFSDP):

@@ -46,9 +46,9 @@ class BucketEngine(Engine):
         """Whether weights are waited for where modules read them, not before the forward."""
         return self.scheduler.config.gathers and self.scheduler.gather_mode is not GatherMode.AT_ONCE
 
-    def pre_forward(self, index: int) -> None:
+    def pre_forward(self, index: int, position: int = 0) -> None:
         """Start the gathers of the model's forward, or of one inside a recomputation, and show what is ready."""
-        super().pre_forward(index)
+        super().pre_forward(index, position)
         if self.scheduler.in_backward or not self.scheduler.config.gathers:
             self._show(self._buckets)
             return
@@ -73,9 +73,9 @@ class BucketEngine(Engine):
             self.executor.run(self.scheduler.weights_read(buckets))
             self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].shows_unsharded])
 
-    def post_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
+    def post_forward(self, index: int, needs_backward: bool, failed: bool = False, position: int = 0) -> ForwardCall:
         """Gather the rest and show the sharded parameters: the model's forward has run or failed."""
-        call = super().post_forward(index, needs_backward, failed)
+        call = super().post_forward(index, needs_backward, failed, position)
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())

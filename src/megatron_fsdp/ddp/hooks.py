@@ -13,7 +13,6 @@ from megatron_fsdp.ddp.bucket_plan import plan_readers
 from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.engine.engine import live_engine
 from megatron_fsdp.engine.hooks import register_hooks, uncompiled
-from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.errors import ShardOperationError
 
 _ADVICE = (
@@ -28,7 +27,7 @@ def register_bucket_hooks(engine: BucketEngine, model: nn.Module) -> None:
     # Each hook is prepended, and readers have to run after the engine's pre-forward hook.
     if engine.waits_for_readers:
         Readers(engine, model).register()
-    register_hooks(engine, {ROOT: model})
+    register_hooks(engine, model)
 
 
 class Readers:

@@ -62,12 +62,13 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 
 
 class ForwardCall:
-    """One forward of a unit; its backward refers to it."""
+    """One forward of a unit's module at `position`; its backward refers to it."""
 
-    __slots__ = ("last_backward", "unit", "weights_version")
+    __slots__ = ("last_backward", "position", "unit", "weights_version")
 
-    def __init__(self, unit: int, weights_version: int) -> None:
+    def __init__(self, unit: int, position: int, weights_version: int) -> None:
         self.unit = unit
+        self.position = position
         self.weights_version = weights_version
         self.last_backward = -1
 
@@ -148,8 +149,8 @@ class Engine:
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, index: int) -> None:
-        """Unshard a unit: its forward is about to run."""
+    def pre_forward(self, index: int, position: int = 0) -> None:
+        """Unshard a unit: the forward of its module at `position` is about to run."""
         if self.full_units and torch.is_grad_enabled():
             raise ScheduleError(
                 f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
@@ -174,15 +175,15 @@ class Engine:
                 "call reset() on the model on every rank and go on with the next batch"
             )
         self.executor.run(self.scheduler.forward_begins(index))
-        self.units[index].show_unsharded()
+        self.units[index].show_unsharded(position)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, index)
 
-    def post_forward(self, index: int, needs_backward: bool, failed: bool = False) -> ForwardCall:
-        """Show the sharded parameters again: the unit's forward has run or failed."""
+    def post_forward(self, index: int, needs_backward: bool, failed: bool = False, position: int = 0) -> ForwardCall:
+        """Show the sharded parameters again: the forward of the unit's module has run or failed."""
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
         if not depth:
-            return ForwardCall(index, _NEVER)  # another hook failed before the forward began
+            return ForwardCall(index, position, _NEVER)  # another hook failed before the forward began
         if self.observers.active:
             self.observers.leaves(Phase.FORWARD, index, failed)
         weights_version = self.scheduler.forward_ends(index, needs_backward)
@@ -193,7 +194,7 @@ class Engine:
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
             self.executor.end_forward(failed)
-        return ForwardCall(index, weights_version)
+        return ForwardCall(index, position, weights_version)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -336,7 +337,7 @@ class Engine:
                 "zero_dp_strategy 0 to 2"
             )
         self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version))
-        self.units[call.unit].show_unsharded()  # recomputation inside the unit calls none of its hooks
+        self.units[call.unit].show_unsharded(call.position)  # recomputation inside the module calls no hooks of it
         self._unsharded_for_backward.add(call.unit)
         if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)

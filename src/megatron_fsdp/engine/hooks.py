@@ -26,23 +26,28 @@ _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """Types that cannot contain a tensor."""
 
 
-def register_hooks(engine: Engine, modules: Mapping[int, nn.Module]) -> None:
+def register_hooks(engine: Engine, root: nn.Module) -> None:
     """Register all hooks of one model."""
     reference = weakref.ref(engine)
-    unit_modules = {id(module) for module in modules.values()}
-    for index, module in modules.items():
+    modules = [
+        (unit.index, position, root.get_submodule(path))
+        for unit in engine.units
+        for position, path in enumerate(unit.modules)
+    ]
+    unit_modules = {id(module) for *_, module in modules}
+    for index, position, module in modules:
         watch = None
         if index != ROOT and engine.units[index].lives_in_slots:
             watch = AuxiliaryOutputs(module, unit_modules)
-        before = partial(_pre_forward, reference, index, watch)
-        after = partial(_post_forward, reference, index, watch)
+        before = partial(_pre_forward, reference, index, position, watch)
+        after = partial(_post_forward, reference, index, position, watch)
         if is_compiled_in_place(module):
             surround(module, before, after)
             continue
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         module.register_forward_pre_hook(uncompiled(before), prepend=True)
         module.register_forward_hook(uncompiled(after), always_call=True)
-    for inner in _outside_of_units(modules[ROOT], unit_modules):
+    for inner in _outside_of_units(root, unit_modules):
         entry = _RootForward(reference)
         inner.register_forward_pre_hook(uncompiled(entry.enter), prepend=True)
     for unit in engine.units:
@@ -63,18 +68,24 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _pre_forward(
-    reference: weakref.ref[Engine], index: int, watch: AuxiliaryOutputs | None, _module: nn.Module, _args: Any
+    reference: weakref.ref[Engine],
+    index: int,
+    position: int,
+    watch: AuxiliaryOutputs | None,
+    _module: nn.Module,
+    _args: Any,
 ) -> None:
     if watch is not None:
         watch.begin()
     engine = live_engine(reference)
     if index not in engine.full_units:
-        engine.pre_forward(index)
+        engine.pre_forward(index, position)
 
 
 def _post_forward(
     reference: weakref.ref[Engine],
     index: int,
+    position: int,
     watch: AuxiliaryOutputs | None,
     _module: nn.Module,
     _args: Any,
@@ -94,7 +105,7 @@ def _post_forward(
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
-    call = engine.post_forward(index, bool(outputs), failed)
+    call = engine.post_forward(index, bool(outputs), failed, position)
     if computes_gradients and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
@@ -124,7 +135,7 @@ class _RootForward:
         scheduler = live_engine(self._reference).scheduler
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
-            _pre_forward(self._reference, ROOT, None, module, args)
+            _pre_forward(self._reference, ROOT, 0, None, module, args)
             if not self._leaves:
                 module.register_forward_hook(uncompiled(self._leave), always_call=True)
                 self._leaves = True
@@ -134,7 +145,7 @@ class _RootForward:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """End the root's forward, if this call began it."""
         if self._opened and self._opened.pop():
-            return _post_forward(self._reference, ROOT, None, module, args, output)
+            return _post_forward(self._reference, ROOT, 0, None, module, args, output)
         return output
 
 

@@ -341,7 +341,7 @@ def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], de
     Raises:
         ConfigurationError: A method left something without a value, or wrote where it must not.
     """
-    unit_tops = [root.get_submodule(unit.name) for unit in units if unit.name and unit.is_module]
+    unit_tops = [root.get_submodule(path) for unit in units for path in unit.modules if path]
     store = {
         name: partial(group.store, index)
         for unit in units

@@ -118,10 +118,10 @@ class StructureCheck:
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        unit_modules = {unit.label: module.get_submodule(unit.name) for unit in units if unit.is_module}
+        unit_modules = [(unit.label, module.get_submodule(path)) for unit in units for path in unit.modules]
         self._compiled = [
             (label, unit_module, unit_module._compiled_call_impl)
-            for label, unit_module in unit_modules.items()
+            for label, unit_module in unit_modules
             if unit_module._compiled_call_impl is not None
         ]
         self._modules = tuple(module.named_modules())

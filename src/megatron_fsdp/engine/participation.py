@@ -18,17 +18,18 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 @dataclass(frozen=True)
 class UnitCall:
-    """A unit whose forward is replaced, and the units that this forward would call, in order."""
+    """A unit's module whose forward is replaced, and the units that this forward would call, in order."""
 
     unit: int
+    position: int
     inner: tuple[UnitCall, ...] = ()
 
 
-def unit_calls(module: nn.Module, index_of: Mapping[int, int]) -> tuple[UnitCall, ...]:
+def unit_calls(module: nn.Module, place_of: Mapping[int, tuple[int, int]]) -> tuple[UnitCall, ...]:
     """Return the units of a module as its forward calls them, if modules run in the order of their registration."""
-    inner = tuple(call for child in module.children() for call in unit_calls(child, index_of))
-    own = index_of.get(id(module))
-    return inner if own is None else (UnitCall(own, inner),)
+    inner = tuple(call for child in module.children() for call in unit_calls(child, place_of))
+    own = place_of.get(id(module))
+    return inner if own is None else (UnitCall(*own, inner),)
 
 
 def calls_of(
@@ -45,7 +46,11 @@ def calls_of(
     Raises:
         ConfigurationError: A module is not part of the model.
     """
-    index_of = {id(root.get_submodule(unit.name)): unit.index for unit in engine.units if unit.is_module}
+    place_of = {
+        id(root.get_submodule(path)): (unit.index, position)
+        for unit in engine.units
+        for position, path in enumerate(unit.modules)
+    }
     known = {id(part) for part in root.modules()}
     whole = root if module is None else module
     stages = None if order is None else tuple(order)
@@ -56,10 +61,10 @@ def calls_of(
                 "of model.module, or None for all of it"
             )
     if stages is None:
-        return unit_calls(whole, index_of)
-    inner = tuple(call for stage in stages for call in unit_calls(stage, index_of))
-    own = index_of.get(id(whole))
-    return inner if own is None else (UnitCall(own, inner),)
+        return unit_calls(whole, place_of)
+    inner = tuple(call for stage in stages for call in unit_calls(stage, place_of))
+    own = place_of.get(id(whole))
+    return inner if own is None else (UnitCall(*own, inner),)
 
 
 def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tensor:
@@ -83,15 +88,15 @@ def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tens
 
 def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     try:
-        engine.pre_forward(call.unit)
+        engine.pre_forward(call.unit, call.position)
         for inner in call.inner:
             hidden = _communicate_for(engine, inner, hidden)
     except BaseException:
-        engine.post_forward(call.unit, needs_backward=False, failed=True)
+        engine.post_forward(call.unit, needs_backward=False, failed=True, position=call.position)
         raise
     trainable = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
     needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trainable)
-    forward = engine.post_forward(call.unit, needs_backward)
+    forward = engine.post_forward(call.unit, needs_backward, position=call.position)
     if not needs_backward:
         return hidden
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so there is a backward in any case

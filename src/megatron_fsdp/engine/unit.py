@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -32,7 +33,7 @@ class Unit:
     Attributes:
         index: Position in the plan; 0 is the root.
         name: Fully qualified name of the module; empty for the root.
-        is_module: Whether there is a module of that name; else the parameters belong to several.
+        modules: Paths of its modules: one, or several small neighbours; none where it is a bucket of parameters.
         shows_unsharded: Whether the module tree holds the full parameters now.
         groups: Its parameter groups; none where the module owns no parameter of its own.
     """
@@ -43,19 +44,20 @@ class Unit:
         name: str,
         groups: Sequence[ParameterGroup],
         sites: Sequence[Sequence[ParameterSites]],
-        is_module: bool = True,
+        modules: Sequence[str] = (),
     ) -> None:
         self.index = index
         self.name = name
-        self.is_module = is_module
+        self.modules = tuple(modules)
         self.groups = tuple(groups)
         self._sites = tuple(tuple(of_group) for of_group in sites)
-        self._swaps = tuple(_swaps(self.groups, self._sites))
+        self._swaps = _swaps(self.groups, self._sites, self.modules)
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
         self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
         self._placed_in: Block | None = None
         self.shows_unsharded = False
+        self._swapped = set(range(len(self._swaps)))  # modules that may not hold the sharded parameters
         self._tickets: list[Ticket] = []
         self._outer_tickets: list[Ticket] = []
         self._outer_gather_is_due = False  # the last update was not gathered over the outer ranks yet
@@ -182,15 +184,18 @@ class Unit:
             self._gathered[position] = full
             group.place(full)
 
-    def show_unsharded(self) -> None:
-        """Put the full parameters into the module tree.
+    def show_unsharded(self, position: int | None = None) -> None:
+        """Put the full parameters into all modules, or into the one at `position`.
 
         Raises:
             ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
         """
         self.shows_unsharded = True
+        chosen = range(len(self._swaps)) if position is None else (position,)
+        self._swapped.update(chosen)
         # Written into the modules' own dictionaries: `nn.Module.__setattr__` takes most of the time of a swap.
-        for module, namespace, attribute, param, sharded, is_plain in self._swaps:
+        swaps = chain.from_iterable(self._swaps[inside] for inside in chosen)
+        for module, namespace, attribute, param, sharded, is_plain in swaps:
             held = namespace["_parameters"]
             found = held.get(attribute)
             if found is not sharded and found is not param:
@@ -225,14 +230,16 @@ class Unit:
     def show_sharded(self) -> None:
         """Put the sharded parameters into the module tree."""
         self.shows_unsharded = False
-        for module, namespace, attribute, _, param, is_plain in self._swaps:
-            if is_plain:
-                namespace["_parameters"][attribute] = param
-            else:
-                setattr(module, attribute, param)
+        while self._swapped:
+            for module, namespace, attribute, _, param, is_plain in self._swaps[self._swapped.pop()]:
+                if is_plain:
+                    namespace["_parameters"][attribute] = param
+                else:
+                    setattr(module, attribute, param)
 
     def show_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put given parameters into the module tree, one per parameter of each group."""
+        self._swapped.update(range(len(self._swaps)))
         for params, sites in zip(copies, self._sites, strict=True):
             for param, places in zip(params, sites, strict=True):
                 for module, attribute in places:
@@ -274,8 +281,14 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module).__setattr__ is nn.Module.__setattr__
 
 
-def _swaps(groups: Sequence[ParameterGroup], sites: Sequence[Sequence[ParameterSites]]) -> Iterator[_Swap]:
+def _swaps(
+    groups: Sequence[ParameterGroup], sites: Sequence[Sequence[ParameterSites]], modules: Sequence[str]
+) -> tuple[tuple[_Swap, ...], ...]:
+    """Return the swaps inside each of a unit's modules; all together where it has one, or none."""
+    found: list[list[_Swap]] = [[] for _ in modules or ("",)]
     for group, of_group in zip(groups, sites, strict=True):
-        for full, sharded, places in zip(group.full, group.sharded, of_group, strict=True):
+        for name, full, sharded, places in zip(group.names, group.full, group.sharded, of_group, strict=True):
+            inside = next(i for i, path in enumerate(modules) if name.startswith(f"{path}.")) if len(found) > 1 else 0
             for module, attribute in places:
-                yield module, module.__dict__, attribute, full, sharded, _is_plain(module)
+                found[inside].append((module, module.__dict__, attribute, full, sharded, _is_plain(module)))
+    return tuple(map(tuple, found))

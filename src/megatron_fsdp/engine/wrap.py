@@ -54,6 +54,8 @@ from megatron_fsdp.sharding.units import (
     cut_groups,
     find_units,
     group_parameters,
+    merge_small_units,
+    message_bytes,
     plan_lines,
     refine_units,
 )
@@ -78,8 +80,8 @@ class Grouping(Protocol):
         """Make the engine, without hooks."""
         ...
 
-    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
-        """Register the hooks; `modules` are those of the units that are modules, by index."""
+    def connect(self, engine: Engine, root: nn.Module) -> None:
+        """Register the hooks on the model and its modules."""
         ...
 
 
@@ -95,11 +97,9 @@ class UnitGrouping:
     unit_modules: Sequence[type[nn.Module] | str] | str | None
     memory: MemoryOptions
 
-    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:  # noqa: ARG002
-        """Find the units, and refine them for fine-grained gathers."""
-        plan = find_units(module, self.unit_modules)
-        self.memory.check_plan(len(plan.units) - 1)
-        return refine_units(module, plan, self.memory.whole_types) if self.memory.fine_grained else plan
+    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
+        """Find the units; refine them for fine-grained gathers, or merge small neighbours."""
+        return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks)
 
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
@@ -109,9 +109,32 @@ class UnitGrouping:
         """Make the engine, without hooks."""
         return Engine(parts)
 
-    def connect(self, engine: Engine, modules: Mapping[int, nn.Module]) -> None:
-        """Register the hooks on modules."""
-        register_hooks(engine, modules)
+    def connect(self, engine: Engine, root: nn.Module) -> None:
+        """Register the hooks on the model and its modules."""
+        register_hooks(engine, root)
+
+
+def plan_units(
+    module: nn.Module, unit_modules: Sequence[type[nn.Module] | str] | str | None, memory: MemoryOptions, num_ranks: int
+) -> UnitPlan:
+    """Find the units of a model; refine them for fine-grained gathers, or merge small neighbours; it is only read.
+
+    Raises:
+        ConfigurationError: The units cannot be found, or an option has no effect on them.
+        TypeError: `unit_modules` holds what is no class of modules.
+    """
+    plan = find_units(module, unit_modules)
+    memory.check_plan(len(plan.units) - 1)
+    if memory.fine_grained:
+        return refine_units(module, plan, memory.whole_types)
+    local = {name: local_part(param) for name, param in module.named_parameters()}
+    held = [sum(local[name].nbytes for name in unit.parameters) for unit in plan.units]
+    if memory.message_bytes is not None:
+        return merge_small_units(plan, held, memory.message_bytes)
+    if memory.communication_unit_numel is not None:
+        numels = [sum(local[name].numel() for name in unit.parameters) for unit in plan.units]
+        return merge_small_units(plan, numels, memory.communication_unit_numel)
+    return merge_small_units(plan, held, message_bytes(held[1:], num_ranks))
 
 
 @dataclass(frozen=True)
@@ -169,8 +192,7 @@ def assemble(
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     _add_gradient_checks(engine, options, device)
-    modules = {index: module.get_submodule(spec.name) for index, spec in enumerate(plan.units) if spec.is_module}
-    grouping.connect(engine, modules)
+    grouping.connect(engine, module)
     register_load_hooks(engine, module)
     engine.structure = StructureCheck(module, units)
     if options.fuses_weight_gradients:
@@ -276,7 +298,7 @@ def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: 
     """List what every data-parallel rank must have in common; experts may differ between ranks."""
     chosen = [f"{name}={value}" for name, value in vars(options).items()]
     units = [f"unit {spec.name!r} of {spec.class_name}" for spec in plan.units]
-    if not all(spec.is_module for spec in plan.units):
+    if not all(spec.modules for spec in plan.units):
         units.append(plan.source)  # made-up names do not identify their parameters
     params = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{_device_note(p)}"
@@ -357,7 +379,7 @@ def build_units(
             group_plan, frames = plans.plan(group_spec, params)
             groups.append(ParameterGroup(group_plan, params, frames))
             del params
-        unit = Unit(index, spec.name, groups, group_sites, spec.is_module)
+        unit = Unit(index, spec.name, groups, group_sites, spec.modules)
         unit.show_sharded()
         if index:  # the root is whole wherever a forward can read its weights
             unit.set_error_owner(plan.remedy(spec))

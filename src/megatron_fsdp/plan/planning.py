@@ -409,7 +409,7 @@ def rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile
 
 def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
     """Profile a microbatch, by formulas or by running it once on the meta device."""
-    setup, names = model.setup, [unit.name for unit in model.units]
+    setup, names = model.setup, [path for unit in model.units for path in unit.modules]
     if workload.share is not None:
         return share_profile(workload.share, setup, workload.module, names)
     return profile_compute(

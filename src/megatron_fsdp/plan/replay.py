@@ -217,7 +217,7 @@ class _Replay:
         self._exchange_s = _waits(profile, () if setup.overlap_exchanges else exchanges, setup, machine)
         self._saved_bytes = int(profile.kept_bytes * saved_microbatches)
         self._units = tuple(_Unit(index, unit, setup) for index, unit in enumerate(model.units))
-        self._index = {unit.name: index for index, unit in enumerate(model.units)}
+        self._index = {path: index for index, unit in enumerate(model.units) for path in unit.modules}
         self._owners = {
             info.name: self._units[index]
             for index, unit in enumerate(model.units)

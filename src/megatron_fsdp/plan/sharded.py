@@ -21,16 +21,14 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
-from megatron_fsdp.engine.wrap import parameter_info
+from megatron_fsdp.engine.wrap import parameter_info, plan_units
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan.setup import Setup
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.units import (
     ParameterInfo,
     cut_groups,
-    find_units,
     group_parameters,
-    refine_units,
 )
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
@@ -43,13 +41,15 @@ class PlannedUnit:
     """One unit and its parameter groups.
 
     Attributes:
-        name: Of its module; empty for the root.
-        class_name: Of the module's class.
+        name: Of its module, or of several small neighbours; empty for the root.
+        class_name: Of the modules' class.
+        modules: Paths of its modules.
         groups: What was decided for each of its parameter groups.
     """
 
     name: str
     class_name: str
+    modules: tuple[str, ...]
     groups: tuple[GroupPlan, ...]
 
     @property
@@ -128,17 +128,14 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
         ConfigurationError: As `fully_shard` would for the model and these options.
         ParallelSizeError: Experts cannot be divided over the expert-parallel ranks.
     """
-    given: Any = fsdp_unit_modules
-    found = find_units(module, given)
-    setup.memory.check_plan(len(found.units) - 1)
-    if setup.memory.fine_grained:
-        found = refine_units(module, found, setup.memory.whole_types)
+    num_ranks = setup.ranks.inner * setup.ranks.dp_outer
+    found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks)
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
     sharding = _sharding(setup)
     known: dict[object, GroupPlan] = {}  # a model of 126 equal layers has one layout
-    cut_numel = setup.memory.bucket_numel_on(setup.ranks.inner * setup.ranks.dp_outer)
+    cut_numel = setup.memory.bucket_numel_on(num_ranks)
     units = []
     for index, spec in enumerate(found.units):
         infos = [_info(name, params[name], sharding, setup) for name in spec.parameters]
@@ -150,7 +147,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
                 originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in group.parameters]
                 known[alike] = sharding.plan_group(group, originals)
             groups.append(replace(known[alike], spec=group))
-        units.append(PlannedUnit(spec.name, spec.class_name, tuple(groups)))
+        units.append(PlannedUnit(spec.name, spec.class_name, spec.modules, tuple(groups)))
     memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
     return PlannedModel(setup, tuple(units), found.source, memory)
 
