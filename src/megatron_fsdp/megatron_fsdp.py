@@ -713,7 +713,8 @@ class MegatronFSDP(nn.Module):
         inside, the sharded parameters are back afterwards. Memory: the copies and one group. Collective.
 
         Args:
-            module: Open the units that own parameters of this module, and no others; None: all.
+            module: Open the units that own parameters of this module, and no others; None: all. Small neighbours that
+                were merged into one unit are opened together.
             writeback: At the end copy the values of the copies into main and compute weights. Every rank has to write
                 the same values; they are compared (one number per tensor) and nothing is copied where they differ.
                 After an exception nothing is copied either.
@@ -725,7 +726,8 @@ class MegatronFSDP(nn.Module):
                 wrote different values, or a parameter was replaced (both on every rank).
         """
         engine = self._engine
-        units = list(engine.units) if module is None else engine.units_of(module.parameters())
+        inside = None if module is None else {id(part) for part in module.modules()}
+        units = [unit for unit in engine.units if inside is None or unit.has_parameters_in(inside)]
         if not units:
             raise ConfigurationError(
                 f"a {type(module).__name__} owns no parameter of this model; give one of its modules, or None for all"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -244,6 +244,11 @@ class Unit:
             for param, places in zip(params, sites, strict=True):
                 for module, attribute in places:
                     set_parameter(module, attribute, param)
+
+    def has_parameters_in(self, modules: Collection[int]) -> bool:
+        """Return whether any module whose id is given holds a parameter of the unit."""
+        places = chain.from_iterable(chain.from_iterable(self._sites))
+        return any(id(module) in modules for module, _ in places)
 
     def holds_copy(self, position: int, index: int, copy: nn.Parameter) -> bool:
         """Return whether parameter `index` of a group is `copy` in every place of the module tree."""

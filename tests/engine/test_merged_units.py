@@ -1,0 +1,265 @@
+"""Small neighbouring units that are merged: which ones, in how many messages, and with the results of one process."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes
+from tests.conftest import RunRanks
+from tests.support.arrangements import Arrangement
+from tests.support.models import ModelCase
+from tests.support.parity import fixed_seed
+from tests.support.seams import engine_of
+from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs
+from tests.support.usage_models import FEATURES, Layer, Ordered, Penalised, Recomputed, vector_case
+
+LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
+MIB = 2**20
+Sharded = tuple[MegatronFSDP, torch.optim.Optimizer]
+
+# ---- which units are merged: pure --------------------------------------------------------------------------------
+
+
+def names(plan: UnitPlan) -> list[str]:
+    return [unit.name for unit in plan.units]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0, ["", "layers.0", "layers.1", "layers.2", "layers.3", "layers.4"]),
+        (3, ["", "layers.0..1", "layers.2..4"]),  # even parts, of three at most
+        (9, ["", "layers.0..4"]),
+    ],
+)
+def test_a_run_is_cut_into_as_few_even_parts_as_the_limit_allows(limit: int, expected: list[str]) -> None:
+    sizes = [10, *[LAYER_BYTES] * 5]
+    plan = merge_small_units(find_units(Ordered(layers=5), [Layer]), sizes, limit * LAYER_BYTES)
+    assert names(plan) == expected
+    paths = [path for unit in plan.units[1:] for path in unit.modules]
+    assert paths == [f"layers.{k}" for k in range(5)]
+    assert [name for unit in plan.units[1:] for name in unit.parameters] == [
+        f"{path}.{linear}.{kind}" for path in paths for linear in ("up", "down") for kind in ("weight", "bias")
+    ]
+
+
+def test_only_numbered_neighbours_of_one_class_in_one_list_are_merged() -> None:
+    described = [
+        ("", "Net", False),
+        ("first", "Layer", False),
+        ("second", "Layer", False),
+        ("a.0", "Layer", False),
+        ("a.1", "Layer", False),
+        ("a.3", "Layer", False),
+        ("b.4", "Layer", False),
+        ("b.5", "Other", False),
+        ("b.6", "Other", False),
+        ("b.7", "Other", True),
+    ]
+    units = tuple(UnitSpec.of_module(name, (f"{name}.w",), kind, is_end=end) for name, kind, end in described)
+    merged = merge_small_units(UnitPlan(units, "given", ()), [1] * len(units), 100)
+    assert names(merged) == ["", "first", "second", "a.0..1", "a.3", "b.4", "b.5..6", "b.7"]
+    assert merged.units[3].class_name == "Layer"
+    assert (merged.source, merged.aliases) == ("given", ())
+
+
+@pytest.mark.parametrize(
+    ("unit_bytes", "num_ranks", "expected"),
+    [
+        ([100, 100], 1, 0),  # nothing is sent
+        ([100, 100], 2, 4 * MIB),
+        ([], 8, 4 * MIB),
+        ([30 * MIB, 2 * MIB], 16, 16 * MIB),
+        ([30 * MIB, 2 * MIB], 64, 30 * MIB),  # as large as slots and buckets are anyway
+    ],
+)
+def test_the_size_of_a_message_grows_with_the_ranks_while_that_costs_no_memory(
+    unit_bytes: list[int], num_ranks: int, expected: int
+) -> None:
+    assert message_bytes(unit_bytes, num_ranks) == expected
+
+
+# ---- against one process -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A setting in which units of up to so many layers are merged."""
+
+    layers: int
+    setting: Setting = field(default_factory=lambda: Setting(3))
+
+    @property
+    def arrangement(self) -> Arrangement:
+        return self.setting.arrangement
+
+    def shard(self, scenario: Scenario, model: nn.Module) -> Sharded:
+        os.environ["MFSDP_MESSAGE_BYTES"] = str(self.layers * LAYER_BYTES)
+        sharded, optimizer = self.setting.shard(scenario, model)
+        assert any(len(unit.modules) > 1 for unit in engine_of(sharded).units)
+        return sharded, optimizer
+
+
+def train(run: Run) -> None:
+    run.train(0, 1, 2)
+
+
+def accumulate(run: Run) -> None:
+    with run.no_sync():
+        (run.loss(0) / 2).backward()
+    (run.loss(1) / 2).backward()
+    run.step()
+    first, second = run.loss(2), run.loss(3)
+    (first + second).backward()
+    run.step()
+    with torch.no_grad():
+        run.loss(4)
+    run.train(5)
+
+
+def freeze_and_thaw(run: Run) -> None:
+    layer = run.module.get_submodule("layers.1")
+    for is_trained in (True, False, True):
+        layer.requires_grad_(is_trained)
+        run.loss(0).backward()
+        run.optimizer.step()
+        run.note_parameters()
+        run.optimizer.zero_grad()
+
+
+def _five() -> Ordered:
+    return Ordered((0, 1, 2, 3, 4), layers=5)
+
+
+def _out_of_order() -> Ordered:
+    return Ordered((3, 0, 4, 1, 0), layers=5)  # layer 2 is never called, layer 0 twice
+
+
+CASES: dict[str, tuple[Callable[[Run], None], ModelCase]] = {
+    "in order": (train, vector_case(_five)),
+    "accumulated": (accumulate, vector_case(_five)),
+    "in another order": (train, vector_case(_out_of_order)),
+    "frozen in between": (freeze_and_thaw, vector_case(_five)),
+    "recomputed": (accumulate, vector_case(partial(Recomputed, "units", False))),
+    "recomputed, reentrant": (train, vector_case(partial(Recomputed, "pairs", True))),
+    "with losses of their own": (train, vector_case(Penalised)),
+}
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_merged_units_equal_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
+    scenario = Scenario(*CASES[name])
+    settings = [Merged(2 + strategy % 2, Setting(strategy)) for strategy in (3, 2, 1, 0)]
+    settings.append(Merged(9))
+    tolerance = ONE_RANK if num_ranks == 1 else FP32
+    check_jobs(run_ranks, num_ranks, [(scenario, setting) for setting in settings], tolerance)
+
+
+# ---- what is sent, and who may differ ----------------------------------------------------------------------------
+
+
+def _wrap(strategy: int, message: str | None, layers: int = 6) -> Sharded:
+    os.environ.pop("MFSDP_MESSAGE_BYTES")
+    if message is not None:
+        os.environ["MFSDP_MESSAGE_BYTES"] = message
+    with fixed_seed(0):
+        model = Ordered(tuple(range(layers)), layers=layers)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+
+
+def _steps(model: MegatronFSDP, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for index in range(count):
+        x = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def messages_of_a_step(strategy: int, message: str | None) -> tuple[int, int, list[str]]:
+    model, optimizer = _wrap(strategy, message)
+    _steps(model, optimizer, 2)
+    before = model.traffic()
+    _steps(model, optimizer, 1)
+    sent = model.traffic().since(before)
+    return sent.gathers, sent.reductions, [unit.label for unit in engine_of(model).units]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message", "gathers", "reductions"),
+    [(3, "0", 11, 7), (3, str(2 * LAYER_BYTES), 5, 4), (3, None, 2, 2), (1, None, 2, 2), (0, None, 0, 2)],
+)
+def test_merged_units_take_one_message_each(
+    run_ranks: RunRanks, strategy: int, message: str | None, gathers: int, reductions: int
+) -> None:
+    for sent in run_ranks(2, messages_of_a_step, strategy, message):
+        assert sent[:2] == (gathers, reductions)
+
+
+def differ() -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        _wrap(3, str(dist.get_rank()))
+    return str(raised.value)
+
+
+def misspell() -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        _wrap(3, "4MB")
+    return str(raised.value)
+
+
+def open_one_layer() -> tuple[str, bool]:
+    model, optimizer = _wrap(3, None)
+    whole = model.full_parameters()
+    with model.full_parameters_context(model.module.layers[2]):
+        same = all(torch.equal(p, whole[f"layers.2.{n}"]) for n, p in model.module.layers[2].named_parameters())
+        with pytest.raises(ScheduleError) as raised, model.full_parameters_context(model.module.layers[3]):
+            pass
+    _steps(model, optimizer, 1)
+    return str(raised.value), same
+
+
+def test_faults_are_told_in_words(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, differ)
+    assert first == second
+    assert "message_bytes=" in first
+    assert set(run_ranks(2, misspell)) == {
+        "MFSDP_MESSAGE_BYTES=4MB is not a number of bytes; set it to 0 to merge no units, or leave it unset"
+    }
+    for told, same in run_ranks(2, open_one_layer):
+        assert same
+        assert told == "unit layers.0..5 shows its full parameters already; leave that full_parameters_context first"
+
+
+def save(folder: str, message: str | None) -> dict[str, torch.Tensor]:
+    model, optimizer = _wrap(3, message)
+    _steps(model, optimizer, 2)
+    save_checkpoint(model, optimizer, folder, iteration=2)
+    _steps(model, optimizer, 2)
+    return model.full_parameters()
+
+
+def load(folder: str, message: str | None) -> dict[str, torch.Tensor]:
+    model, optimizer = _wrap(3, message)
+    load_checkpoint(model, optimizer, folder)
+    _steps(model, optimizer, 2)
+    return model.full_parameters()
+
+
+def test_a_checkpoint_goes_on_with_units_merged_otherwise(run_ranks: RunRanks, tmp_path: Path) -> None:
+    expected = run_ranks(2, save, str(tmp_path), None)[0]
+    resumed = run_ranks(2, load, str(tmp_path), str(2 * LAYER_BYTES))[0]
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
