@@ -228,7 +228,7 @@ def planned(case: Case, rank: int) -> tuple[RankMemory, int, int]:
         device_rank=rank,
     )
     model = plan_model(module, setup, spec.units)
-    names = [unit.name for unit in model.units]
+    names = [path for unit in model.units for path in unit.modules]
     profile = profile_compute(module, inputs, unit_names=names, loss_fn=spec.loss, kernels="cpu")
     workload = Workload(case.model, module, inputs, 1)
     step = replay_step(model, profile, find_machine("h100"))
