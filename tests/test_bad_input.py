@@ -4,7 +4,6 @@ Each case runs on two ranks and says what the message must hold: what was given,
 cases the same processes shard a good model, so nothing half-done may be left.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,37 +32,9 @@ def shard(module: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 
-def unknown_strategy_name() -> None:
-    shard(zero_dp_strategy="zero3")
-
-
-def unknown_strategy_number() -> None:
-    shard(zero_dp_strategy=4)
-
-
-def strategy_true() -> None:
-    shard(zero_dp_strategy=True)
-
-
-def unknown_outer_strategy() -> None:
-    shard(outer_dp_sharding_strategy="hsdp")
-
-
-def missing_shard_dimension() -> None:
-    shard(dp_shard_dim="dp_shard")
-
-
-def missing_tensor_parallel_dimension() -> None:
-    shard(dp_shard_dim="dp", tp_dim="tp")
-
-
 def unnamed_shard_dimension_of_two() -> None:
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     shard(device_mesh=grid)
-
-
-def mesh_without_names() -> None:
-    shard(device_mesh=DeviceMesh("cpu", [0, 1]))
 
 
 def tensor_parallel_over_another_mesh() -> None:
@@ -71,34 +42,6 @@ def tensor_parallel_over_another_mesh() -> None:
     model = build()
     parallelize_module(model, grid["dp"], {"head": ColwiseParallel()})
     shard(model, device_mesh=grid, dp_shard_dim="dp", tp_dim="tp")
-
-
-def outer_dimension_without_group() -> None:
-    shard(dp_outer_dim="dp_outer")
-
-
-def hybrid_group_without_dimension() -> None:
-    shard(hybrid_fsdp_group=dist.group.WORLD)
-
-
-def class_that_matches_nothing() -> None:
-    shard(fsdp_unit_modules=[nn.Conv2d])
-
-
-def import_path_that_does_not_exist() -> None:
-    shard(fsdp_unit_modules=["tests.support.api_net.Layr"])
-
-
-def import_path_without_module() -> None:
-    shard(fsdp_unit_modules=["Layer"])
-
-
-def bare_class_of_units() -> None:
-    shard(fsdp_unit_modules=Layer)
-
-
-def unit_entry_that_is_no_module() -> None:
-    shard(fsdp_unit_modules=[int])
 
 
 def meta_parameters() -> None:
@@ -127,77 +70,10 @@ def mixed_devices() -> None:
     shard(model)
 
 
-def device_that_is_not_of_the_mesh() -> None:
-    shard(device="meta")
-
-
-def no_parameters() -> None:
-    shard(nn.ReLU(), fsdp_unit_modules=None)
-
-
-def wrapped_twice() -> None:
-    shard(shard())
-
-
-def inner_module_wrapped_again() -> None:
-    shard(shard().module)
-
-
-def part_of_a_sharded_model_wrapped_again() -> None:
-    whole = shard()
-    shard(whole.module.get_submodule("layers.0"), fsdp_unit_modules=None)
-
-
 def sharded_part_inside_a_model() -> None:
     model = build()
     model.layers[0] = shard(build().layers[0], fsdp_unit_modules=None)
     shard(model)
-
-
-def model_that_fsdp2_has_sharded() -> None:
-    shard(torch_fully_shard(build(), mesh=mesh()))
-
-
-def part_that_fsdp2_has_sharded() -> None:
-    model = build()
-    torch_fully_shard(model.layers[1], mesh=mesh())
-    shard(model)
-
-
-def model_in_ddp() -> None:
-    shard(TorchDDP(build()))
-
-
-def class_of_models() -> None:
-    shard(Net)  # type: ignore[arg-type]
-
-
-def policy_of_torch() -> None:
-    shard(mixed_precision_policy=TorchPolicy(param_dtype=torch.bfloat16))
-
-
-def policy_of_torch_for_the_class() -> None:
-    MegatronFSDP(build(), FSDPDistributedIndex(mesh(), "dp"), None, TorchPolicy())  # type: ignore[arg-type]
-
-
-def cuda_device_on_a_cpu_build() -> None:
-    shard(device="cuda")
-
-
-def cuda_mesh_on_a_cpu_build() -> None:
-    shard(device_mesh=DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("dp",)))
-
-
-def policy_that_is_a_name() -> None:
-    shard(mixed_precision_policy="bf16")
-
-
-def mesh_that_is_a_name() -> None:
-    shard(device_mesh="cpu")
-
-
-def legacy_keyword_that_contradicts() -> None:
-    shard(report_nan_in_param_grad=True, check_for_nan_in_grad=False)
 
 
 def optimizer_before_model() -> None:
@@ -205,43 +81,11 @@ def optimizer_before_model() -> None:
     fully_shard(torch.optim.SGD(model.parameters(), lr=0.1), model)  # type: ignore[arg-type]
 
 
-def class_of_optimizers() -> None:
-    fully_shard(build(), torch.optim.SGD, mesh())  # type: ignore[arg-type]
-
-
-def class_of_optimizers_alone() -> None:
-    fully_shard_optimizer(torch.optim.SGD)  # type: ignore[arg-type]
-
-
-def model_as_optimizer() -> None:
-    fully_shard_optimizer(build())  # type: ignore[arg-type]
-
-
 def empty_optimizer() -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["params"] = []
     fully_shard(model, optimizer, mesh())
-
-
-def optimizer_of_another_model() -> None:
-    fully_shard(build(), torch.optim.SGD(build().parameters(), lr=0.1), mesh())
-
-
-def optimizer_with_one_foreign_parameter() -> None:
-    model, foreign = build(), nn.Parameter(torch.ones(2, 7))
-    groups = [{"params": [model.gain]}, {"params": [model.head.bias, foreign]}]
-    fully_shard(model, torch.optim.SGD(groups, lr=0.1), mesh())
-
-
-def empty_optimizer_of_a_sharded_model() -> None:
-    optimizer = torch.optim.SGD(shard().parameters(), lr=0.1)
-    optimizer.param_groups[0]["params"] = []
-    fully_shard_optimizer(optimizer)
-
-
-def optimizer_of_an_unsharded_model() -> None:
-    fully_shard_optimizer(torch.optim.SGD(build().parameters(), lr=0.1))
 
 
 def optimizer_over_sharded_and_plain_parameters() -> None:
@@ -264,204 +108,164 @@ class Box(nn.Module):
         self.model = model
 
 
-def ddp_around_no_shard() -> None:
-    TorchDDP(shard(zero_dp_strategy=0))
-
-
-def ddp_around_optim() -> None:
-    TorchDDP(shard(zero_dp_strategy=1))
-
-
-def ddp_around_optim_grads() -> None:
-    TorchDDP(shard(zero_dp_strategy=2))
-
-
-def ddp_around_a_module_around_the_model() -> None:
-    TorchDDP(Box(shard()))
-
-
-def ddp_around_the_module_inside_no_shard() -> None:
-    TorchDDP(shard(zero_dp_strategy=0).module)
-
-
 AROUND_DDP = (
-    "ConfigurationError",
-    (
-        "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded",
-        "train the sharded model as it is, and hand it to nothing that wraps models (docs/integrations.md",
-    ),
+    "torch's DistributedDataParallel is put around a model that megatron_fsdp has sharded",
+    "train the sharded model as it is, and hand it to nothing that wraps models (docs/integrations.md",
 )
 
-CASES: dict[Callable[[], None], tuple[str, tuple[str, ...]]] = {
-    unknown_strategy_name: (
-        "ConfigurationError",
-        (
-            'zero_dp_strategy=\'zero3\' is not a sharding strategy; give one of 0 or "no_shard", 1 or "optim",',
-            '2 or "optim_grads", 3 or "optim_grads_params".',
-        ),
+CONFIGURATION_ERRORS: dict[str, tuple[Any, ...]] = {
+    "unknown_strategy_name": (
+        lambda: shard(zero_dp_strategy="zero3"),
+        'zero_dp_strategy=\'zero3\' is not a sharding strategy; give one of 0 or "no_shard", 1 or "optim",',
+        '2 or "optim_grads", 3 or "optim_grads_params".',
     ),
-    unknown_strategy_number: ("ConfigurationError", ("zero_dp_strategy=4 is not a sharding strategy; give one of 0",)),
-    strategy_true: ("ConfigurationError", ("zero_dp_strategy=True is not a sharding strategy; give one of 0",)),
-    unknown_outer_strategy: (
-        "ConfigurationError",
-        ("outer_dp_sharding_strategy='hsdp' is not a sharding strategy; give one of 0",),
+    "missing_shard_dimension": (
+        lambda: shard(dp_shard_dim="dp_shard"),
+        "dp_shard_dim='dp_shard' is not a dimension of the device mesh, which has 'dp'; give one of these",
     ),
-    missing_shard_dimension: (
-        "ConfigurationError",
-        ("dp_shard_dim='dp_shard' is not a dimension of the device mesh, which has 'dp'; give one of these",),
+    "unnamed_shard_dimension_of_two": (
+        unnamed_shard_dimension_of_two,
+        "dp_shard_dim is missing; name the mesh dimension",
     ),
-    missing_tensor_parallel_dimension: (
-        "ConfigurationError",
-        ("tp_dim='tp' is not a dimension of the device mesh, which has 'dp'; give one of these",),
+    "mesh_without_names": (lambda: shard(device_mesh=DeviceMesh("cpu", [0, 1])), "dp_shard_dim", "name"),
+    "tensor_parallel_over_another_mesh": (
+        tensor_parallel_over_another_mesh,
+        "head.weight is a DTensor over the ranks [0, 1], but tp_dim has the ranks",
+        "exactly the tensor-parallel mesh",
     ),
-    unnamed_shard_dimension_of_two: ("ConfigurationError", ("dp_shard_dim is missing; name the mesh dimension",)),
-    mesh_without_names: ("ConfigurationError", ("dp_shard_dim", "name")),
-    tensor_parallel_over_another_mesh: (
-        "ConfigurationError",
-        (
-            "head.weight is a DTensor over the ranks [0, 1], but tp_dim has the ranks",
-            "exactly the tensor-parallel mesh",
-        ),
+    "class_that_matches_nothing": (
+        lambda: shard(fsdp_unit_modules=[nn.Conv2d]),
+        "fsdp_unit_modules names Conv2d, but no module of that class holds parameters in this model",
+        "Layer (2 x)",
     ),
-    outer_dimension_without_group: (
-        "ConfigurationError",
-        ("dp_outer_dim is given without hybrid_fsdp_group; give both for hybrid sharding, or neither.",),
+    "import_path_that_does_not_exist": (
+        lambda: shard(fsdp_unit_modules=["tests.support.api_net.Layr"]),
+        "fsdp_unit_modules has 'tests.support.api_net.Layr', but 'tests.support.api_net' has no 'Layr'",
+        "'Layer'",
     ),
-    hybrid_group_without_dimension: (
-        "ConfigurationError",
-        ("hybrid_fsdp_group is given without dp_outer_dim; give both for hybrid sharding, or neither.",),
+    "meta_parameters": (
+        meta_parameters,
+        "7 of 7 parameters are on the meta device (such as gain",
+        "init_model_with_meta_device is False",
+        "materialise",
     ),
-    class_that_matches_nothing: (
-        "ConfigurationError",
-        ("fsdp_unit_modules names Conv2d, but no module of that class holds parameters in this model", "Layer (2 x)"),
+    "partly_meta_parameters": (partly_meta_parameters, "2 of 7 parameters are on the meta device (such as head.weight"),
+    "mixed_devices": (
+        mixed_devices,
+        "parameters lie on 2 devices (",
+        "layers.0.linear.weight on cpu",
+        "gain on cuda:0",
+        "move the model to one device first",
     ),
-    import_path_that_does_not_exist: (
-        "ConfigurationError",
-        ("fsdp_unit_modules has 'tests.support.api_net.Layr', but 'tests.support.api_net' has no 'Layr'", "'Layer'"),
+    "device_that_is_not_of_the_mesh": (lambda: shard(device="meta"), "device=", "meta", "cpu"),
+    "no_parameters": (
+        lambda: shard(nn.ReLU(), fsdp_unit_modules=None),
+        "ReLU has no parameters; there is nothing to shard",
     ),
-    import_path_without_module: (
-        "ConfigurationError",
-        (
-            "fsdp_unit_modules has 'Layer', which is not a complete import path",
-            "did you mean 'tests.support.api_net.Layer'",
-        ),
+    "wrapped_twice": (lambda: shard(shard()), "the model is a MegatronFSDP already; wrap a model once"),
+    "inner_module_wrapped_again": (
+        lambda: shard(shard().module),
+        "the model is sharded already (7 of 7 parameters, such as gain)",
     ),
-    bare_class_of_units: ("TypeError", ("fsdp_unit_modules=Layer is not a list", "write fsdp_unit_modules=[...]")),
-    unit_entry_that_is_no_module: ("TypeError", ("int", "not a subclass of torch.nn.Module; give classes")),
-    meta_parameters: (
-        "ConfigurationError",
-        (
-            "7 of 7 parameters are on the meta device (such as gain",
-            "init_model_with_meta_device is False",
-            "materialise",
-        ),
+    "sharded_part_inside_a_model": (
+        sharded_part_inside_a_model,
+        "the model is sharded already (2 of 7 parameters, such as la",
     ),
-    partly_meta_parameters: ("ConfigurationError", ("2 of 7 parameters are on the meta device (such as head.weight",)),
-    mixed_devices: (
-        "ConfigurationError",
-        (
-            "parameters lie on 2 devices (",
-            "layers.0.linear.weight on cpu",
-            "gain on cuda:0",
-            "move the model to one device first",
-        ),
+    "model_that_fsdp2_has_sharded": (
+        lambda: shard(torch_fully_shard(build(), mesh=mesh())),
+        "the model is sharded by FSDP2 (torch's fully_shard) already; leave that out and give the plain model",
     ),
-    device_that_is_not_of_the_mesh: ("ConfigurationError", ("device=", "meta", "cpu")),
-    no_parameters: ("ConfigurationError", ("ReLU has no parameters; there is nothing to shard",)),
-    wrapped_twice: ("ConfigurationError", ("the model is a MegatronFSDP already; wrap a model once",)),
-    inner_module_wrapped_again: (
-        "ConfigurationError",
-        ("the model is sharded already (7 of 7 parameters, such as gain)",),
+    "model_in_ddp": (
+        lambda: shard(TorchDDP(build())),
+        "the model is in torch's DistributedDataParallel",
+        "give the module inside it (.module)",
     ),
-    part_of_a_sharded_model_wrapped_again: ("ConfigurationError", ("the model is sharded already (2 of 2 parameters",)),
-    sharded_part_inside_a_model: (
-        "ConfigurationError",
-        ("the model is sharded already (2 of 7 parameters, such as la",),
+    "cuda_device_on_a_cpu_build": (
+        lambda: shard(device="cuda"),
+        "device='cuda', but ",
+        "; leave the argument out, or ",
     ),
-    model_that_fsdp2_has_sharded: (
-        "ConfigurationError",
-        ("the model is sharded by FSDP2 (torch's fully_shard) already; leave that out and give the plain model",),
+    "cuda_mesh_on_a_cpu_build": (
+        lambda: shard(device_mesh=DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("dp",))),
+        "the mesh is of type 'cuda', but ",
+        '; build the mesh with init_device_mesh("cpu", ...)',
     ),
-    part_that_fsdp2_has_sharded: ("ConfigurationError", ("the model at layers.1 is sharded by FSDP2 (torch's fully_",)),
-    model_in_ddp: (
-        "ConfigurationError",
-        ("the model is in torch's DistributedDataParallel", "give the module inside it (.module)"),
+    "legacy_keyword_that_contradicts": (
+        lambda: shard(report_nan_in_param_grad=True, check_for_nan_in_grad=False),
+        "check_for_nan_in_grad=False is deprecated and contradicts report_nan_in_param_grad=True",
+        "leave the former out.",
     ),
-    class_of_models: ("TypeError", ("the class Net was given where a model is wanted; give a torch.nn.Module",)),
-    policy_of_torch: (
-        "TypeError",
-        (
-            "mixed_precision_policy is the MixedPrecisionPolicy of torch.distributed.fsdp; give that of megatron_fsdp",
-            "grad_comm_dtype for its reduce_dtype, and build the model in its param_dtype",
-        ),
+    "empty_optimizer": (empty_optimizer, "the optimizer has no parameters; build it on the parameters of the model"),
+    "optimizer_of_another_model": (
+        lambda: fully_shard(build(), torch.optim.SGD(build().parameters(), lr=0.1), mesh()),
+        "parameter 0 of param_groups[0] (shape (4,)) is not a",
+        "would train nothing",
+        "build the optimizer on",
     ),
-    policy_of_torch_for_the_class: ("TypeError", ("is the MixedPrecisionPolicy of torch.distributed.fsdp; give that",)),
-    cuda_device_on_a_cpu_build: ("ConfigurationError", ("device='cuda', but ", "; leave the argument out, or ")),
-    cuda_mesh_on_a_cpu_build: (
-        "ConfigurationError",
-        ("the mesh is of type 'cuda', but ", '; build the mesh with init_device_mesh("cpu", ...)'),
+    "optimizer_of_an_unsharded_model": (
+        lambda: fully_shard_optimizer(torch.optim.SGD(build().parameters(), lr=0.1)),
+        "the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after",
     ),
-    policy_that_is_a_name: ("TypeError", ("mixed_precision_policy='bf16'", "MixedPrecisionPolicy")),
-    mesh_that_is_a_name: ("TypeError", ("device_mesh='cpu'", "DeviceMesh")),
-    legacy_keyword_that_contradicts: (
-        "ConfigurationError",
-        (
-            "check_for_nan_in_grad=False is deprecated and contradicts report_nan_in_param_grad=True",
-            "leave the former out.",
-        ),
+    "optimizer_over_sharded_and_plain_parameters": (
+        optimizer_over_sharded_and_plain_parameters,
+        "parameter 7 of param_groups[0] (shape (2, 7)) is not a",
+        "would train nothing",
+        "build the optimizer on",
     ),
-    optimizer_before_model: (
-        "TypeError",
-        ("the optimizer was given first and the model second; call fully_shard(model, optimizer)",),
-    ),
-    class_of_optimizers: (
-        "TypeError",
-        ("SGD is a class; give an optimizer of it, built as SGD(model.parameters(), ...)",),
-    ),
-    class_of_optimizers_alone: ("TypeError", ("SGD is a class; give an optimizer of it, built as SGD(model.param",)),
-    model_as_optimizer: ("TypeError", ("the optimizer is a Net; give a torch optimizer, built on model",)),
-    empty_optimizer: (
-        "ConfigurationError",
-        ("the optimizer has no parameters; build it on the parameters of the model",),
-    ),
-    optimizer_of_another_model: (
-        "ConfigurationError",
-        ("parameter 0 of param_groups[0] (shape (4,)) is not a", "would train nothing", "build the optimizer on"),
-    ),
-    optimizer_with_one_foreign_parameter: (
-        "ConfigurationError",
-        ("parameter 1 of param_groups[1] (shape (2, 7)) is not",),
-    ),
-    empty_optimizer_of_a_sharded_model: (
-        "ConfigurationError",
-        ("the optimizer has no parameters; build it on model.parameters() after fully_shard_model",),
-    ),
-    optimizer_of_an_unsharded_model: (
-        "ConfigurationError",
-        ("the optimizer's parameters do not belong to a sharded model; build it on model.parameters() after",),
-    ),
-    optimizer_over_sharded_and_plain_parameters: (
-        "ConfigurationError",
-        ("parameter 7 of param_groups[0] (shape (2, 7)) is not a", "would train nothing", "build the optimizer on"),
-    ),
-    optimizer_of_a_deleted_model: ("ConfigurationError", ("deleted",)),
-    ddp_around_no_shard: AROUND_DDP,
-    ddp_around_optim: AROUND_DDP,
-    ddp_around_optim_grads: AROUND_DDP,
-    ddp_around_a_module_around_the_model: AROUND_DDP,
-    ddp_around_the_module_inside_no_shard: AROUND_DDP,
+    "optimizer_of_a_deleted_model": (optimizer_of_a_deleted_model, "deleted"),
+    "ddp_around_no_shard": (lambda: TorchDDP(shard(zero_dp_strategy=0)), *AROUND_DDP),
+    "ddp_around_optim_grads": (lambda: TorchDDP(shard(zero_dp_strategy=2)), *AROUND_DDP),
+    "ddp_around_a_module_around_the_model": (lambda: TorchDDP(Box(shard())), *AROUND_DDP),
+    "ddp_around_the_module_inside_no_shard": (lambda: TorchDDP(shard(zero_dp_strategy=0).module), *AROUND_DDP),
 }
+TYPE_ERRORS: dict[str, tuple[Any, ...]] = {
+    "bare_class_of_units": (
+        lambda: shard(fsdp_unit_modules=Layer),
+        "fsdp_unit_modules=Layer is not a list",
+        "write fsdp_unit_modules=[...]",
+    ),
+    "class_of_models": (lambda: shard(Net), "the class Net was given where a model is wanted; give a torch.nn.Module"),
+    "policy_of_torch_for_the_class": (
+        lambda: MegatronFSDP(build(), FSDPDistributedIndex(mesh(), "dp"), None, TorchPolicy()),  # type: ignore[arg-type]
+        "mixed_precision_policy is the MixedPrecisionPolicy of torch.distributed.fsdp; give that of megatron_fsdp",
+    ),
+    "policy_of_torch": (
+        lambda: shard(mixed_precision_policy=TorchPolicy(param_dtype=torch.bfloat16)),
+        "mixed_precision_policy is the MixedPrecisionPolicy of torch.distributed.fsdp; give that of megatron_fsdp",
+        "grad_comm_dtype for its reduce_dtype, and build the model in its param_dtype",
+    ),
+    "policy_that_is_a_name": (
+        lambda: shard(mixed_precision_policy="bf16"),
+        "mixed_precision_policy='bf16'",
+        "MixedPrecisionPolicy",
+    ),
+    "mesh_that_is_a_name": (lambda: shard(device_mesh="cpu"), "device_mesh='cpu'", "DeviceMesh"),
+    "optimizer_before_model": (
+        optimizer_before_model,
+        "the optimizer was given first and the model second; call fully_shard(model, optimizer)",
+    ),
+    "class_of_optimizers": (
+        lambda: fully_shard(build(), torch.optim.SGD, mesh()),
+        "SGD is a class; give an optimizer of it, built as SGD(model.parameters(), ...)",
+    ),
+    "model_as_optimizer": (
+        lambda: fully_shard_optimizer(build()),
+        "the optimizer is a Net; give a torch optimizer, built on model",
+    ),
+}
+CASES = {**CONFIGURATION_ERRORS, **TYPE_ERRORS}
+"""By name: a call, and what its message must hold."""
 
 
 def refusals() -> tuple[dict[str, Message | None], bool]:
     """What each case raised (None: nothing), and whether a good model can be trained after all that."""
     found: dict[str, Message | None] = {}
-    for case in CASES:
-        found[case.__name__] = None
+    for name, (case, *_) in CASES.items():
+        found[name] = None
         try:
             case()
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent looks at it
-            found[case.__name__] = message_of(error)
+            found[name] = message_of(error)
     model = shard()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     return found, all(bool(value.isfinite().all()) for value in model.full_parameters().values())
@@ -472,24 +276,20 @@ def by_rank(run_ranks: RunRanks) -> list[tuple[dict[str, Message | None], bool]]
     return run_ranks(2, refusals)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("name", CASES)
 def test_is_refused_with_the_same_clear_message_on_every_rank(
-    case: Callable[[], None], by_rank: list[tuple[dict[str, Message | None], bool]]
+    name: str, by_rank: list[tuple[dict[str, Message | None], bool]]
 ) -> None:
-    first, second = (found[case.__name__] for found, _ in by_rank)
+    first, second = (found[name] for found, _ in by_rank)
     assert first is not None, "was accepted"
     assert first == second
-    kind, parts = CASES[case]
-    assert first[0] == kind, first
-    assert [part for part in parts if part not in first[1]] == [], first[1]
+    assert first[0] == ("TypeError" if name in TYPE_ERRORS else "ConfigurationError"), first
+    assert [part for part in CASES[name][1:] if part not in first[1]] == [], first[1]
     assert "\n" not in first[1]
 
 
 def test_a_good_model_trains_after_every_refusal(by_rank: list[tuple[dict[str, Message | None], bool]]) -> None:
     assert [trained for _, trained in by_rank] == [True, True]
-
-
-def test_configuration_errors_are_value_errors() -> None:
     assert issubclass(ConfigurationError, ValueError)
 
 

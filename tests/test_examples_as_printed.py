@@ -3,12 +3,10 @@
 Left out are only the arguments of hybrid sharding, expert parallelism and meta initialisation.
 """
 
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
@@ -141,40 +139,22 @@ def advanced_features(folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def advanced(run_ranks: RunRanks) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(2, advanced_features, folder)
-
-
-def test_the_advanced_example_trains_as_one_process(advanced: list[dict[str, Any]]) -> None:
-    for found in advanced:
+def test_the_advanced_example_trains_saves_and_loads_and_warns_once_of_old_keywords(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for found in run_ranks(2, advanced_features, str(tmp_path)):
         assert found["sharded"]
         assert found["trained"] <= TOLERANCE
-
-
-def test_the_advanced_example_saves_and_loads_by_distributed_checkpoint(advanced: list[dict[str, Any]]) -> None:
-    for found in advanced:
-        assert found["loaded"] == 0.0
-        assert found["repeated"] == 0.0
-
-
-def test_its_old_keywords_are_mapped_and_warned_of_once(advanced: list[dict[str, Any]]) -> None:
-    for found in advanced:
+        assert found["loaded"] == found["repeated"] == 0.0
         assert found["policy"] == (torch.float32, None, None)
-        assert [category for category, _, _ in found["warnings"]] == ["FutureWarning"]
-        ((_, message, _),) = found["warnings"]
+        ((category, message, filename),) = found["warnings"]
+        assert (category, filename) == ("FutureWarning", Path(__file__).name)
         assert message == (
             "grad_reduce_in_fp32=False is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
             "main_grads_dtype=None, grad_comm_dtype=None); write that instead. "
             "preserve_fp32_weights=True is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
             "main_params_dtype=torch.float32); write that instead."
         )
-
-
-def test_the_warning_points_at_the_line_that_called_fully_shard(advanced: list[dict[str, Any]]) -> None:
-    for found in advanced:
-        assert [filename for _, _, filename in found["warnings"]] == [Path(__file__).name]
 
 
 def legacy_policies() -> list[Any]:

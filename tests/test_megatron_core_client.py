@@ -195,7 +195,7 @@ def test_what_cannot_be_honoured_is_refused_in_a_foreign_config_too() -> None:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def test_strategies_may_be_written_in_capitals() -> None:
+def test_names_that_clients_import() -> None:
     assert ShardingStrategy.OPTIM_GRADS_PARAMS is ShardingStrategy.optim_grads_params
     capitals = (ShardingStrategy.NO_SHARD, ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS)
     assert [(int(strategy), strategy.name) for strategy in capitals] == [
@@ -204,14 +204,8 @@ def test_strategies_may_be_written_in_capitals() -> None:
         (2, "optim_grads"),
     ]
     assert len(ShardingStrategy) == 4
-
-
-def test_a_mark_changes_nothing() -> None:
     assert experimental_api(build) is build
     assert experimental_api(Adapter) is Adapter
-
-
-def test_tensors_of_transformer_engine_are_known_by_their_class() -> None:
     quantized = type("QuantizedTensor", (Tensor,), {"__module__": "transformer_engine.pytorch.tensor.quantized_tensor"})
     float8 = type("MXFP8Tensor", (quantized,), {"__module__": "transformer_engine.pytorch.tensor.mxfp8_tensor"})
     assert is_float8tensor(torch.zeros(2).as_subclass(float8))

@@ -38,19 +38,14 @@ def test_mean_of_equal_slices_is_the_whole_batch(name: ModelName) -> None:
 
 
 @pytest.mark.parametrize("name", MODEL_CASES)
-def test_same_seed_builds_the_same_weights(name: ModelName) -> None:
+def test_same_seed_builds_the_same_weights_and_unit_classes_occur(name: ModelName) -> None:
     states = []
     for _ in range(2):
         with fixed_seed(5):
             states.append(MODEL_CASES[name].build().state_dict())
     assert_equal_tensors(states[0], states[1])
-
-
-@pytest.mark.parametrize("name", MODEL_CASES)
-def test_unit_classes_occur_in_the_model(name: ModelName) -> None:
     case = MODEL_CASES[name]
-    units = [module for module in case.build().modules() if isinstance(module, case.unit_classes)]
-    assert len(units) >= 2
+    assert sum(isinstance(module, case.unit_classes) for module in case.build().modules()) >= 2
 
 
 def test_zoo_holds_the_hard_cases_it_promises() -> None:
@@ -71,22 +66,16 @@ def test_unused_parameters_have_no_reference_gradient() -> None:
     assert "0.unused.weight" not in gradients
 
 
-def test_reference_run_averages_microbatches_and_steps() -> None:
+def test_reference_run_averages_microbatches_steps_and_clips() -> None:
     microbatches = [torch.tensor([1.0]), torch.tensor([3.0])]
     run = reference_run(_one_weight, _sgd, [microbatches, microbatches], _product)
     assert run.losses == pytest.approx([4.0, 3.6])
     assert [gradients["weight"].item() for gradients in run.gradients] == [2.0, 2.0]
     assert [parameters["weight"].item() for parameters in run.parameters] == pytest.approx([1.8, 1.6])
     assert run.gradient_norms == []
-
-
-def test_reference_run_zero_between_keeps_only_the_last_microbatch() -> None:
     steps = [[torch.tensor([1.0]), torch.tensor([3.0])]]
     run = reference_run(_one_weight, _sgd, steps, _product, zero_between=True)
     assert run.gradients[0]["weight"].item() == 1.5
-
-
-def test_reference_run_clips_after_recording_the_gradient() -> None:
     run = reference_run(_one_weight, _sgd, [[torch.tensor([4.0])]], _product, max_norm=1.0)
     assert run.gradients[0]["weight"].item() == 4.0
     assert run.gradient_norms == [4.0]
@@ -113,22 +102,17 @@ def test_difference_names_the_first_differing_tensor() -> None:
     assert_equal_tensors({"b": actual["b"]}, {"b": expected["b"]}, rtol=0.25)
 
 
-@pytest.mark.parametrize(
-    ("actual", "message"),
-    [
+def test_names_shapes_dtypes_and_nans_must_agree_and_slices_be_even() -> None:
+    differing: list[tuple[dict[str, Tensor], str]] = [
         ({}, r"missing \['a'\]"),
         ({"a": torch.ones(2), "z": torch.ones(1)}, r"unexpected \['z'\]"),
         ({"a": torch.ones(3)}, r"a: got torch.float32 \(3,\), expected torch.float32 \(2,\)"),
         ({"a": torch.ones(2).double()}, r"a: got torch.float64"),
         ({"a": torch.tensor([1.0, torch.nan])}, r"a \(2,\): 1 of 2"),
-    ],
-)
-def test_names_shapes_dtypes_and_nans_must_agree(actual: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        assert_equal_tensors(actual, {"a": torch.ones(2)}, rtol=1.0, atol=1.0)
-
-
-def test_uneven_slices_are_refused() -> None:
+    ]
+    for actual, message in differing:
+        with pytest.raises(AssertionError, match=message):
+            assert_equal_tensors(actual, {"a": torch.ones(2)}, rtol=1.0, atol=1.0)
     batch = Batch(torch.zeros(5, 1), torch.zeros(5, 1))
     with pytest.raises(ValueError, match=r"5 samples do not divide into 2 equal parts; choose a multiple of 2\."):
         batch.part(0, 2)

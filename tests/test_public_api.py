@@ -192,9 +192,6 @@ def test_fully_shard_is_a_function_and_a_submodule() -> None:
         "optim_grads",
         "optim_grads_params",
     ]
-
-
-def test_the_wrapper_class_is_importable_by_its_path() -> None:
     submodule = importlib.import_module("megatron_fsdp.megatron_fsdp")
     assert submodule.MegatronFSDP is megatron_fsdp.MegatronFSDP
 

@@ -29,10 +29,6 @@ def _all_reduced_rank_sum() -> float:
     return value.item()
 
 
-def _rank_and_scaled(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    return dist.get_rank(), tensor * dist.get_rank()
-
-
 def _raise_on_rank(rank: int) -> str:
     if dist.get_rank() == rank:
         raise ValueError(f"no luck on rank {rank}")
@@ -112,40 +108,26 @@ def _imported() -> list[str]:
     return [name for name in ("torch._dynamo", "megatron_fsdp", "pytest") if name in sys.modules]
 
 
-def _world() -> tuple[int, int]:
-    return dist.get_rank(), dist.get_world_size()
-
-
-@pytest.mark.parametrize(("world_size", "expected"), [(1, 1.0), (2, 3.0), (3, 6.0)])
-def test_all_reduce_sums_over_all_ranks(run_ranks: RunRanks, world_size: int, expected: float) -> None:
-    assert run_ranks(world_size, _all_reduced_rank_sum) == [expected] * world_size
-
-
-def test_four_ranks_report_in_rank_order(run_ranks: RunRanks) -> None:
-    assert run_ranks(4, _world) == [(0, 4), (1, 4), (2, 4), (3, 4)]
-
-
-def test_tensors_travel_by_value(pool: WorkerPool) -> None:
-    (rank0, scaled0), (rank1, scaled1) = pool.run(_rank_and_scaled, torch.arange(3))
-    assert (rank0, rank1) == (0, 1)
-    assert scaled0.tolist() == [0, 0, 0]
-    assert scaled1.tolist() == [0, 1, 2]
-
-
-def test_workers_persist_between_calls(pool: WorkerPool) -> None:
+def test_workers_persist_and_begin_with_what_all_need_imported(pool: WorkerPool) -> None:
     first = pool.run(_worker_pid)
     assert pool.run(_worker_pid) == first
     assert pool.process_ids() == first
     assert os.getpid() not in first
+    assert pool.run(_imported) == [["torch._dynamo", "megatron_fsdp", "pytest"]] * 2
 
 
-def test_exception_names_rank_and_text_and_replaces_the_workers(pool: WorkerPool) -> None:
+def test_a_failing_or_dying_rank_is_named_and_the_workers_are_replaced(pool: WorkerPool) -> None:
     before = pool.run(_worker_pid)
     with pytest.raises(WorkerError, match=r"ValueError: no luck on rank 1") as caught:
         pool.run(_raise_on_rank, 1)
     assert list(caught.value.by_rank) == [1]
     assert "in _raise_on_rank" in caught.value.by_rank[1]
     assert set(pool.run(_worker_pid)).isdisjoint(before)
+    with pytest.raises(WorkerError, match=r"rank 1: died, exit code 7"):
+        pool.run(_die_on_rank_one)
+    assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]
+    with pytest.raises(WorkerError, match=r"UserWarning: careless"):
+        pool.run(_warn)
 
 
 @pytest.mark.full
@@ -171,17 +153,6 @@ def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
     assert set(pool.run(_worker_pid)).isdisjoint(hung_pids)
 
 
-def test_death_of_a_rank_is_reported_with_its_exit_code(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match=r"rank 1: died, exit code 7"):
-        pool.run(_die_on_rank_one)
-    assert pool.run(_all_reduced_rank_sum) == [3.0, 3.0]
-
-
-def test_warning_in_a_worker_is_an_error(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match=r"UserWarning: careless"):
-        pool.run(_warn)
-
-
 def test_named_warning_is_ignored_in_a_worker() -> None:
     lenient = WorkerPool(1, warning_filters=("error", "ignore:care.*:UserWarning"))
     try:
@@ -190,7 +161,7 @@ def test_named_warning_is_ignored_in_a_worker() -> None:
         lenient.stop()
 
 
-def test_call_starts_from_a_known_state(pool: WorkerPool) -> None:
+def test_a_call_starts_from_a_known_state(pool: WorkerPool) -> None:
     first = pool.run(_random_value_then_spoil_the_state)
     assert pool.run(_state) == [(torch.float32, True, None, str(rank)) for rank in range(2)]
     assert pool.run(_random_value_then_spoil_the_state) == first
@@ -200,10 +171,6 @@ def test_workers_are_replaced_when_too_many_process_groups_live(pool: WorkerPool
     before = pool.run(_worker_pid)
     pool.run(_make_groups, 60)
     assert set(pool.run(_worker_pid)).isdisjoint(before)
-
-
-def test_workers_begin_with_what_all_need_imported(pool: WorkerPool) -> None:
-    assert pool.run(_imported) == [["torch._dynamo", "megatron_fsdp", "pytest"]] * 2
 
 
 def test_libraries_that_some_tests_use_are_preloaded_once_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,44 +157,31 @@ def finish_by_hand(strategy: int) -> dict[str, Any]:
     found["finished"] = largest_difference(gradients(model), summed_gradients([0, 1]))
     model.finish_grad_sync()  # nothing is left to do
     found["again"] = largest_difference(gradients(model), summed_gradients([0, 1]))
-    return found
-
-
-def in_steps(strategy: int) -> dict[str, Any]:
-    """What `finish_grad_sync` does, in the three steps that schedules call by themselves."""
-    model = wrap(strategy, sync_model_each_microbatch=False)
+    model.zero_grad()
     run_batch(model, 0)
-    model.start_grad_sync("an argument that schedules pass")
+    model.start_grad_sync("an argument that schedules pass")  # and so in the three steps that they call by themselves
     model.synchronize_gradient_reduce()
     hidden = visible(model)
     model.attach_grad_to_optimizer_state()
-    return {"visible": (hidden, visible(model)), "steps": largest_difference(gradients(model), summed_gradients([0]))}
-
-
-def last_microbatch(strategy: int) -> dict[str, Any]:
+    found["in steps"] = (hidden, visible(model))
+    found["stepped"] = largest_difference(gradients(model), summed_gradients([0]))
     model = wrap(strategy, sync_model_each_microbatch=False)
     model.is_last_microbatch = False
     run_batch(model, 0)
     before = (visible(model), model.microbatch_count)
     model.is_last_microbatch = True
     run_batch(model, 1)
-    return {
-        "last": (before, (visible(model), model.microbatch_count)),
-        "flagged": largest_difference(gradients(model), summed_gradients([0, 1])),
-    }
+    found["last"] = (before, (visible(model), model.microbatch_count))
+    found["flagged"] = largest_difference(gradients(model), summed_gradients([0, 1]))
+    return found
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_are_synced_by_hand(strategy: int, run_ranks: RunRanks) -> None:
     for found in run_ranks(2, finish_by_hand, strategy):
         assert (found["counts"], found["visible"]) == ([1, 2, 0], [0, 0, 7])
-        assert max(found["finished"], found["again"]) <= TOLERANCE
-    for found in run_ranks(2, in_steps, strategy):
-        assert found["visible"] == (0, 7)
-        assert found["steps"] <= TOLERANCE
-    for found in run_ranks(2, last_microbatch, strategy):
-        assert found["last"] == ((0, 1), (7, 0))
-        assert found["flagged"] <= TOLERANCE
+        assert (found["in steps"], found["last"]) == ((0, 7), ((0, 1), (7, 0)))
+        assert max(found[key] for key in ("finished", "again", "stepped", "flagged")) <= TOLERANCE
 
 
 def zero_and_scale(strategy: int) -> dict[str, Any]:
@@ -231,9 +218,9 @@ def test_gradients_are_zeroed_and_scaled_visible_or_not(strategy: int, run_ranks
         assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
 
 
-def scale_in_other_dtypes(strategy: int) -> float:
+def scale_in_other_dtypes() -> float:
     """float64 main gradients beside float32 weights: `.grad` is a copy; it and what is behind it must be scaled."""
-    model = wrap(strategy, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float64))
+    model = wrap(3, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float64))
     run_batch(model, 0)
     model.scale_gradients(2.0)
     run_batch(model, 0)
@@ -242,7 +229,7 @@ def scale_in_other_dtypes(strategy: int) -> float:
 
 
 def test_scaling_reaches_gradients_of_another_dtype(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, scale_in_other_dtypes, 3)) <= 3 * TOLERANCE
+    assert max(run_ranks(2, scale_in_other_dtypes)) <= 3 * TOLERANCE
 
 
 # ---- when gradients are synced ---------------------------------------------------------------------------------------

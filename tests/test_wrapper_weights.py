@@ -106,25 +106,13 @@ def replace_parameters() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def replaced(run_ranks: RunRanks) -> list[dict[str, Any]]:
-    return run_ranks(2, replace_parameters)
-
-
-def test_modules_can_be_given_either_kind_of_parameters(replaced: list[dict[str, Any]]) -> None:
-    for found in replaced:
+def test_modules_can_be_given_either_kind_of_parameters_and_state_dicts_stay_sharded(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, replace_parameters):
+        assert (found["flag"], found["state dict"]) == (False, {"UnevenDTensor"})
         assert (found["raw"], found["raw objects"]) == ({"full"}, True)
         assert found["back"] == ({"sharded"}, True)
         assert found["in forward"] == [("Tensor", False)]
         assert (found["after"], found["flag back"]) == ({"sharded"}, True)
-
-
-def test_the_flag_tells_when_modules_hold_raw_parameters(replaced: list[dict[str, Any]]) -> None:
-    assert [found["flag"] for found in replaced] == [False, False]
-
-
-def test_state_dicts_are_sharded_even_while_modules_hold_raw_parameters(replaced: list[dict[str, Any]]) -> None:
-    assert [found["state dict"] for found in replaced] == [{"UnevenDTensor"}, {"UnevenDTensor"}]
 
 
 def broadcast() -> dict[str, Any]:
@@ -258,3 +246,70 @@ def load_by_assignment() -> tuple[str, float]:
 def test_loading_by_assignment_is_refused_or_takes_effect(run_ranks: RunRanks) -> None:
     for message, difference in run_ranks(2, load_by_assignment):
         assert "assign" in message or difference == 0.0
+
+
+# ---- moving and casting ----------------------------------------------------------------------------------------------
+
+
+def moves() -> dict[str, Any]:
+    model = wrap(3)
+    before = weights(model)
+    same = [
+        model.to("cpu"),
+        model.cpu(),
+        model.float(),
+        model.to(torch.device("cpu"), torch.float32, non_blocking=True),
+    ]
+    found: dict[str, Any] = {
+        "same": all(result is model for result in same),
+        "kept": largest_difference(weights(model), before),
+        "sharded": all(isinstance(param, DTensor) for param in model.parameters()),
+    }
+    for name, move in (
+        ("half", model.half),
+        ("bfloat16", lambda: model.to(torch.bfloat16)),
+        ("double", lambda: model.to(dtype=torch.float64)),
+        ("meta", lambda: model.to("meta")),
+    ):
+        try:
+            move()
+            found[name] = "accepted"
+        except ValueError as error:
+            found[name] = str(error)
+    found["kept after"] = largest_difference(weights(model), before)
+    return found
+
+
+TARGETS = {
+    "half": "torch.float16 on cpu",
+    "bfloat16": "torch.bfloat16 on cpu",
+    "double": "torch.float64 on cpu",
+    "meta": "torch.float32 on meta",
+}
+
+
+def test_moving_to_where_it_is_does_nothing_and_elsewhere_is_refused(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, moves):
+        assert (found["same"], found["kept"], found["sharded"], found["kept after"]) == (True, 0.0, True, 0.0)
+        for name, target in TARGETS.items():
+            assert f"cannot be moved or cast (from torch.float32 on cpu to {target})" in found[name]
+            assert "do that before fully_shard" in found[name]
+
+
+def train_after_inner_cast() -> tuple[str, float]:
+    """What was raised by casting or by the step after it; how far that step moved what the model computes with."""
+    model = wrap(3)
+    before = weights(model)
+    try:
+        model.module.to(torch.bfloat16)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        train(model, optimizer, 1)
+    except Exception as error:  # noqa: BLE001 - any refusal will do
+        return str(error), 0.0
+    return "", largest_difference(weights(model), before)
+
+
+def test_casting_the_inner_module_does_not_stop_training_in_silence(run_ranks: RunRanks) -> None:
+    """The wrapper refuses casts; its inner module is a plain module, whose cast swaps the memory behind the shards."""
+    for refusal, moved_by in run_ranks(2, train_after_inner_cast):
+        assert refusal or moved_by > 1e-3

@@ -6,9 +6,10 @@ this package, such as a help text or the worker of a data loader, need not wait 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ _LEGACY_FLAGS = {
 """Keyword of earlier versions -> its name today."""
 
 _Marked = TypeVar("_Marked")
+_Options = ParamSpec("_Options")
+_Both = TypeVar("_Both")
 
 
 def experimental_api(marked: _Marked) -> _Marked:
@@ -63,14 +66,7 @@ def experimental_api(marked: _Marked) -> _Marked:
 
 
 def replace_legacy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the keywords of earlier versions by the arguments of today, with one `FutureWarning` for all of them.
-
-    Args:
-        arguments: Those of `fully_shard_model` that are legacy keywords or take their place; a legacy keyword of None,
-            a flag of False and the default policy itself were not given.
-
-    Returns:
-        The policy and the flags, by their names today.
+    """Return the policy and the flags that legacy keywords (None: not given) ask for, with one `FutureWarning`.
 
     Raises:
         ConfigurationError: A legacy keyword and the argument that replaced it are both given and disagree.
@@ -78,25 +74,24 @@ def replace_legacy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given = policy = arguments["mixed_precision_policy"]
     found = {name: bool(arguments[name]) for name in _LEGACY_FLAGS.values()}
     notices = []
-    for keyword, names in _LEGACY_DTYPES.items():
+    for keyword in (*_LEGACY_DTYPES, *_LEGACY_FLAGS):
         value = arguments[keyword]
         if value is None:
             continue
-        dtype = torch.float32 if value else None
-        wanted = replace(policy, **dict.fromkeys(names, dtype))
-        if given is not _DEFAULT_POLICY and _with_grad_comm(wanted) != _with_grad_comm(policy):
-            raise _conflict(f"{keyword}={value}", f"mixed_precision_policy={given}")
-        policy = wanted
-        mapped = ", ".join(f"{name}={dtype}" for name in names)
-        notices.append(_notice(f"{keyword}={value}", f"mixed_precision_policy=MixedPrecisionPolicy({mapped})"))
-    for keyword, name in _LEGACY_FLAGS.items():
-        value = arguments[keyword]
-        if value is None:
-            continue
-        if found[name] and not value:
-            raise _conflict(f"{keyword}={value}", f"{name}={arguments[name]}")
-        found[name] = value
-        notices.append(_notice(f"{keyword}={value}", f"{name}={value}"))
+        if keyword in _LEGACY_DTYPES:
+            dtypes = dict.fromkeys(_LEGACY_DTYPES[keyword], torch.float32 if value else None)
+            wanted = replace(policy, **dtypes)
+            differs = given is not _DEFAULT_POLICY and _with_grad_comm(wanted) != _with_grad_comm(policy)
+            policy, other = wanted, f"mixed_precision_policy={given}"
+            mapped = ", ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
+            new = f"mixed_precision_policy=MixedPrecisionPolicy({mapped})"
+        else:
+            name = _LEGACY_FLAGS[keyword]
+            differs, other, new = found[name] and not value, f"{name}={arguments[name]}", f"{name}={value}"
+            found[name] = value
+        if differs:
+            raise ConfigurationError(f"{keyword}={value} is deprecated and contradicts {other}; leave the former out.")
+        notices.append(f"{keyword}={value} is deprecated and was taken as {new}; write that instead.")
     if notices:
         warn_caller(" ".join(notices), FutureWarning)
     return {"mixed_precision_policy": policy, **found}
@@ -105,14 +100,6 @@ def replace_legacy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _with_grad_comm(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Fill in a communication dtype that follows the main gradients, to compare policies."""
     return replace(policy, grad_comm_dtype=policy.grad_comm_dtype or policy.main_grads_dtype)
-
-
-def _notice(old: str, new: str) -> str:
-    return f"{old} is deprecated and was taken as {new}; write that instead."
-
-
-def _conflict(old: str, new: str) -> ConfigurationError:
-    return ConfigurationError(f"{old} is deprecated and contradicts {new}; leave the former out.")
 
 
 @explains_arguments(module="give the model to shard.")
@@ -374,66 +361,39 @@ def _owner(param: torch.Tensor) -> MegatronFSDP:
     return model
 
 
+def _with_arguments_of(
+    shard: Callable[Concatenate[nn.Module, _Options], MegatronFSDP],
+) -> Callable[[Callable[..., _Both]], Callable[Concatenate[nn.Module, torch.optim.Optimizer, _Options], _Both]]:
+    """Give a function of a model and an optimizer the further arguments of `fully_shard_model` as its signature."""
+
+    def decorate(function: Callable[..., _Both]) -> Any:
+        own = inspect.signature(function)
+        module, optimizer, *_ = own.parameters.values()
+        _, *options = inspect.signature(shard).parameters.values()
+        function.__signature__ = own.replace(parameters=[module, optimizer, *options])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 @explains_arguments(
     module="give the model and its optimizer.",
     optimizer="give the optimizer after the model, or call fully_shard_model(model) to shard a model alone.",
 )
-def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described there)
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device_mesh: DeviceMesh | None = None,
-    dp_shard_dim: str | None = None,
-    dp_outer_dim: str | None = None,
-    tp_dim: str | None = None,
-    hybrid_fsdp_group: dist.ProcessGroup | None = None,
-    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-    expt_device_mesh: DeviceMesh | None = None,
-    fsdp_group_ag: dist.ProcessGroup | None = None,
-    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    fsdp_unit_modules: UnitModules = None,
-    zero_dp_strategy: str | int = 3,
-    outer_dp_sharding_strategy: str | int = 0,
-    device: torch.device | str | int | None = None,
-    init_model_with_meta_device: bool | str = False,
-    mixed_precision_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
-    overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = True,
-    sync_model_each_microbatch: bool = True,
-    preproc_state_dict_for_dcp_ckpt: bool = True,
-    report_nan_in_param_grad: bool = False,
-    average_in_collective: bool = False,
-    disable_bucketing: bool = False,
-    calculate_per_token_loss: bool = False,
-    keep_fp8_transpose_cache: bool = False,
-    nccl_ub: bool = False,
-    fsdp_double_buffer: bool = False,
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-    disable_symmetric_registration: bool = False,
-    enable_fine_grained_param_gather: bool = False,
-    use_decoupled_grad: bool = False,
-    cuda_graph_mode: bool = False,
-    maxpool_double_buffer: bool = False,
-    grad_reduce_in_fp32: bool | None = None,
-    preserve_fp32_weights: bool | None = None,
-    check_for_nan_in_grad: bool | None = None,
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
-    reduce_scatter_with_fp32_accumulation: bool = False,
-    weight_allocator: str = "slots",
-    max_gathered_units: int | None = None,
-    forward_prefetch_units: int | None = None,
-    backward_prefetch_units: int | None = None,
-    verify_ranks: bool | float | str | None = None,
-    find_unused_parameters: bool = False,
-    gradient_accumulation_fusion: bool = False,
+@_with_arguments_of(fully_shard_model)
+def fully_shard(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 
     The optimizer keeps its parameter groups, their order and every option; its state, if it has any already, is sharded
-    with the parameters. All other arguments are those of `fully_shard_model`.
+    with the parameters.
 
     Args:
         module: The model.
         optimizer: Built on `module.parameters()`, on all of them or some.
+        args: The further arguments of `fully_shard_model`, in their order.
+        kwargs: The further arguments of `fully_shard_model`, by their names.
 
     Returns:
         The wrapped model and the same optimizer.
@@ -441,17 +401,18 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     Raises:
         ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
     """
-    arguments = dict(locals())
-    del arguments["optimizer"]
     from megatron_fsdp.comm.agreement import agree
     from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.engine.model_checks import check_keeps_no_copies
     from megatron_fsdp.optim.optimizer import check_parameters, move_to_sharded
     from megatron_fsdp.sharding.mesh import index_of
 
-    _check_order(module, optimizer)
+    _check_optimizer(optimizer, module)
+    bound = inspect.signature(fully_shard).bind(module, optimizer, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    del arguments["optimizer"]
     _check_arguments(arguments)
-    _check_optimizer(optimizer)
     arguments["module"] = module = compiled_in_place(module)
     index = index_of(arguments)
     arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
@@ -470,7 +431,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
         for name, param in zip(group.names, group.sharded, strict=True)
     }
     move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model.shard_like)
-    return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+    return model, fully_shard_optimizer(optimizer, arguments["preproc_state_dict_for_dcp_ckpt"])
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -490,17 +451,14 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"device_mesh={arguments['device_mesh']!r} is not a DeviceMesh or None; pass one")
 
 
-def _check_order(first: object, second: object) -> None:
-    if hasattr(first, "param_groups") and isinstance(second, nn.Module):
-        raise TypeError("the optimizer was given first and the model second; call fully_shard(model, optimizer)")
-
-
-def _check_optimizer(optimizer: object) -> None:
+def _check_optimizer(optimizer: object, module: object = None) -> None:
     """Refuse objects that are no optimizer, above all classes; other optimizers than torch's only need its groups.
 
     Raises:
         TypeError: It is none.
     """
+    if isinstance(optimizer, nn.Module) and hasattr(module, "param_groups"):
+        raise TypeError("the optimizer was given first and the model second; call fully_shard(model, optimizer)")
     if isinstance(optimizer, type):
         name = optimizer.__name__
         raise TypeError(f"{name} is a class; give an optimizer of it, built as {name}(model.parameters(), ...)")

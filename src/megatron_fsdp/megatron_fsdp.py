@@ -422,9 +422,7 @@ class MegatronFSDP(nn.Module):
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply all gradients, set and deferred, by a factor."""
-        for group in self._engine.groups():
-            if group.gradients is not None:
-                group.gradients.scale(scaling_factor, group.sharded)
+        self.param_and_grad_buffer.scale_gradients(scaling_factor)
 
     def reset(self) -> None:
         """Reshard every unit after an exception in forward or backward that every rank met.
@@ -613,9 +611,7 @@ class MegatronFSDP(nn.Module):
         """Release the gathered weights of a module's units, unless they are in use; never the root's."""
         self._engine.release_units_of(module.parameters())
 
-    def post_backward_release_module(self, module: nn.Module, *_unused: Any) -> None:
-        """Release the gathered weights of a module's units, unless they are in use; never the root's."""
-        self._engine.release_units_of(module.parameters())
+    post_backward_release_module = post_forward_release_module
 
     def pre_backward(self, module: nn.Module, *_unused: Any) -> None:
         """Gather the weights of a module's units ahead of their backward and wait for them."""

@@ -26,15 +26,15 @@ from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, 
 from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 
 
-class ParamAndGradBuffer:
-    """The flat buffers of a sharded model; live, and owned by the model.
-
-    Args:
-        engine: Engine of the model.
-    """
+class _View:
+    """What a client sees of the engine of one model."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+
+class ParamAndGradBuffer(_View):
+    """The flat buffers of a sharded model; live, and owned by the model."""
 
     @property
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -70,15 +70,8 @@ class ParamAndGradBuffer:
                 group.gradients.scale(scaling_factor, group.sharded)
 
 
-class AllGatherPipeline:
-    """All-gathers of a sharded model.
-
-    Args:
-        engine: Engine of the model.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+class AllGatherPipeline(_View):
+    """All-gathers of a sharded model."""
 
     def all_gather_params(self, params: Iterable[nn.Parameter]) -> None:
         """Start to all-gather the units that own some parameters, sharded or full ones."""
@@ -93,15 +86,8 @@ class AllGatherPipeline:
         self._engine.release_units_of(params)
 
 
-class GradReducePipeline:
-    """Gradient reductions of a sharded model.
-
-    Args:
-        engine: Engine of the model.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+class GradReducePipeline(_View):
+    """Gradient reductions of a sharded model."""
 
     def reduce_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Reduce the gradients that have arrived for the units that own some parameters."""

@@ -16,17 +16,19 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.comm.axis import is_simulated
-from megatron_fsdp.dtensor.chunks import describe_chunks, gather_full
-from megatron_fsdp.dtensor.foreign import (
-    boxes_here,
-    check_dtensor,
-    foreign_full,
-    sharded_dims,
-    single_chunk,
-    split_tensor,
-)
+from megatron_fsdp.dtensor.chunks import describe_chunks, gather_full, gather_padded
+from megatron_fsdp.dtensor.foreign import asked_chunk, boxes_here, sharded_dims
+from megatron_fsdp.dtensor.frame import ShardFrame, contiguous_stride
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import warn_caller
+from megatron_fsdp.sharding.shards import (
+    Box,
+    ShardDescription,
+    elements_before,
+    kept_in_part,
+    narrow_description,
+    split_ranges,
+)
 
 _CHUNK_METHOD = "__create_chunk_list__"
 
@@ -48,7 +50,35 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
         ValueError: A placement is neither shard nor replicate, there are several strided shards, or this rank's shard
             is cut inside rows and so not one chunk.
     """
-    return single_chunk(check_dtensor(dtensor))
+    tensor = _checked(dtensor)
+    if not isinstance(tensor, UnevenDTensor):
+        return asked_chunk(tensor)
+    description = tensor.shard_frame.description
+    boxes = description.boxes()
+    if len(boxes) > 1:
+        raise ValueError(
+            f"this rank's shard of a tensor of shape {tuple(tensor.shape)} begins or ends inside a row and is "
+            f"{len(boxes)} chunks, not one; save the tensor as it is (torch.distributed.checkpoint asks for all its "
+            "chunks), or gather it by uneven_dtensor_to_full_tensor"
+        )
+    box = boxes[0] if boxes else _empty_box(description)
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+
+
+def _checked(tensor: object) -> DTensor:
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"a {type(tensor).__name__} was given where a DTensor is wanted; wrap it by DTensor.from_local")
+    return tensor
+
+
+def _empty_box(description: ShardDescription) -> Box:
+    """Return an empty box where this rank's elements would be, between those of the neighbours."""
+    shape, offset = description.part_shape(), description.part_offset()
+    if not shape:
+        return Box((), ())
+    row_numel = max(torch.Size(shape[1:]).numel(), 1)
+    row = min(description.local_range[0] // row_numel, shape[0])
+    return Box((offset[0] + row, *offset[1:]), (0, *shape[1:]))
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
@@ -61,7 +91,7 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
         TypeError: No DTensor.
         ValueError: As `gather_and_compute_chunk_metadata`, but several chunks are allowed.
     """
-    dtensor = check_dtensor(dtensor)
+    dtensor = _checked(dtensor)
     local = dtensor._local_tensor
     if not isinstance(dtensor, UnevenDTensor) and hasattr(local, _CHUNK_METHOD) and local.ndim == dtensor.ndim:
         delattr(local, _CHUNK_METHOD)  # may be stale; the shapes are gathered again
@@ -74,7 +104,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     Raises:
         AssertionError: They do not; on every rank.
     """
-    boxes = boxes_here(check_dtensor(dtensor))
+    boxes = boxes_here(_checked(dtensor))
     ndim = dtensor.ndim
     outside = any(
         offset < 0 or offset + length > total
@@ -160,10 +190,34 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
         TypeError: No DTensor.
         ValueError: A placement is neither shard nor replicate, or several are strided.
     """
-    dtensor = check_dtensor(dtensor)
+    dtensor = _checked(dtensor)
     if isinstance(dtensor, UnevenDTensor):
         return gather_full(dtensor._local_tensor, dtensor.shard_frame)
-    return foreign_full(dtensor)
+    dims = sharded_dims(dtensor)
+    boxes, local = boxes_here(dtensor), dtensor._local_tensor.detach()
+    full = local.new_zeros(dtensor.shape)
+    groups = [dtensor.device_mesh.get_group(dim) for dim in dims]
+    everyone: list[tuple[Box, ...]] = [boxes]
+    for group in groups:
+        found: list[list[tuple[Box, ...]]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(found, everyone, group=group)
+        everyone = [each for rank in found for each in rank]
+    largest = max(sum(box.numel for box in each) for each in everyone)
+    if largest:
+        for held, row in zip(everyone, gather_padded(local.reshape(-1), largest, groups), strict=True):
+            _place(full, held, row)
+    return full
+
+
+def _place(full: torch.Tensor, boxes: Sequence[Box], elements: torch.Tensor) -> None:
+    """Copy flat elements into boxes of a whole tensor, box after box."""
+    first = 0
+    for box in boxes:
+        view = full
+        for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
+        view.copy_(elements[first : first + box.numel].view(box.lengths))
+        first += box.numel
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
@@ -206,4 +260,48 @@ def split_dtensor(
         ValueError: A length is negative or they do not add up; or shards that are cut inside rows would be split
             along another dimension than the first.
     """
-    return split_tensor(dtensor, split_size_or_sections, dim, update_uneven_dtensor_chunk_meta)
+    tensor = _checked(dtensor)
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim} to split")
+    dim %= tensor.ndim
+    offset = 0 if isinstance(tensor, UnevenDTensor) else asked_chunk(tensor).offsets[dim]
+    for start, stop in split_ranges(tensor.shape[dim], split_size_or_sections):
+        if isinstance(tensor, UnevenDTensor):
+            piece = _own_piece(tensor, dim, start, stop)
+        else:
+            piece = _foreign_piece(tensor, dim, start, stop, offset)
+        yield describe_chunks(piece, boxes_here(piece)) if update_uneven_dtensor_chunk_meta else piece
+
+
+def _own_piece(tensor: UnevenDTensor, dim: int, start: int, stop: int) -> DTensor:
+    old = tensor.shard_frame.description
+    new = narrow_description(old, dim, start, stop)
+    first, last = kept_in_part(old, dim, (start, stop))
+    local = tensor._local_tensor
+    if dim and old.is_cut_inside_rows:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} whose shards are cut inside rows can be split along dim 0 only, "
+            f"not along dim {dim}; gather it by uneven_dtensor_to_full_tensor and split that"
+        )
+    if dim or old.num_shards == 1:
+        piece = local.narrow(dim, first, last - first)
+    else:
+        begin, before = old.local_range[0], elements_before(old.local_range[0], old.part_shape(), 0, (first, last))
+        skipped = max(first * torch.Size(old.part_shape()[1:]).numel() - begin, 0)
+        piece = local.reshape(-1).narrow(0, skipped if new.local_range[1] > before else 0, new.local_range[1] - before)
+    return UnevenDTensor.wrap(piece.view(new.local_shape), ShardFrame(tensor.device_mesh, new))
+
+
+def _foreign_piece(tensor: DTensor, dim: int, start: int, stop: int, offset: int) -> DTensor:
+    local = tensor._local_tensor
+    first = min(max(start - offset, 0), local.shape[dim])
+    last = min(max(stop - offset, first), local.shape[dim])
+    shape = torch.Size(stop - start if axis == dim else n for axis, n in enumerate(tensor.shape))
+    return DTensor.from_local(
+        local.narrow(dim, first, last - first),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=shape,
+        stride=contiguous_stride(shape),
+    )

@@ -36,22 +36,22 @@ def expected_sum(num_ranks: int) -> torch.Tensor:
     return torch.stack([contribution(rank, num_ranks, torch.float32) for rank in range(num_ranks)]).sum(0)
 
 
-def _gather(in_place: bool) -> tuple[list[float], Traffic]:
-    axis = world_axis()
-    full = torch.zeros(axis.num_ranks * SHARD)
-    shard = full[axis.rank * SHARD : (axis.rank + 1) * SHARD] if in_place else torch.zeros(SHARD)
-    shard.fill_(axis.rank + 1.0)
-    finish(axis.all_gather(full, shard))
-    return full.tolist(), axis.traffic
+def _gather() -> tuple[list[list[float]], Traffic]:
+    axis, found = world_axis(), []
+    for in_place in (True, False):
+        full = torch.zeros(axis.num_ranks * SHARD)
+        shard = full[axis.rank * SHARD : (axis.rank + 1) * SHARD] if in_place else torch.zeros(SHARD)
+        shard.fill_(axis.rank + 1.0)
+        finish(axis.all_gather(full, shard))
+        found.append(full.tolist())
+    return found, axis.traffic
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gather_puts_the_shards_in_rank_order(run_ranks: RunRanks, num_ranks: int, in_place: bool) -> None:
-    sent = 4 * SHARD * (num_ranks - 1)
-    for full, traffic in run_ranks(num_ranks, _gather, in_place):
-        assert full == [rank + 1.0 for rank in range(num_ranks) for _ in range(SHARD)]
-        assert traffic == Traffic(gathers=int(num_ranks > 1), gather_bytes=sent)
+def test_gather_puts_the_shards_in_rank_order(run_ranks: RunRanks, num_ranks: int) -> None:
+    for found, traffic in run_ranks(num_ranks, _gather):
+        assert found == [[rank + 1.0 for rank in range(num_ranks) for _ in range(SHARD)]] * 2
+        assert traffic == Traffic(gathers=2 * int(num_ranks > 1), gather_bytes=2 * 4 * SHARD * (num_ranks - 1))
 
 
 def _exchange_and_sum(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Traffic]:
@@ -77,32 +77,25 @@ def test_exchange_and_sum_is_a_reduce_scatter(run_ranks: RunRanks, num_ranks: in
         assert traffic == Traffic(reductions=1, reduce_bytes=sent)
 
 
-def _reduce_scatter() -> tuple[torch.Tensor, Traffic]:
-    axis = world_axis()
-    shard = torch.zeros(SHARD)
-    finish(axis.reduce_scatter(shard, contribution(axis.rank, axis.num_ranks, torch.float32)))
-    return shard, axis.traffic
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_native_reduce_scatter_counts_as_the_exchange_does(run_ranks: RunRanks, num_ranks: int) -> None:
-    for rank, (shard, traffic) in enumerate(run_ranks(num_ranks, _reduce_scatter)):
-        assert torch.equal(shard, expected_sum(num_ranks)[rank * SHARD : (rank + 1) * SHARD])
-        assert traffic == Traffic(reductions=1, reduce_bytes=4 * SHARD * (num_ranks - 1))
-
-
-def _all_reduce() -> tuple[torch.Tensor, Traffic]:
-    axis = world_axis()
-    full = contribution(axis.rank, axis.num_ranks, torch.float32)
-    finish(axis.all_reduce(full))
-    return full, axis.traffic
+def _reduce_by_the_back_end() -> tuple[torch.Tensor, torch.Tensor, Traffic, Traffic]:
+    axis, other = world_axis(), world_axis()
+    full, shard = contribution(axis.rank, axis.num_ranks, torch.float32), torch.zeros(SHARD)
+    if axis.num_ranks > 1:
+        finish(axis.reduce_scatter(shard, full))
+    finish(other.all_reduce(full))
+    return shard, full, axis.traffic, other.traffic
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_all_reduce_sums_in_place_and_sends_twice_as_much(run_ranks: RunRanks, num_ranks: int) -> None:
-    for full, traffic in run_ranks(num_ranks, _all_reduce):
+def test_native_reduce_scatter_counts_as_the_exchange_does_and_all_reduce_twice(
+    run_ranks: RunRanks, num_ranks: int
+) -> None:
+    is_sent, sent = int(num_ranks > 1), 4 * SHARD * (num_ranks - 1)
+    for rank, (shard, full, scattered, reduced) in enumerate(run_ranks(num_ranks, _reduce_by_the_back_end)):
         assert torch.equal(full, expected_sum(num_ranks))
-        assert traffic == Traffic(reductions=int(num_ranks > 1), reduce_bytes=2 * 4 * SHARD * (num_ranks - 1))
+        assert not is_sent or torch.equal(shard, full[rank * SHARD : (rank + 1) * SHARD])
+        assert scattered == Traffic(reductions=is_sent, reduce_bytes=sent)
+        assert reduced == Traffic(reductions=is_sent, reduce_bytes=2 * sent)
 
 
 def _gather_buffer(placement: Placement) -> tuple[list[float], int, bool]:

@@ -17,11 +17,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 
 @both_kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [1, 2, 496, 1 << 14, (1 << 16) + 3])
-def test_constants_differ(dtype: torch.dtype, numel: int, kind: Fingerprint) -> None:
-    ones, zeros = torch.ones(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
-    assert kind(ones).item() != kind(zeros).item()
-    assert kind(ones).item() == kind(ones.clone()).item()
+def test_constants_differ(dtype: torch.dtype, kind: Fingerprint) -> None:
+    for numel in (1, 2, 496, 1 << 14, (1 << 16) + 3):
+        ones, zeros = torch.ones(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
+        assert kind(ones).item() != kind(zeros).item()
+        assert kind(ones).item() == kind(ones.clone()).item()
 
 
 @both_kinds
@@ -50,18 +50,14 @@ def test_every_random_state_of_many_seeds_differs(kind: Fingerprint) -> None:
 
 
 @both_kinds
-def test_shape_and_strides_do_not_matter_and_an_empty_tensor_has_one(kind: Fingerprint) -> None:
+def test_shape_strides_and_place_in_memory_do_not_matter(kind: Fingerprint) -> None:
     tensor = torch.randn(6, 4)
     for view in (tensor.t(), tensor[:, ::2], tensor.view(-1)[::2], torch.view_as_complex(tensor.view(6, 2, 2)).imag):
         assert kind(view).item() == kind(view.contiguous()).item()
     assert kind(torch.empty(0)).item() == 0
-
-
-@both_kinds
-@pytest.mark.parametrize("numel", [8, 9, (1 << 16) + 8])
-def test_where_a_tensor_lies_in_memory_does_not_matter(numel: int, kind: Fingerprint) -> None:
-    memory = torch.randn(numel + 1)
-    assert kind(memory[1:]).item() == kind(memory[1:].clone()).item()
+    for numel in (8, 9, (1 << 16) + 8):
+        memory = torch.randn(numel + 1)
+        assert kind(memory[1:]).item() == kind(memory[1:].clone()).item()
 
 
 @both_kinds

@@ -11,21 +11,15 @@ from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
 CACHED = 1 << 16
 
 
-def test_sums_of_bf16_are_taken_in_float32() -> None:
+def test_sums_are_taken_in_float32_or_wider_and_repeat_bit_for_bit() -> None:
     # In bf16, 256 + 1 is 256 again; in float32 four small summands count.
     received = torch.tensor([[256.0], [1.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
     total = sum_received(received.flatten(), 5)
     assert total.dtype == torch.float32
     assert total.tolist() == [260.0]
-
-
-def test_sums_of_float64_stay_in_float64() -> None:
     total = sum_received(torch.tensor([1.0, 1e-12], dtype=torch.float64), 2)
     assert total.dtype == torch.float64
     assert total.tolist() == [1.0 + 1e-12]
-
-
-def test_sums_repeat_bit_for_bit() -> None:
     received = torch.randn(4 * 1000)
     first = sum_received(received.clone(), 4)
     assert torch.equal(first, sum_received(received.clone(), 4))

@@ -136,8 +136,11 @@ def test_no_flags_give_the_default_of_the_class() -> None:
     assert [name for name, value in MEGATRON_DEFAULTS.items() if defaults[name] == value] == []
 
 
-@pytest.mark.parametrize("field", [field for field in FIELDS if field.type is bool], ids=lambda field: field.name)
-def test_every_switch_turns_on_and_off(field: dataclasses.Field[bool]) -> None:
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_every_switch_turns_on_and_off_and_every_other_flag_takes_a_value(field: dataclasses.Field[Any]) -> None:
+    if field.type is not bool:
+        assert parse(flag_of(field.name), *ARGUMENTS[field.type]) == alone(field.name, STORED[field.type])
+        return
     if field.name == "use_custom_fsdp":
         with pytest.warns(DeprecationWarning, match="use_custom_fsdp"):
             assert parse(flag_of(field.name)) == DistributedDataParallelConfig(use_megatron_fsdp=True)
@@ -146,11 +149,6 @@ def test_every_switch_turns_on_and_off(field: dataclasses.Field[bool]) -> None:
         assert parse(flag_of(field.name), *needed) == alone(field.name, True)
     assert parse(off_flag_of(field.name)) == alone(field.name, False)
     assert parse(flag_of(field.name), off_flag_of(field.name)) == alone(field.name, False)
-
-
-@pytest.mark.parametrize("field", [field for field in FIELDS if field.type is not bool], ids=lambda field: field.name)
-def test_every_other_flag_takes_a_value(field: dataclasses.Field[Any]) -> None:
-    assert parse(flag_of(field.name), *ARGUMENTS[field.type]) == alone(field.name, STORED[field.type])
 
 
 def test_a_command_line_of_megatron_lm_is_read() -> None:
@@ -174,17 +172,17 @@ def test_a_command_line_of_megatron_lm_is_read() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "values"),
-    [
-        ("--data-parallel-sharding-strategy 3", {"data_parallel_sharding_strategy": "optim_grads_params"}),
-        ("--outer-dp-sharding-strategy 1", {"outer_dp_sharding_strategy": "optim"}),
-        ("--megatron-fsdp-main-grads-dtype torch.float32", {"megatron_fsdp_main_grads_dtype": torch.float32}),
-        ("--megatron-fsdp-main-params-dtype double", {"megatron_fsdp_main_params_dtype": torch.float64}),
-    ],
-)
-def test_other_names_of_a_choice_are_known(line: str, values: dict[str, Any]) -> None:
-    assert parse(*line.split()) == DistributedDataParallelConfig(**values)
+def test_other_names_of_a_choice_are_known() -> None:
+    line = (
+        "--data-parallel-sharding-strategy 3 --outer-dp-sharding-strategy 1 "
+        "--megatron-fsdp-main-grads-dtype torch.float32 --megatron-fsdp-main-params-dtype double"
+    )
+    assert parse(*line.split()) == DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params",
+        outer_dp_sharding_strategy="optim",
+        megatron_fsdp_main_grads_dtype=torch.float32,
+        megatron_fsdp_main_params_dtype=torch.float64,
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,15 +216,12 @@ def test_what_cannot_stand_together_is_refused_with_the_flags() -> None:
     )
 
 
-def test_a_second_parser_has_patterns_of_its_own() -> None:
+def test_a_parser_has_patterns_and_defaults_of_its_own() -> None:
     flag = flag_of("param_name_patterns_for_fp32_local_accumulation")
     twice = parser()
     for _ in range(2):
         found = config_from_flags(twice.parse_args([flag, "a", flag, "b"]))
         assert found.param_name_patterns_for_fp32_local_accumulation == ("a", "b")
-
-
-def test_a_program_may_set_defaults_of_its_own() -> None:
     made = parser()
     made.set_defaults(overlap_grad_reduce=True, data_parallel_sharding_strategy="optim")
     found = config_from_flags(made.parse_args(["--no-overlap-grad-reduce"]))
@@ -258,9 +253,6 @@ def test_flags_are_written_for_what_is_not_at_its_default_only() -> None:
         "--no-gradient-reduce-div-fusion",
         *("--megatron-fsdp-main-params-dtype", "auto"),
     ]
-
-
-def test_patterns_that_look_like_flags_are_joined_to_theirs() -> None:
     flag = flag_of("param_name_patterns_for_fp32_local_accumulation")
     plain = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("a", "b"))
     dashed = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("--use-nccl-ub", "b"))
@@ -283,7 +275,7 @@ def test_what_argparse_would_lose_or_the_class_refuses_is_not_written() -> None:
         flags_of(config)
 
 
-def test_help_gives_meaning_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_gives_meaning_and_defaults_also_without_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     text = " ".join(parser().format_help().split())
     choices = ",".join(DTYPE_CHOICES)
@@ -296,9 +288,6 @@ def test_help_gives_meaning_and_defaults(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     assert [part for part in parts if part not in text] == []
     assert text.count("(default: ") == len(FIELDS)
-
-
-def test_flags_work_where_python_drops_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedDataParallelConfig, "__doc__", None)
     assert parser().format_help().count("(default: ") == len(FIELDS)
     assert parse("--ddp-bucket-size", "3") == DistributedDataParallelConfig(bucket_size=3)

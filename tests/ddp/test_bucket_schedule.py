@@ -31,21 +31,15 @@ def text(operations: Iterable[Operation]) -> str:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_at_once_everything_is_started_before_anything_is_waited_for() -> None:
+def test_weights_are_gathered_as_the_mode_says() -> None:
     scheduler = make(GatherMode.AT_ONCE)
     assert text(scheduler.forward_opens()) == "gather0 gather1 gather2 gather3 gather4 wait0 wait1 wait2 wait3 wait4"
     assert text(scheduler.weights_read({2, 3})) == ""
     assert text(scheduler.forward_closes()) == ""
-
-
-def test_together_all_are_started_and_each_is_waited_for_where_it_is_read() -> None:
     scheduler = make(GatherMode.TOGETHER)
     assert text(scheduler.forward_opens()) == "gather0 gather1 gather2 gather3 gather4"
     assert text(scheduler.weights_read({2, 1})) == "wait1 wait2"
     assert text(scheduler.weights_read({2, 4})) == "wait4"
-
-
-def test_in_turn_one_is_started_ahead_of_what_is_read() -> None:
     scheduler = make(GatherMode.IN_TURN)
     assert text(scheduler.forward_opens()) == "gather0 gather1"
     assert text(scheduler.weights_read({1})) == "gather2 wait1"
@@ -54,7 +48,7 @@ def test_in_turn_one_is_started_ahead_of_what_is_read() -> None:
     assert text(scheduler.weights_read({3, 4})) == "gather4 wait3 wait4"
 
 
-def test_weights_that_changed_are_gathered_again_and_others_are_not() -> None:
+def test_weights_that_changed_are_gathered_again_and_whole_ones_never() -> None:
     scheduler = make(GatherMode.IN_TURN)
     scheduler.forward_opens()
     for bucket in range(1, BUCKETS + 1):
@@ -62,9 +56,6 @@ def test_weights_that_changed_are_gathered_again_and_others_are_not() -> None:
     assert text(scheduler.forward_opens()) == ""
     assert text(scheduler.weights_changed()) == "wait0 release0 release1 release2 release3 release4"
     assert text(scheduler.forward_opens()) == "gather0 gather1"
-
-
-def test_nothing_is_gathered_where_weights_are_whole() -> None:
     for mode in GatherMode:
         scheduler = make(mode, gathers=False)
         assert text(scheduler.forward_opens()) == ""
@@ -116,22 +107,20 @@ def test_the_first_backward_reduces_at_its_end_and_the_next_as_soon_as_a_bucket_
     assert backward(scheduler, *IN_ORDER)[-1] == AT_THE_END
     for _ in range(2):
         assert backward(scheduler, *IN_ORDER)[1:] == ["reduce4", "reduce3", "", "reduce2", "reduce1", "finalise"]
-
-
-def test_without_overlap_everything_is_reduced_at_the_end() -> None:
     scheduler = make(early=False)
     for _ in range(3):
         assert backward(scheduler, *IN_ORDER) == ["", "", "", "", "", "", AT_THE_END]
+    scheduler = make(counts=(0, 1, 0, 1))
+    for _ in range(2):
+        found = backward(scheduler, (3, 0), (1, 0))
+        assert " ".join(filter(None, found)) == "reduce3 reduce1 finalise"
 
 
-def test_a_complete_bucket_waits_for_those_behind_it() -> None:
+def test_a_bucket_waits_for_its_gradients_and_for_buckets_behind_it() -> None:
     scheduler = make()
     backward(scheduler, *IN_ORDER)
     found = backward(scheduler, (1, 0), (2, 0), (3, 0), (2, 1), (4, 0))
     assert found[1:] == ["", "", "", "", "reduce4 reduce3 reduce2 reduce1", "finalise"]
-
-
-def test_a_gradient_that_does_not_come_holds_back_its_bucket_and_those_in_front() -> None:
     scheduler = make()
     backward(scheduler, *IN_ORDER)
     assert backward(scheduler, (4, 0), (3, 0), (2, 1), (1, 0))[1:] == [
@@ -152,14 +141,11 @@ def test_gradients_that_come_several_times_are_counted_and_awaited() -> None:
     assert backward(scheduler, *IN_ORDER)[-1] == "reduce3 reduce2 reduce1 finalise"
 
 
-def test_more_gradients_than_ever_before_are_refused_in_words() -> None:
+def test_more_gradients_than_ever_before_are_refused_and_learnt_after_a_reset() -> None:
     scheduler = make()
     backward(scheduler, *IN_ORDER)
     with pytest.raises(ScheduleError, match=r"a gradient arrived after its bucket was reduced.*use_reentrant=False"):
         backward(scheduler, (4, 0), (4, 0))
-
-
-def test_after_a_reset_the_number_of_gradients_is_learnt_again() -> None:
     scheduler = make()
     backward(scheduler, *IN_ORDER)
     scheduler.forward_begins(0)
@@ -169,13 +155,6 @@ def test_after_a_reset_the_number_of_gradients_is_learnt_again() -> None:
     scheduler.reset()
     assert backward(scheduler, *IN_ORDER)[-1] == AT_THE_END
     assert backward(scheduler, *IN_ORDER)[1] == "reduce4"
-
-
-def test_what_is_frozen_is_never_reduced() -> None:
-    scheduler = make(counts=(0, 1, 0, 1))
-    for _ in range(2):
-        found = backward(scheduler, (3, 0), (1, 0))
-        assert " ".join(filter(None, found)) == "reduce3 reduce1 finalise"
 
 
 _ARRIVALS = [(4, 0), (3, 0), (2, 0), (2, 1), (1, 0)]

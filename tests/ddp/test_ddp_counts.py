@@ -139,14 +139,11 @@ def test_a_layer_that_one_rank_skips_changes_no_order(run_ranks: RunRanks) -> No
         assert found[2] == f"{FORWARD} {EARLY}"
 
 
-def test_weights_are_gathered_before_the_forward_without_overlap(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, steps, SHARDS):
-        assert found[1:] == [f"{ALL_GATHERED} {FORWARD} {EARLY}"] * 2
-
-
-def test_aligned_gathers_are_all_started_before_the_first_module(run_ranks: RunRanks) -> None:
-    fields = {**SHARDS, "overlap_param_gather": True, "align_param_gather": True}
-    for found in run_ranks(2, steps, fields):
+@pytest.mark.parametrize("more", [{}, {"overlap_param_gather": True, "align_param_gather": True}])
+def test_without_overlap_or_aligned_all_gathers_start_before_the_first_module(
+    run_ranks: RunRanks, more: Fields
+) -> None:
+    for found in run_ranks(2, steps, {**SHARDS, **more}):
         assert found[1:] == [f"{ALL_GATHERED} {FORWARD} {EARLY}"] * 2
 
 
@@ -320,13 +317,10 @@ def test_sizes_of_buckets(run_ranks: RunRanks, fields: Fields, numels: list[int]
         assert [name for bucket in names for name in bucket] == [f"layers.{i}.weight" for i in range(4)]
 
 
-def test_disabled_bucketing_gives_one_bucket(run_ranks: RunRanks) -> None:
-    for found, told, _ in run_ranks(2, buckets_of, {"overlap_grad_reduce": True}, True):
-        assert (found, told) == ([sum(NUMELS)], None)
-
-
 @pytest.mark.parametrize("shards", [False, True])
 def test_padded_buckets_are_multiples_of_two_to_the_sixteenth(run_ranks: RunRanks, shards: bool) -> None:
+    for found, told, _ in run_ranks(2, buckets_of, {"overlap_grad_reduce": True}, True):
+        assert (found, told) == ([sum(NUMELS)], None)  # bucketing is disabled
     fields = {"use_distributed_optimizer": shards, "pad_buckets_for_high_nccl_busbw": True, "bucket_size": 1_000}
     for num_ranks in (2, 3):
         for found, _, _ in run_ranks(num_ranks, buckets_of, fields):

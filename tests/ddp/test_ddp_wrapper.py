@@ -89,12 +89,16 @@ SHARDS: Fields = {"use_distributed_optimizer": True, "overlap_param_gather": Tru
         ({"gradient_reduce_div_fusion": False}, {}),
         ({"pad_buckets_for_high_nccl_busbw": True}, {}),
         ({"grad_reduce_in_fp32": True}, {}),
+        (SHARDS, {**SHARDS, "num_distributed_optimizer_instances": 2}),
+        (SHARDS, {**SHARDS, "fp8_param_gather": True}),
     ],
 )
 def test_ranks_with_other_configurations_are_all_refused(run_ranks: RunRanks, first: Fields, others: Fields) -> None:
     found = run_ranks(2, differing, first, others)
     assert found[0] == found[1]
     assert "not refused" not in found[0]
+    changed = {name for name in {**first, **others} if first.get(name) != others.get(name)}
+    assert any(name in found[0] for name in changed)
 
 
 def use_and_compare() -> tuple[bool, bool, list[str]]:

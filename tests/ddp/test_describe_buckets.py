@@ -54,14 +54,11 @@ def test_changed_fields_of_the_configuration_are_told(name: str) -> None:
     assert name in bucketed(DistributedDataParallelConfig(**fields), **arguments).options
 
 
-def test_fields_at_their_defaults_are_not_told() -> None:
-    assert bucketed(DistributedDataParallelConfig()).options == {}
-
-
-def test_a_bucketed_model_is_described() -> None:
+def test_a_bucketed_model_is_described_without_fields_at_their_defaults() -> None:
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=2000)
     described = bucketed(config, steps=1)
     assert described.wrapper == "DistributedDataParallel"
     assert described.own_groups
     assert described.options["bucket_size"] == "2000"
     assert sum(unit.numel for unit in described.units) == ROOT_NUMEL + 8 * FLOOR_NUMEL
+    assert bucketed(DistributedDataParallelConfig()).options == {}

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.ddp import DistributedOptimizer
-from megatron_fsdp.errors import ConfigurationError, ShardOperationError
+from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.seams import engine_of
 
@@ -91,12 +91,17 @@ def two_readers() -> float:
     trained(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
     model, optimizer = wrapped(module, OVERLAPPING)
     trained(model, optimizer)
+    return difference(model, plain)
+
+
+def difference(model: DistributedDataParallel, plain: nn.Module) -> float:
+    """The largest between a model and one of one process."""
     full = model.full_parameters()
     return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
 
 
 def test_a_holder_of_parameters_below_several_modules_is_read_by_each(run_ranks: RunRanks) -> None:
-    assert all(found < 1e-6 for found in run_ranks(2, two_readers))
+    assert max(run_ranks(2, two_readers)) < 1e-6
 
 
 def reads_too_early() -> list[str]:
@@ -117,22 +122,6 @@ def test_reading_a_weight_too_early_says_why(run_ranks: RunRanks) -> None:
         assert any("leave overlap_param_gather out" in note for note in notes)
 
 
-def differing(field: str) -> str:
-    rank = dist.get_rank()
-    values = {"num_distributed_optimizer_instances": 1 + rank, "fp8_param_gather": bool(rank)}
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True, **{field: values[field]})
-    with pytest.raises(ConfigurationError) as caught:
-        DistributedDataParallel(config, nn.Linear(5, 5))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("field", ["num_distributed_optimizer_instances", "fp8_param_gather"])
-def test_ranks_with_other_configurations_all_hear_of_it(run_ranks: RunRanks, field: str) -> None:
-    messages = run_ranks(2, differing, field)
-    assert messages[0] == messages[1]
-    assert field in messages[0]
-
-
 def loads_what_one_process_saved(fields: dict[str, Any]) -> float:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
@@ -142,38 +131,32 @@ def loads_what_one_process_saved(fields: dict[str, Any]) -> float:
     sharded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     trained(plain, optimizer, 2)
     trained(model, sharded, 2)
-    full = model.full_parameters()
-    return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
+    return difference(model, plain)
 
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_the_state_of_one_process_is_cut_when_it_is_loaded(run_ranks: RunRanks, shards: bool) -> None:
-    assert all(
-        found < 1e-6 for found in run_ranks(2, loads_what_one_process_saved, {"use_distributed_optimizer": shards})
+    assert max(run_ranks(2, loads_what_one_process_saved, {"use_distributed_optimizer": shards})) < 1e-6
+
+
+def copies_a_parameter() -> tuple[bool, bool, str]:
+    """Whether a copy equals its original and belongs to its model; and what is said of a set of parameters."""
+    model, optimizer = wrapped(nn.Linear(5, 7), {"use_distributed_optimizer": True})
+    param = next(model.parameters())
+    made = copy.deepcopy(param)
+    with pytest.raises(TypeError) as caught:
+        optimizer.add_param_group({"params": set(model.parameters())})
+    return (
+        torch.equal(made.full_tensor(), param.full_tensor()),
+        hasattr(made, "_megatron_fsdp_model"),
+        str(caught.value),
     )
 
 
-def copies_a_parameter() -> tuple[bool, bool]:
-    torch.manual_seed(0)
-    model, _ = wrapped(nn.Linear(5, 7), {"use_distributed_optimizer": True})
-    param = next(model.parameters())
-    made = copy.deepcopy(param)
-    return torch.equal(made.full_tensor(), param.full_tensor()), hasattr(made, "_megatron_fsdp_model")
-
-
-def test_a_parameter_can_be_copied_without_its_model(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, copies_a_parameter) == [(True, False)] * 2
-
-
-def adds_a_set() -> str:
-    model, optimizer = wrapped(nn.Linear(5, 7), {})
-    with pytest.raises(TypeError) as caught:
-        optimizer.add_param_group({"params": set(model.parameters())})
-    return str(caught.value)
-
-
-def test_sets_of_parameters_are_refused_as_torch_does(run_ranks: RunRanks) -> None:
-    assert "ordered collections" in run_ranks(1, adds_a_set)[0]
+def test_a_parameter_can_be_copied_without_its_model_and_sets_are_refused_as_torch_does(run_ranks: RunRanks) -> None:
+    for equal, has_model, message in run_ranks(2, copies_a_parameter):
+        assert (equal, has_model) == (True, False)
+        assert "ordered collections" in message
 
 
 class ReadsDtype(nn.Module):
@@ -234,12 +217,11 @@ def calls_the_head() -> float:
             head(body(x)).square().sum().backward()
             steps.step()
             steps.zero_grad()
-    full = model.full_parameters()
-    return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
+    return difference(model, plain)
 
 
 def test_a_head_that_is_called_outside_of_the_model_finds_its_weights(run_ranks: RunRanks) -> None:
-    assert all(found < 1e-5 for found in run_ranks(2, calls_the_head))
+    assert max(run_ranks(2, calls_the_head)) < 1e-5
 
 
 def pool_after_steps() -> tuple[int, int, int, int]:
@@ -289,9 +271,8 @@ def unequal_microbatches() -> float:
     for _ in range(3):
         (plain(torch.ones(2, 5)).square().sum() / 2).backward()
     reference.step()
-    full = model.full_parameters()
-    return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
+    return difference(model, plain)
 
 
 def test_ranks_may_defer_unequal_numbers_of_microbatches(run_ranks: RunRanks) -> None:
-    assert all(found < 1e-6 for found in run_ranks(2, unequal_microbatches))
+    assert max(run_ranks(2, unequal_microbatches)) < 1e-6

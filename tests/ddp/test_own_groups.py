@@ -122,18 +122,7 @@ def test_only_what_overlaps_has_a_group_of_its_own(
     fields: Mapping[str, Any], expected: int, run_ranks: RunRanks
 ) -> None:
     assert run_ranks(2, groups_made, fields) == [expected] * 2
-
-
-def one_process_groups() -> int:
-    before = live()[0]
-    model = wrap(REDUCING)
-    made = live()[0] - before
-    del model
-    return made
-
-
-def test_one_process_makes_no_group(run_ranks: RunRanks) -> None:
-    assert run_ranks(1, one_process_groups) == [0]
+    assert run_ranks(1, groups_made, fields) == [0]
 
 
 def like_the_original() -> dict[str, bool]:

@@ -75,14 +75,6 @@ def test_gradients_are_computed_at_the_end_of_backward_oldest_first() -> None:
     assert grad_of(b) == [3.0, 4.0]
 
 
-def test_gradients_add_to_what_is_there_in_place() -> None:
-    param, queue = leaf(), WeightGradientQueue()
-    param.grad = before = torch.tensor([10.0, 20.0])
-    backward_with(lambda: queue.defer(param, lambda: torch.tensor([1.0, 2.0])))
-    assert param.grad is before
-    assert before.tolist() == [11.0, 22.0]
-
-
 def test_gradients_of_one_parameter_are_added_up_before_its_hooks() -> None:
     a, b = leaf(), leaf()
     record = Record(a=a, b=b)
@@ -137,7 +129,7 @@ def fail() -> None:
     raise ValueError("on purpose")
 
 
-def test_a_failed_backward_leaves_nothing_behind() -> None:
+def test_what_fails_or_is_cleared_leaves_nothing_behind() -> None:
     param, queue = leaf(), WeightGradientQueue()
     alive: list[weakref.ref[torch.Tensor]] = []
 
@@ -153,9 +145,6 @@ def test_a_failed_backward_leaves_nothing_behind() -> None:
     assert param.grad is None
     backward_with(lambda: queue.defer(param, lambda: torch.ones(2)))
     assert grad_of(param) == [1.0, 1.0]
-
-
-def test_a_computation_that_fails_leaves_nothing_behind() -> None:
     a, b, queue = leaf(), leaf(), WeightGradientQueue()
 
     def fails() -> torch.Tensor:
@@ -167,9 +156,6 @@ def test_a_computation_that_fails_leaves_nothing_behind() -> None:
     backward_with(lambda: queue.defer(a, lambda: torch.ones(2)))
     assert grad_of(a) == [1.0, 1.0]
     assert b.grad is None
-
-
-def test_what_was_cleared_is_not_computed() -> None:
     a, b, queue = leaf(), leaf(), WeightGradientQueue()
     backward_with(
         lambda: queue.defer(a, lambda: torch.ones(2)), queue.clear, lambda: queue.defer(b, lambda: torch.ones(2))
@@ -201,7 +187,7 @@ def test_what_an_inner_backward_leaves_waits_for_the_outer_one_if_that_is_known(
     assert len(queue) == 0
 
 
-def test_an_inner_backward_that_fails_takes_only_its_own_away() -> None:
+def test_an_inner_backward_that_fails_takes_only_its_own_away_and_an_outer_one_everything() -> None:
     a, b, queue = leaf(), leaf(), WeightGradientQueue()
 
     def inner() -> None:
@@ -211,9 +197,6 @@ def test_an_inner_backward_that_fails_takes_only_its_own_away() -> None:
     backward_with(lambda: queue.defer(a, lambda: torch.ones(2)), inner)
     assert grad_of(a) == [1.0, 1.0]
     assert b.grad is None
-
-
-def test_what_a_good_inner_backward_left_is_forgotten_when_the_outer_one_fails() -> None:
     param, queue = leaf(), WeightGradientQueue()
 
     def inner() -> None:
@@ -228,31 +211,24 @@ def test_what_a_good_inner_backward_left_is_forgotten_when_the_outer_one_fails()
     assert param.grad is None
 
 
-def test_nothing_is_expected_outside_of_a_backward() -> None:
-    queue = WeightGradientQueue()
-    queue.expect()
-    queue.run()
-    with pytest.raises(ScheduleError, match="deferred while no backward is under way"):
-        queue.defer(leaf(), lambda: torch.ones(2))
-    assert len(queue) == 0
-
-
-def test_gradients_take_dtype_and_strides_of_the_parameter() -> None:
+def test_gradients_take_dtype_and_strides_of_the_parameter_and_add_to_what_is_there() -> None:
     param = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
     queue = WeightGradientQueue()
     backward_with(lambda: queue.defer(param, lambda: torch.arange(6.0).view(3, 2).t()))
     assert param.grad is not None
     assert (param.grad.dtype, param.grad.stride()) == (torch.bfloat16, (3, 1))
     assert param.grad.tolist() == [[0, 2, 4], [1, 3, 5]]
-
-
-def test_a_parameter_that_was_frozen_meanwhile_gets_nothing() -> None:
+    param, queue = leaf(), WeightGradientQueue()
+    param.grad = before = torch.tensor([10.0, 20.0])
+    backward_with(lambda: queue.defer(param, lambda: torch.tensor([1.0, 2.0])))
+    assert param.grad is before
+    assert before.tolist() == [11.0, 22.0]
     param, queue = leaf(), WeightGradientQueue()
     backward_with(lambda: queue.defer(param, lambda: torch.ones(2)), lambda: param.requires_grad_(False))
     assert param.grad is None
 
 
-def test_what_cannot_be_the_gradient_is_refused() -> None:
+def test_what_cannot_be_the_gradient_or_is_deferred_outside_of_a_backward_is_refused() -> None:
     param, queue = leaf(), WeightGradientQueue()
     with pytest.raises(ConfigurationError, match=r"a deferred gradient has shape \(3,\) on cpu, its parameter"):
         backward_with(lambda: queue.defer(param, lambda: torch.ones(3)))
@@ -263,3 +239,9 @@ def test_what_cannot_be_the_gradient_is_refused() -> None:
     param.register_post_accumulate_grad_hook(lambda param: param.grad)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigurationError, match="a post-accumulate-grad hook returned a value"):
         backward_with(lambda: queue.defer(param, lambda: torch.ones(2)))
+    queue = WeightGradientQueue()
+    queue.expect()
+    queue.run()
+    with pytest.raises(ScheduleError, match="deferred while no backward is under way"):
+        queue.defer(leaf(), lambda: torch.ones(2))
+    assert len(queue) == 0

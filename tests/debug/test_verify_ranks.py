@@ -6,8 +6,8 @@ A call that hangs is killed by the worker pool after `_TIMEOUT_S`, and fails its
 import gc
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,50 +32,23 @@ def shard(strategy: int = 3) -> MegatronFSDP:
     return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, verify_ranks=_WAIT_S)
 
 
-def _stopped(use: Callable[[MegatronFSDP], object], strategy: int = 3) -> str:
-    model = shard(strategy)
-    with pytest.raises(ScheduleError) as raised:
-        use(model)
-    return str(raised.value)
-
-
 def _x() -> torch.Tensor:
     return torch.ones(2, FEATURES)
 
 
-def skip_in_forward() -> str:
-    def use(model: MegatronFSDP) -> None:
-        model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 3)
-        model(_x()).sum().backward()
+def skip(order: tuple[int, ...], strategy: int = 3, trains: bool = True) -> str:
+    """Ranks but the first call other layers; what they are stopped with. Weights are whole under strategy 0."""
+    model = shard(strategy)
+    model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else order
 
-    return _stopped(use)
+    def use() -> None:
+        loss = model(_x()).sum()
+        if trains:
+            loss.backward()
 
-
-def skip_in_evaluation() -> str:
-    def use(model: MegatronFSDP) -> None:
-        model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 2)
-        with torch.no_grad():
-            model(_x())
-
-    return _stopped(use)
-
-
-def skip_in_backward() -> str:
-    """Weights are whole under strategy 0, so that only the reduction tells."""
-
-    def use(model: MegatronFSDP) -> None:
-        model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 2, 3)
-        model(_x()).sum().backward()
-
-    return _stopped(use, 0)
-
-
-def skip_the_first() -> str:
-    def use(model: MegatronFSDP) -> None:
-        model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (1, 2, 3)
-        model(_x()).sum().backward()
-
-    return _stopped(use, 0)
+    with pytest.raises(ScheduleError) as raised, torch.set_grad_enabled(trains):
+        use()
+    return str(raised.value)
 
 
 def fail_alone() -> str:
@@ -95,31 +68,28 @@ def _fail(*_unused: object) -> None:
     raise ValueError("bad batch")
 
 
-STOPS = {
-    skip_in_forward: "rank 0 gathers layers.2 (",
-    skip_in_evaluation: "rank 0 gathers layers.3 (",
-    skip_in_backward: "rank 0 reduces layers.1 (",
-    skip_the_first: "rank 0 reduces layers.0 (",
-}
-OTHERS = {
-    skip_in_forward: "rank 1 gathers layers.3 (",
-    skip_in_evaluation: "rank 1 ends its forward",
-    skip_in_backward: "rank 1 reduces layers.0 (",
-    skip_the_first: "rank 1 reduces (root) (",
-}
-
-
-@pytest.mark.parametrize("case", STOPS, ids=lambda case: case.__name__)
-def test_a_skipped_unit_stops_every_rank_with_the_same_message(run_ranks: RunRanks, case: Callable[[], str]) -> None:
-    first, second = run_ranks(2, case, timeout_s=_TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("case", "one", "other"),
+    [
+        (((0, 1, 3),), "gathers layers.2 (", "gathers layers.3 ("),
+        (((0, 1, 2), 3, False), "gathers layers.3 (", "ends its forward"),
+        (((0, 2, 3), 0), "reduces layers.1 (", "reduces layers.0 ("),
+        (((1, 2, 3), 0), "reduces layers.0 (", "reduces (root) ("),
+    ],
+    ids=["forward", "evaluation", "backward", "first"],
+)
+def test_a_skipped_unit_stops_every_rank_with_the_same_message(
+    run_ranks: RunRanks, case: tuple[Any, ...], one: str, other: str
+) -> None:
+    first, second = run_ranks(2, skip, *case, timeout_s=_TIMEOUT_S)
     assert first == second
-    assert STOPS[case] in first
-    assert OTHERS[case] in first
+    assert f"rank 0 {one}" in first
+    assert f"rank 1 {other}" in first
     assert "calls model.take_part(unit, hidden) in its place" in first
 
 
 def test_three_ranks_name_the_one_that_differs_first(run_ranks: RunRanks) -> None:
-    (message,) = set(run_ranks(3, skip_in_forward, timeout_s=_TIMEOUT_S))
+    (message,) = set(run_ranks(3, skip, (0, 1, 3), timeout_s=_TIMEOUT_S))
     assert message.startswith("rank 0 gathers layers.2 (")
     assert " while rank 1, 2 gathers layers.3 (" in message
 
@@ -194,25 +164,6 @@ def test_a_slow_start_is_not_charged_to_the_time_limit(run_ranks: RunRanks) -> N
     assert first == second
 
 
-def go_on_after_a_difference() -> float:
-    """All ranks met the same error, so that training goes on after `reset`."""
-    model = shard()
-    model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 3)
-    with pytest.raises(ScheduleError):
-        model(_x()).sum().backward()
-    model.reset()
-    model.zero_grad()
-    model.module.order = (0, 1, 2, 3)
-    loss = model(_x()).sum()
-    loss.backward()
-    return loss.item()
-
-
-def test_training_goes_on_after_a_difference(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, go_on_after_a_difference, timeout_s=_TIMEOUT_S)
-    assert first == second
-
-
 def train_verified(run: Run) -> None:
     """Equal ranks are never stopped: steps, deferred microbatches, evaluation in between."""
     run.train(0)
@@ -241,9 +192,9 @@ def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRa
         assert_parity(outcomes, reference(VERIFIED, 2), FP32)
 
 
-def missing_experts(verify: bool) -> str:
+def missing_experts() -> str:
     torch.manual_seed(0)
-    model = fully_shard_model(Experts(), fsdp_unit_modules=[Expert], verify_ranks=verify)
+    model = fully_shard_model(Experts(), fsdp_unit_modules=[Expert], verify_ranks=True)
     x = torch.full((2, FEATURES), float(dist.get_rank()))
     with pytest.raises(ScheduleError) as raised:
         model(x).sum().backward()
@@ -255,7 +206,7 @@ def missing_experts(verify: bool) -> str:
 
 
 def test_experts_that_some_ranks_skip_are_named(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, missing_experts, True, timeout_s=_TIMEOUT_S)
+    first, second = run_ranks(2, missing_experts, timeout_s=_TIMEOUT_S)
     assert first == second
     assert "gathers floors.0." in first
 
@@ -263,7 +214,7 @@ def test_experts_that_some_ranks_skip_are_named(run_ranks: RunRanks) -> None:
 # ---- the switch ----------------------------------------------------------------------------------------------------
 
 
-def test_argument_goes_before_environment() -> None:
+def test_argument_goes_before_environment_and_nonsense_is_refused() -> None:
     on = {VARIABLE: "1"}
     assert resolve_verify_ranks(None, {}) == 0.0
     assert resolve_verify_ranks(None, {VARIABLE: "0"}) == 0.0
@@ -272,12 +223,9 @@ def test_argument_goes_before_environment() -> None:
     assert resolve_verify_ranks(False, on) == 0.0
     assert resolve_verify_ranks(True, {}) == DEFAULT_TIMEOUT_S
     assert resolve_verify_ranks(7, on) == 7.0
-
-
-@pytest.mark.parametrize(("argument", "variable"), [(None, "yes"), (-1.0, ""), (0, "1"), (float("inf"), "")])
-def test_nonsense_is_refused(argument: float | None, variable: str) -> None:
-    with pytest.raises(ConfigurationError, match="neither a switch nor a time; give 1, 0 or seconds to wait"):
-        resolve_verify_ranks(argument, {VARIABLE: variable})
+    for argument, variable in ((None, "yes"), (-1.0, ""), (0, "1"), (float("inf"), "")):
+        with pytest.raises(ConfigurationError, match="neither a switch nor a time; give 1, 0 or seconds to wait"):
+            resolve_verify_ranks(argument, {VARIABLE: variable})
 
 
 def disagree_on_the_switch() -> str:

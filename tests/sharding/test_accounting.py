@@ -52,75 +52,57 @@ def test_mixed_precision_memory_shrinks_strategy_by_strategy(
     strategy: ShardingStrategy, expected: PersistentBytes
 ) -> None:
     assert persistent_bytes(MODEL, strategy) == expected
-
-
-def test_the_totals_are_those_of_the_design() -> None:
-    totals = [persistent_bytes(MODEL, strategy).total for strategy in ShardingStrategy]
-    assert totals == [16 * P, 2 * P + 14 * P // N, 2 * P + 14 * P // N, 16 * P // N]
     assert persistent_bytes(MODEL, OPTIM, deferred=True).total == 4 * P + 14 * P // N
 
 
-def test_main_weights_of_the_same_dtype_are_no_extra_memory() -> None:
+def test_what_else_a_rank_holds() -> None:
     for strategy in ShardingStrategy:
         assert persistent_bytes([plain(0, 400)], strategy).main_weight == 0
     assert persistent_bytes([plain(0, 400)], OPTIM_GRADS_PARAMS) == PersistentBytes(400, 0, 400, 800)
-
-
-def test_frozen_groups_hold_compute_weights_only() -> None:
     assert persistent_bytes([mixed(1, 400, trained=False)], OPTIM_GRADS_PARAMS) == PersistentBytes(200, 0, 0, 0)
     assert persistent_bytes([mixed(1, 400, trained=False)], NO_SHARD) == PersistentBytes(800, 0, 0, 0)
-
-
-def test_optimizer_memory_follows_the_number_of_states() -> None:
     sizes = [persistent_bytes([mixed(0, 400)], OPTIM, states).optimizer for states in (0, 1, 2)]
     assert sizes == [0, 400, 800]
 
 
-@pytest.mark.parametrize("strategy", list(ShardingStrategy))
-def test_deferring_reductions_takes_a_whole_gradient_per_trainable_group(strategy: ShardingStrategy) -> None:
+def test_deferring_reductions_takes_a_whole_gradient_per_trainable_group() -> None:
     groups = [mixed(0, 400), mixed(1, 400, trained=False)]
-    now = persistent_bytes(groups, strategy, deferred=False)
-    later = persistent_bytes(groups, strategy, deferred=True)
-    assert later == replace(now, main_grad=now.main_grad + 800)
+    for strategy in ShardingStrategy:
+        now = persistent_bytes(groups, strategy, deferred=False)
+        later = persistent_bytes(groups, strategy, deferred=True)
+        assert later == replace(now, main_grad=now.main_grad + 800)
 
 
 ROOT_BLOCK, LARGEST_BLOCK = 1664, 2432  # 2 * 800 and 2 * 1200 bytes, rounded up to multiples of 128
 
 
-def test_gathered_weights_are_the_root_and_two_of_the_largest_unit() -> None:
+def test_gathered_weights_are_the_root_and_two_of_the_largest_unit_where_they_are_sharded() -> None:
     assert transient_bytes(MODEL, OPTIM_GRADS_PARAMS) == TransientBytes(
         gathered=ROOT_BLOCK + 2 * LARGEST_BLOCK, buckets=ROOT_BLOCK + 2 * LARGEST_BLOCK, scratch=0
     )
-
-
-@pytest.mark.parametrize("strategy", [NO_SHARD, OPTIM, OPTIM_GRADS])
-def test_weights_that_every_rank_holds_are_not_gathered_into_anything(strategy: ShardingStrategy) -> None:
-    assert transient_bytes(MODEL, strategy, scratch_bytes=7) == TransientBytes(0, ROOT_BLOCK + 2 * LARGEST_BLOCK, 7)
+    for strategy in (NO_SHARD, OPTIM, OPTIM_GRADS):
+        assert transient_bytes(MODEL, strategy, scratch_bytes=7) == TransientBytes(0, ROOT_BLOCK + 2 * LARGEST_BLOCK, 7)
 
 
 def test_one_rank_gathers_nothing_and_exchanges_nothing() -> None:
     alone = [mixed(0, 64, shards=1), mixed(1, 128, shards=1)]
     assert transient_bytes(alone, OPTIM_GRADS_PARAMS) == TransientBytes(0, 128 + 256, 0)
     assert exchange_scratch_bytes(alone, OPTIM_GRADS_PARAMS) == 0
+    for strategy in ShardingStrategy:
+        assert step_traffic([mixed(0, 400, shards=1)], strategy, microbatches=2) == StepTraffic(0, 0, 0, 0)
     assert passing_bytes(alone, OPTIM_GRADS_PARAMS) == PassingBytes(local_sum=0, cast_grads=4 * 192)
 
 
-def test_slots_and_buckets_beyond_the_number_of_units_stay_empty() -> None:
+def test_buckets_and_slots_of_few_units() -> None:
     groups = [mixed(0, 64), mixed(1, 128)]
     assert transient_bytes(groups, OPTIM_GRADS_PARAMS, slots=5, buckets=5) == TransientBytes(128 + 256, 128 + 256, 0)
-
-
-def test_late_reduction_takes_a_bucket_per_unit() -> None:
     groups = [mixed(0, 64), *(mixed(unit, 128) for unit in range(1, 6))]
     assert transient_bytes(groups, OPTIM, buckets=5).buckets == 128 + 5 * 256
 
 
-def test_groups_of_one_unit_add_up_and_frozen_ones_need_no_bucket() -> None:
+def test_groups_of_one_unit_start_at_multiples_of_128_bytes_and_frozen_ones_need_no_bucket() -> None:
     groups = [mixed(1, 64), plain(1, 64), mixed(1, 640, trained=False)]
     assert transient_bytes(groups, OPTIM_GRADS_PARAMS) == TransientBytes(128 + 256 + 1280, 128 + 256, 0)
-
-
-def test_each_group_starts_a_new_stretch_of_128_bytes() -> None:
     groups = [plain(1, 4), mixed(1, 4), plain(1, 36)]
     assert transient_bytes(groups, OPTIM_GRADS_PARAMS).gathered == 128 + 128 + 256
 
@@ -153,33 +135,21 @@ def test_no_groups_cost_nothing() -> None:
     assert step_traffic([], OPTIM_GRADS_PARAMS) == StepTraffic(0, 0, 0, 0)
 
 
-def test_plain_data_parallelism_sends_two_p() -> None:
+def test_plain_data_parallelism_sends_two_p_and_a_sharded_optimizer_no_more() -> None:
     assert step_traffic(MODEL, NO_SHARD) == StepTraffic(0, 4, 0, 2 * 2 * 3000)
-
-
-@pytest.mark.parametrize("strategy", [OPTIM, OPTIM_GRADS])
-def test_a_sharded_optimizer_sends_p_of_weights_and_p_of_gradients(strategy: ShardingStrategy) -> None:
-    assert step_traffic(MODEL, strategy) == StepTraffic(4, 4, 2 * 3000, 2 * 3000)
-    assert step_traffic(MODEL, strategy, microbatches=3) == StepTraffic(4, 12, 2 * 3000, 3 * 2 * 3000)
+    for strategy in (OPTIM, OPTIM_GRADS):
+        assert step_traffic(MODEL, strategy) == StepTraffic(4, 4, 2 * 3000, 2 * 3000)
+        assert step_traffic(MODEL, strategy, microbatches=3) == StepTraffic(4, 12, 2 * 3000, 3 * 2 * 3000)
 
 
 def test_full_sharding_gathers_again_in_backward_what_did_not_stay() -> None:
     # forward: root, 1, 2, 3; units 2 and 3 stay; backward: 1
     assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=2) == StepTraffic(5, 4, 2 * (4000 + 1200) * 3 // 4, 6000)
-
-
-def test_full_sharding_without_slots_sends_three_p_less_the_root() -> None:
     traffic = step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=0)
     assert traffic == StepTraffic(4 + 3, 4, 2 * (4000 + 3200) * 3 // 4, 6000)
     assert traffic.gather_bytes + traffic.reduce_bytes == 2 * (3 * P - 800) * 3 // 4
-
-
-def test_full_sharding_with_a_slot_for_every_unit_sends_two_p() -> None:
     assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, slots=3) == StepTraffic(4, 4, 6000, 6000)
     assert step_traffic(MODEL, OPTIM_GRADS_PARAMS, microbatches=5, slots=9) == StepTraffic(4, 20, 6000, 30000)
-
-
-def test_later_microbatches_find_the_root_and_the_first_units_gathered() -> None:
     # the second forward finds root, 1, 2 and gathers 3; the backward then gathers 1
     first, both = (step_traffic(MODEL, OPTIM_GRADS_PARAMS, microbatches=count) for count in (1, 2))
     assert both.gathers - first.gathers == 2
@@ -187,33 +157,14 @@ def test_later_microbatches_find_the_root_and_the_first_units_gathered() -> None
     assert both.reductions == 2 * first.reductions == 8
 
 
-def test_every_group_of_a_unit_has_its_own_collectives() -> None:
+def test_traffic_of_groups() -> None:
     groups = [mixed(0, 400), mixed(1, 400), plain(1, 400)]
     assert step_traffic(groups, OPTIM_GRADS_PARAMS) == StepTraffic(3, 3, 300 * (2 + 2 + 4), 300 * (2 + 2 + 4))
-
-
-def test_frozen_groups_are_gathered_only_where_they_are_sharded_and_never_reduced() -> None:
     groups = [mixed(0, 400), mixed(1, 400, trained=False)]
     assert step_traffic(groups, OPTIM_GRADS) == StepTraffic(1, 1, 600, 600)
     assert step_traffic(groups, OPTIM_GRADS_PARAMS) == StepTraffic(2, 1, 1200, 600)
-
-
-def test_gradients_travel_in_the_communication_dtype() -> None:
     wide = GroupFootprint(0, 400, 4, BF16, FP32, FP32, FP32, True)
     assert step_traffic([wide], OPTIM_GRADS) == StepTraffic(1, 1, 600, 1200)
-
-
-@pytest.mark.parametrize("strategy", list(ShardingStrategy))
-def test_one_rank_sends_nothing(strategy: ShardingStrategy) -> None:
-    assert step_traffic([mixed(0, 400, shards=1)], strategy, microbatches=2) == StepTraffic(0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("change", [{"num_shards": 0}, {"unit": -1}, {"numel": -4}])
-def test_impossible_groups_are_refused(change: dict[str, int]) -> None:
-    with pytest.raises(
-        ConfigurationError, match="is not possible; give counts that are not negative and at least 1 shard"
-    ):
-        replace(mixed(0, 400), **change)  # type: ignore[arg-type]
 
 
 def test_a_buffer_that_is_never_cut_need_not_divide() -> None:
@@ -227,7 +178,10 @@ def test_a_buffer_that_is_never_cut_need_not_divide() -> None:
     )
 
 
-def test_a_step_has_at_least_one_microbatch() -> None:
+def test_impossible_groups_and_steps_are_refused() -> None:
+    for change in ({"num_shards": 0}, {"unit": -1}, {"numel": -4}):
+        with pytest.raises(ConfigurationError, match="is not possible; give counts that are not negative and at least"):
+            replace(mixed(0, 400), **change)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as caught:
         step_traffic(MODEL, OPTIM, microbatches=0)
     assert str(caught.value) == "microbatches=0 is not possible; give 1 or more."
@@ -236,13 +190,10 @@ def test_a_step_has_at_least_one_microbatch() -> None:
 # ---- allocators, and more buckets ----------------------------------------------------------------------------------
 
 
-def test_memory_that_is_resized_follows_neighbouring_units() -> None:
+def test_memory_follows_the_allocator() -> None:
     groups = [mixed(0, 800), mixed(1, 1200), mixed(2, 400), mixed(3, 800), mixed(4, 800)]
     sizes = {slots: _gathered(groups, WeightAllocator.RESIZE, slots) - 1664 for slots in (1, 2, 3, 9)}
     assert sizes == {1: 2432, 2: 2432 + 896, 3: 2432 + 896 + 1664, 9: 2432 + 896 + 2 * 1664}
-
-
-def test_double_buffers_fit_the_most_common_unit() -> None:
     groups = [mixed(0, 800), mixed(1, 400), mixed(2, 1200), mixed(3, 400), mixed(4, 800)]
     assert _gathered(groups, WeightAllocator.DOUBLE_BUFFER, 2) == 1664 + 2 * 896 + 2432
     assert _gathered(groups, WeightAllocator.PERSISTENT_DOUBLE_BUFFER, 2) == 1664 + 2 * 896 + 2432 + 1664
@@ -253,13 +204,10 @@ def _gathered(groups: list[GroupFootprint], allocator: WeightAllocator, slots: i
     return transient_bytes(groups, OPTIM_GRADS_PARAMS, slots=slots, allocator=allocator).gathered
 
 
-def test_what_is_given_back_after_a_backward_is_gathered_by_every_forward() -> None:
+def test_traffic_follows_the_allocator() -> None:
     once, twice = (step_traffic(MODEL, OPTIM_GRADS_PARAMS, count, allocator=WeightAllocator.RESIZE) for count in (1, 2))
     assert once == step_traffic(MODEL, OPTIM_GRADS_PARAMS)
     assert twice == StepTraffic(2 * 5, 2 * 4, 2 * once.gather_bytes, 2 * once.reduce_bytes)
-
-
-def test_a_unit_with_a_kept_buffer_of_its_own_is_gathered_once_per_step() -> None:
     groups = [mixed(0, 800), mixed(1, 1200), mixed(2, 400), mixed(3, 400), mixed(4, 400)]
     traffic = step_traffic(groups, OPTIM_GRADS_PARAMS, 1, allocator=WeightAllocator.PERSISTENT_DOUBLE_BUFFER)
     assert traffic.gathers == 5 + 1  # unit 2 again on the way back; 1 has its own buffer, 3 and 4 are in the slots
@@ -269,12 +217,9 @@ def test_a_unit_with_a_kept_buffer_of_its_own_is_gathered_once_per_step() -> Non
 EVERY_BLOCK = 2 * (ROOT_BLOCK + LARGEST_BLOCK)
 
 
-@pytest.mark.parametrize(
-    ("buckets", "expected"),
-    [(1, LARGEST_BLOCK), (2, LARGEST_BLOCK), (3, 2 * LARGEST_BLOCK), (5, EVERY_BLOCK), (9, EVERY_BLOCK)],
-)
-def test_every_bucket_but_the_one_that_fills_may_be_exchanged(buckets: int, expected: int) -> None:
-    assert exchange_scratch_bytes(MODEL, OPTIM, buckets) == expected
+def test_every_bucket_but_the_one_that_fills_may_be_exchanged() -> None:
+    found = [exchange_scratch_bytes(MODEL, OPTIM, buckets) for buckets in (1, 2, 3, 5, 9)]
+    assert found == [LARGEST_BLOCK, LARGEST_BLOCK, 2 * LARGEST_BLOCK, EVERY_BLOCK, EVERY_BLOCK]
 
 
 def test_buckets_are_as_long_as_units_that_follow_one_another() -> None:

@@ -85,17 +85,15 @@ def test_modules_that_own_parameters_become_units() -> None:
     assert units["layers.0"] == ("layers.0.offsets.0", "layers.0.offsets.1")
     assert units["layers.0.gate"] == ("layers.0.gate.scale",)
     assert units["layers.0.gate.inner"] == ("layers.0.gate.inner.weight", "layers.0.gate.inner.bias")
-
-
-def test_attention_is_whole_since_it_reads_weights_of_modules_that_it_does_not_call() -> None:
     assert "layers.0.attention.out_proj.weight" in refined()["layers.0.attention"]
-
-
-def test_a_weight_that_two_modules_share_belongs_to_the_root() -> None:
     units = refined()
     assert units["layers.0.one"] == ("layers.0.one.bias",)
     assert units["layers.0.two"] == ("layers.0.two.bias",)
     assert "layers.0.one.weight" in units[""]
+    model = Blocks()
+    plan = refine_units(model, find_units(model, [Block]))
+    owned = [name for unit in plan.units for name in unit.parameters]
+    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
 
 
 def test_given_types_are_taken_whole() -> None:
@@ -107,13 +105,6 @@ def test_given_types_are_taken_whole() -> None:
     )
     assert "layers.0.gate.inner" not in units
     assert refined(Block)["layers.0"] == tuple(name for name in find_units(Blocks(), [Block]).units[1].parameters)
-
-
-def test_every_parameter_has_one_owner() -> None:
-    model = Blocks()
-    plan = refine_units(model, find_units(model, [Block]))
-    owned = [name for unit in plan.units for name in unit.parameters]
-    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
 
 
 def test_a_unit_that_hangs_at_two_paths_is_split_once() -> None:

@@ -60,12 +60,9 @@ def reduction_for(
     )
 
 
-def test_the_mean_scales_the_reduced_result() -> None:
+def test_the_mean_scales_the_result_and_float16_before_the_sum_so_that_it_cannot_overflow() -> None:
     assert reduction_for() == GradientReduction("sum", 1.0, 0.125)
     assert reduction_for(comm=torch.bfloat16) == GradientReduction("sum", 1.0, 0.125)
-
-
-def test_float16_is_scaled_before_the_sum_so_that_the_sum_cannot_overflow() -> None:
     reduction = reduction_for(comm=torch.float16)
     assert reduction == GradientReduction("sum", 0.125, 1.0)
     gradients = torch.full((8, 1), 60000.0, dtype=torch.float16)
@@ -73,51 +70,35 @@ def test_float16_is_scaled_before_the_sum_so_that_the_sum_cannot_overflow() -> N
     assert (gradients * reduction.pre_factor).sum(dim=0).item() == 60000.0
 
 
-def test_a_collective_that_averages_needs_no_factor_for_dense_parameters() -> None:
+def test_an_average_needs_no_factor_but_in_float16_and_without_a_collective_for_it() -> None:
     assert reduction_for(average=True) == GradientReduction("avg", 1.0, 1.0)
-
-
-def test_an_average_in_float16_is_a_sum_of_scaled_gradients() -> None:
     assert reduction_for(average=True, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
     assert reduction_for(group_size=2, average=True, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
     assert reduction_for(group_size=2, average=True).for_dtype(torch.float16) == GradientReduction("sum", 0.125, 1.0)
+    assert reduction_for(average=True, avg=False) == GradientReduction("sum", 1.0, 0.125)
+    assert reduction_for(average=True, avg=False, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
 
 
 def test_expert_gradients_are_divided_by_the_dense_size() -> None:
     assert reduction_for(group_size=2) == GradientReduction("sum", 1.0, 0.125)
     assert reduction_for(group_size=2, average=True) == GradientReduction("avg", 1.0, 0.25)
-
-
-def test_a_back_end_without_average_sums_and_divides() -> None:
-    assert reduction_for(average=True, avg=False) == GradientReduction("sum", 1.0, 0.125)
-    assert reduction_for(average=True, avg=False, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
-
-
-def test_one_rank_has_no_factor() -> None:
     assert reduction_for(dp_size=1, group_size=1) == GradientReduction("sum", 1.0, 1.0)
-
-
-def test_per_token_loss_is_a_plain_sum_in_every_dtype() -> None:
     for comm_dtype in (torch.float16, torch.float32):
         assert gradient_reduction(
             8, 8, average_in_collective=False, calculate_per_token_loss=True, comm_dtype=comm_dtype
         ) == GradientReduction("sum", 1.0, 1.0)
 
 
-def test_an_average_of_a_plain_sum_is_refused() -> None:
+def test_an_average_of_a_plain_sum_and_sizes_below_one_are_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         gradient_reduction(8, 8, average_in_collective=True, calculate_per_token_loss=True, comm_dtype=torch.float32)
     assert str(caught.value) == (
         "average_in_collective=True contradicts calculate_per_token_loss=True, which asks for a plain sum; "
         "set one of them to False."
     )
-
-
-@pytest.mark.parametrize(("argument", "ranks"), [("dp_size", 0), ("group_size", -1)])
-def test_sizes_below_one_are_refused(argument: str, ranks: int) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        reduction_for(**{argument: ranks})  # type: ignore[arg-type]
-    assert str(caught.value) == f"{argument}={ranks} is not a number of ranks; give 1 or more."
+    for argument, ranks in (("dp_size", 0), ("group_size", -1)):
+        with pytest.raises(ConfigurationError, match=f"{argument}={ranks} is not a number of ranks; give 1 or more."):
+            reduction_for(**{argument: ranks})  # type: ignore[arg-type]
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

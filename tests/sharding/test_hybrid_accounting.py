@@ -27,12 +27,9 @@ GROUP = GroupFootprint(1, 96, 2, F32, F32, F32, torch.bfloat16, True, outer_rank
 ZERO3, NO_SHARD = ShardingStrategy.optim_grads_params, ShardingStrategy.no_shard
 
 
-def test_replicated_outside_gradients_cross_in_an_all_reduce() -> None:
+def test_what_crosses_the_outer_axis() -> None:
     part_bytes = 96 // 2 * 2  # bfloat16
     assert outer_step_traffic([GROUP], ZERO3) == StepTraffic(0, 1, 0, 2 * (part_bytes - part_bytes // 3))
-
-
-def test_shared_outside_gradients_are_scattered_and_weights_gathered() -> None:
     shared = replace(GROUP, outer_shares=True)
     sent = 48 * 2 - 48 * 2 // 3
     assert outer_step_traffic([shared], ZERO3) == StepTraffic(1, 1, 48 * 4 - 48 * 4 // 3, sent)
@@ -40,20 +37,11 @@ def test_shared_outside_gradients_are_scattered_and_weights_gathered() -> None:
     assert (alone.compute_weight, cut.compute_weight) == (192, 192)
     assert (alone.main_grad, cut.main_grad) == (192, 64)
     assert (alone.optimizer, cut.optimizer) == (384, 128)
-
-
-def test_nothing_is_cut_inside_under_no_shard_and_of_whole_groups() -> None:
     assert part_numel(GROUP, NO_SHARD) == 96
     assert part_numel(replace(GROUP, is_whole=True, outer_shares=True), ZERO3) == 96
     assert outer_step_traffic([replace(GROUP, is_whole=True, outer_shares=True)], ZERO3).gathers == 0
-
-
-def test_without_outer_ranks_nothing_crosses() -> None:
     assert outer_step_traffic([replace(GROUP, outer_ranks=1)], ZERO3) == StepTraffic(0, 0, 0, 0)
     assert pending_bytes([replace(GROUP, outer_ranks=1)], ZERO3) == 0
-
-
-def test_three_units_wait_at_a_time_or_all_where_crossing_is_put_off() -> None:
     groups = [replace(GROUP, unit=unit) for unit in range(5)]
     assert pending_bytes(groups, ZERO3) == 3 * 48 * 4
     assert pending_bytes(groups, ZERO3, deferred=True) == 5 * 48 * 4

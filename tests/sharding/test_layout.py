@@ -31,34 +31,22 @@ def test_whole_rows_need_no_more_than_the_least_common_multiple(
     assert all(layout.is_row_sharded(index) for index in range(len(shapes)))
 
 
-def test_a_small_tensor_fills_the_gap_in_front_of_a_tensor_that_must_be_cut_between_rows() -> None:
+def test_small_layouts_worked_out_by_hand() -> None:
     # 35 elements on 2 ranks. 18 per rank is impossible; with 19 the edge falls 16 elements, or 4 rows, into (5, 4).
     layout = plan_layout([(5, 4), (2, 6), (3,)], 2, granularity=STRICT_ROWS)
     assert layout == Layout(((5, 4), (2, 6), (3,)), (3, 23, 0), (4, 6, 1), num_shards=2, shard_numel=19)
     assert layout.padding_numel == 3
     assert layout.padding_fraction == 3 / 35
-
-
-def test_tensors_keep_their_order_where_that_costs_nothing() -> None:
     layout = plan_layout([(4, 4), (8, 2), (16,)], 3)
     assert layout.offsets == (0, 16, 32)
     assert layout.shard_numel == 16
-
-
-def test_one_shard_is_tight_but_for_alignment() -> None:
     layout = plan_layout([(3, 5), (7,), (2, 2)], 1, alignment_numel=4)
     assert layout.offsets == (0, 16, 24)
     assert layout.shard_numel == 28
-
-
-def test_a_tensor_over_several_edges_makes_its_row_divide_the_shard() -> None:
     # 9 rows of 10 on 4 ranks: 23 would hold it, but several edges inside need a multiple of 10.
     layout = plan_layout([(9, 10)], 4, granularity=STRICT_ROWS)
     assert layout.shard_numel == 30
     assert [layout.local_shape(0, rank) for rank in range(4)] == [(3, 10), (3, 10), (3, 10), (0, 10)]
-
-
-def test_a_tensor_over_one_edge_leaves_the_shard_length_free() -> None:
     # Each tensor crosses one edge: the first after 3 rows, the second after 2. Rows of 5 need not divide 21.
     layout = plan_layout([(4, 7), (6, 5)], 3, granularity=STRICT_ROWS)
     assert layout.offsets == (0, 32)
@@ -74,36 +62,24 @@ def test_rows_are_given_up_where_they_would_waste_too_much() -> None:
     assert loose.granules == (1, 1)
     assert loose.local_shape(0, 0) == (383,)
     assert not loose.is_row_sharded(0)
-
-
-def test_max_waste_says_how_much_whole_rows_may_cost() -> None:
     # 100 rows on 3 ranks: 34 rows each, 2 % more than needed.
     assert plan_layout([(100, 10)], 3, max_waste=0.02).granules == (10,)
     assert plan_layout([(100, 10)], 3, max_waste=0.019).granules == (1,)
-
-
-def test_only_the_tensors_in_the_way_give_up_their_rows() -> None:
     block = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)] + [(4096,)] * 2
     layout = plan_layout(block, 256, alignment_numel=8)
     assert [index for index in range(9) if not layout.is_row_sharded(index)] == [6]
     assert layout.padding_fraction < 0.0052
-
-
-def test_largest_rows_first_is_tried_where_longest_first_leaves_gaps() -> None:
-    layout = plan_layout([(192, 64), (64, 100), (64, 64), (64, 100)], 4, granularity=STRICT_ROWS)
-    assert layout.shard_numel == 7296
-
-
-def test_the_last_lengths_below_the_limit_are_tried() -> None:
-    layout = plan_layout([(265, 89), (177, 173), (72, 123)], 4, alignment_numel=4)
-    assert layout.granules == (89, 173, 123)
-    assert layout.shard_numel == 15916
-
-
-def test_tensors_with_equal_rows_give_them_up_together() -> None:
     shapes = [(192, 224)] * 4 + [(224, 192), (224, 224), (192, 192), (192, 192)]
     layout = plan_layout(shapes, 16, alignment_numel=4)
     assert layout.granules == (1, 1, 1, 1, 192, 1, 192, 192)
+
+
+def test_the_search_tries_other_orders_and_the_last_lengths() -> None:
+    layout = plan_layout([(192, 64), (64, 100), (64, 64), (64, 100)], 4, granularity=STRICT_ROWS)
+    assert layout.shard_numel == 7296
+    layout = plan_layout([(265, 89), (177, 173), (72, 123)], 4, alignment_numel=4)
+    assert layout.granules == (89, 173, 123)
+    assert layout.shard_numel == 15916
 
 
 def test_contracts_are_kept_whatever_they_cost() -> None:
@@ -112,43 +88,28 @@ def test_contracts_are_kept_whatever_they_cost() -> None:
     layout = plan_layout(shapes, 4, granularity=granularity)
     assert layout.granules[:2] == (3000, 1000)
     assert layout.shard_numel == 3000
-
-
-def test_whole_tensors_are_packed_like_boxes() -> None:
     layout = plan_layout([(7,), (5,), (4,), (3,), (2,)], 3, granularity=Granularity.TENSOR)
     assert layout.shard_numel == 7
     owners = [[r for r in range(3) if len(set(layout.local_range(i, r))) == 2] for i in range(5)]
     assert owners == [[0], [1], [2], [2], [1]]
-
-
-def test_blocks_of_rows_stay_together_and_the_last_one_may_be_short() -> None:
     # Blocks of 4, 4 and 2 rows: the best cut leaves 4 rows on one rank and 6 on the other.
     layout = plan_layout([(10, 3)], 2, granularity=Granularity.blocks(4))
     assert layout.shard_numel == 18
     assert [layout.local_shape(0, rank) for rank in range(2)] == [(4, 3), (6, 3)]
-
-
-def test_row_lengths_that_alignment_does_not_divide_are_cut_at_aligned_rows() -> None:
     # Rows of 6 with alignment 4: only every second row begins at a multiple of 4.
     layout = plan_layout([(8, 6)], 4, alignment_numel=4, granularity=STRICT_ROWS)
     assert layout.shard_numel == 12
     assert [layout.local_shape(0, rank) for rank in range(4)] == [(2, 6)] * 4
 
 
-def test_one_element_on_many_ranks_lies_on_the_first() -> None:
+def test_scalars_single_elements_and_empty_tensors() -> None:
     layout = plan_layout([(1,)], 8, alignment_numel=4)
     assert layout.shard_numel == 4
     assert [layout.local_shape(0, rank) for rank in range(8)] == [(1,)] + [(0,)] * 7
-
-
-def test_a_scalar_has_one_dimensional_pieces() -> None:
     layout = plan_layout([()], 2)
     assert layout.granules == (1,)
     assert [layout.local_shape(0, rank) for rank in range(2)] == [(1,), (0,)]
     assert not layout.is_row_sharded(0)
-
-
-def test_tensors_without_elements_occupy_nothing() -> None:
     layout = plan_layout([(0, 5), (4,), (5, 0)], 2, alignment_numel=2)
     assert layout.numel == 4
     assert layout.padding_numel == 0
@@ -156,26 +117,20 @@ def test_tensors_without_elements_occupy_nothing() -> None:
     assert layout.local_shape(2, 0) == (0,)
 
 
-@pytest.mark.parametrize("shapes", [[], [(0,)], [(3, 0), (0, 2)]])
-def test_a_group_without_elements_has_an_empty_buffer(shapes: list[tuple[int, ...]]) -> None:
-    layout = plan_layout(shapes, 4, alignment_numel=8)
-    assert (layout.numel, layout.padding_fraction, len(layout.offsets)) == (0, 0.0, len(shapes))
+def test_a_group_without_elements_has_an_empty_buffer() -> None:
+    for shapes in ([], [(0,)], [(3, 0), (0, 2)]):
+        layout = plan_layout(shapes, 4, alignment_numel=8)
+        assert (layout.numel, layout.padding_fraction, len(layout.offsets)) == (0, 0.0, len(shapes))
 
 
-def test_a_tensor_cut_between_rows_by_chance_is_row_sharded() -> None:
+def test_row_sharding_is_where_edges_fall_the_same_on_all_ranks() -> None:
     layout = plan_layout([(4, 6)], 2, granularity=Granularity.ELEMENTS)
     assert layout.granules == (1,)
     assert layout.is_row_sharded(0)
     assert layout.local_shape(0, 1) == (2, 6)
-
-
-def test_all_ranks_agree_whether_a_tensor_is_row_sharded() -> None:
     # The edge cuts the second row: rank 0 holds a whole row and a half, rank 1 a half and a whole one.
     layout = plan_layout([(3, 4)], 2, granularity=Granularity.ELEMENTS)
     assert [layout.local_shape(0, rank) for rank in range(2)] == [(6,), (6,)]
-
-
-def test_ranges_follow_from_offsets() -> None:
     layout = Layout(((2, 3), (4,)), (4, 0), (3, 1), num_shards=2, shard_numel=7)
     assert layout.tensor_range(0) == (4, 10)
     assert layout.shard_range(1) == (7, 14)
@@ -296,19 +251,13 @@ def test_a_layout_refuses_parts_that_contradict_each_other(changed: dict[str, An
         Layout(**{**parts, **changed})
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_ranks_outside_of_the_layout_are_refused(rank: int) -> None:
+def test_ranks_outside_and_granularities_of_no_rows_or_without_blocks_are_refused() -> None:
     layout = plan_layout([(4,)], 2)
-    with pytest.raises(ConfigurationError, match=f"^rank {rank} was asked for; this layout has shards 0 to 1.$"):
-        layout.shard_range(rank)
-
-
-def test_a_granularity_of_no_rows_is_refused() -> None:
+    for rank in (-1, 2):
+        with pytest.raises(ConfigurationError, match=f"^rank {rank} was asked for; this layout has shards 0 to 1.$"):
+            layout.shard_range(rank)
     with pytest.raises(ConfigurationError, match=r"^a granularity has rows=0; pass 1 or more.$"):
         Granularity.blocks(0)
-
-
-def test_a_row_count_without_blocks_is_refused() -> None:
     message = "a granularity of kind 'tensor' has rows=2; only 'blocks' takes a row count: use Granularity.blocks(2)."
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
         Granularity(GranularityKind.TENSOR, rows=2)

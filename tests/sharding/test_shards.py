@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.layout import Granularity, plan_layout
 from megatron_fsdp.sharding.shards import (
+    Box,
     BufferCut,
     ListedCut,
     MeshUse,
     ShardDescription,
     TensorParallelCut,
+    boxes_of_range,
     described_as_whole,
     elements_before,
     narrow_description,
@@ -60,7 +62,7 @@ def holders(here: ShardDescription) -> torch.Tensor:
         boxes = here.boxes(shard, part)
         assert len(boxes) <= 2 * len(here.shape) - 1
         for box in boxes:
-            count[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))] += 1
+            count[box.indices] += 1
     return count
 
 
@@ -98,7 +100,7 @@ def test_what_a_split_leaves_to_a_rank_is_what_it_had(everyone: list[ShardDescri
 def _elements(whole: torch.Tensor, here: ShardDescription) -> list[int]:
     found: list[int] = []
     for box in here.boxes():
-        found += whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))].flatten().tolist()
+        found += whole[box.indices].flatten().tolist()
     return found
 
 
@@ -124,30 +126,21 @@ def test_a_cut_read_off_a_layout_agrees_with_the_layout(
             assert all(listed.is_multiple_of(step) == cut.is_multiple_of(step) for step in (1, 2, 3, 6))
 
 
-def test_hybrid_shards_are_cut_inside_first() -> None:
+def test_shards_of_several_axes() -> None:
     use = MeshUse((3, 2), shard_dims=(1, 0))
     assert [use.shard_at((outer, inner)) for inner in range(2) for outer in range(3)] == [0, 1, 2, 3, 4, 5]
-
-
-def test_tensor_parallel_parts_are_cut_as_torch_chunks() -> None:
     assert TensorParallelCut.by_chunk(5, 4, 0).edges == (0, 2, 4, 5, 5)
-
-
-def test_a_whole_tensor_is_one_box_on_every_rank() -> None:
     here = described_as_whole((2, 3), (2, 2), (1, 0))
     assert here.is_whole
     assert here.spread_dims == ()
     assert [(box.offsets, box.lengths) for box in here.boxes()] == [((0, 0), (2, 3))]
 
 
-def test_split_lengths_are_those_of_torch() -> None:
+def test_split_lengths_are_those_of_torch_and_elements_are_counted_in_flattened_order() -> None:
     for length, size in [(7, 3), (6, 3), (2, 5), (0, 2), (0, 0)]:
         wanted = [len(piece) for piece in torch.arange(length).split(size)]
         assert list(split_lengths(length, size)) == wanted
     assert split_ranges(5, [2, 0, 3]) == ((0, 2), (2, 2), (2, 5))
-
-
-def test_elements_are_counted_in_flattened_order() -> None:
     kept = torch.zeros(3, 4, 2, dtype=torch.int64)
     kept[:, 1:3] = 1
     for position in range(25):
@@ -175,3 +168,40 @@ def test_uneven_parts_have_to_be_described_to_be_asked_about() -> None:
     here = ShardDescription((3,), use, (0,), ListedCut((0, 2)), tensor_cut)
     with pytest.raises(ConfigurationError, match="other_cuts"):
         here.boxes(0, 1)
+
+
+# ---- boxes -----------------------------------------------------------------------------------------------------------
+
+shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = draw(shapes)
+    numel = torch.Size(shape).numel()
+    start = draw(st.integers(0, numel))
+    return shape, start, draw(st.integers(start, numel))
+
+
+@given(ranges())
+def test_boxes_cover_the_range_once_and_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, start, stop = case
+    assert len(boxes_of_range(shape, start, stop)) <= max(1, 2 * len(shape) - 1)
+    positions = torch.arange(torch.Size(shape).numel()).view(shape)
+    covered = []
+    for box in boxes_of_range(shape, start, stop):
+        region = positions[box.indices]
+        assert region.numel() == box.numel
+        covered += region.flatten().tolist()
+    assert covered == list(range(start, stop))
+
+
+def test_head_body_and_tail_of_a_matrix_and_intersections() -> None:
+    assert boxes_of_range((5, 3), 2, 13) == (Box((0, 2), (1, 1)), Box((1, 0), (3, 3)), Box((4, 0), (1, 1)))
+    assert boxes_of_range((5, 3), 3, 12) == (Box((1, 0), (3, 3)),)
+    assert boxes_of_range((5, 3), 6, 6) == ()
+    assert boxes_of_range((), 0, 1) == (Box((), ()),)
+    assert boxes_of_range((0, 3), 0, 0) == ()
+    assert Box((0, 2), (4, 3)).meet(Box((3, 0), (5, 3))) == Box((3, 2), (1, 1))
+    assert Box((0,), (4,)).meet(Box((4,), (1,))) is None
+    assert Box((), ()).meet(Box((), ())) == Box((), ())

@@ -5,7 +5,18 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, plan_lines
+from megatron_fsdp.sharding.layout import Granularity
+from megatron_fsdp.sharding.units import (
+    GroupKey,
+    ParameterGroupSpec,
+    ParameterInfo,
+    UnitPlan,
+    UnitSpec,
+    cut_groups,
+    find_units,
+    group_parameters,
+    plan_lines,
+)
 
 
 class Leaf(nn.Module):
@@ -69,7 +80,7 @@ def owned(plan: UnitPlan) -> dict[str, list[str]]:
     return {unit.name: list(unit.parameters) for unit in plan.units}
 
 
-# ---- by class and by path --------------------------------------------------------------------------------------------
+# ---- by class and by path -------------------------------------------------------------------------------------------
 
 
 def test_the_root_comes_first_and_owns_the_rest() -> None:
@@ -91,28 +102,22 @@ def test_nested_matches_belong_to_the_outermost_unit() -> None:
     assert plan.source == "given classes Leaf, Block, Linear"
 
 
-@pytest.mark.parametrize("path", ["torch.nn.Linear", "torch.nn:Linear", "torch.nn.modules.linear.Linear"])
-def test_import_paths_name_classes(path: str) -> None:
-    assert names(find_units(Model(1), [path])) == ["", "layers.0.linear", "head"]
+def test_import_paths_name_classes() -> None:
+    for path in ("torch.nn.Linear", "torch.nn:Linear", "torch.nn.modules.linear.Linear"):
+        assert names(find_units(Model(1), [path])) == ["", "layers.0.linear", "head"]
 
 
-@pytest.mark.parametrize("given", [(Block,), {Block}, frozenset([Block]), [Block, Block]])
-def test_tuples_and_sets_are_as_good_as_lists(given: list[type[nn.Module]]) -> None:
-    assert names(find_units(Model(1), given)) == ["", "layers.0"]
-
-
-def test_sets_give_the_same_words_in_every_run() -> None:
+def test_tuples_and_sets_are_as_good_as_lists() -> None:
+    for given in ((Block,), {Block}, frozenset([Block]), [Block, Block]):
+        assert names(find_units(Model(1), given)) == ["", "layers.0"]  # type: ignore[arg-type]
     plan = find_units(Model(1), {nn.Linear, nn.Embedding, Block})  # type: ignore[arg-type]
     assert plan.source == "given classes Block, Linear, Embedding"  # by module, then name
 
 
-def test_no_classes_leave_everything_to_the_root() -> None:
+def test_no_classes_or_a_root_that_matches_leave_everything_to_the_root() -> None:
     plan = find_units(Model(1), [])
     assert owned(plan) == {"": ["embed.weight", *block_parameters("layers.0"), "head.weight"]}
     assert plan.source == "no classes given"
-
-
-def test_a_root_that_matches_is_the_only_unit() -> None:
     assert names(find_units(Block(), [Block, Leaf])) == [""]
 
 
@@ -132,21 +137,15 @@ def test_entries_that_are_not_module_classes_are_refused(entry: object) -> None:
         find_units(Model(), [entry])  # type: ignore[list-item]
 
 
-def test_a_class_that_does_not_occur_is_refused_with_those_that_do() -> None:
+def test_a_class_that_does_not_occur_or_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         find_units(Model(3), [Block, nn.Conv2d])
     assert str(caught.value) == (
         "fsdp_unit_modules names Conv2d, but no module of that class holds parameters in this model; classes that do: "
         "Linear (4 x), Block (3 x), Leaf (3 x), Model (1 x), Embedding (1 x), ModuleList (1 x)."
     )
-
-
-def test_modules_without_parameters_are_no_match() -> None:
     with pytest.raises(ConfigurationError, match="names Dropout, but no module of that class holds parameters"):
         find_units(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), [nn.Dropout])
-
-
-def test_a_container_that_is_never_called_cannot_be_a_unit() -> None:
     with pytest.raises(ConfigurationError, match="'layers' of that class has no forward of its own"):
         find_units(Model(), [nn.ModuleList])
 
@@ -170,51 +169,32 @@ def test_a_wrong_path_names_the_wrong_part_and_the_nearest_name(path: str, messa
     assert str(caught.value) == f"fsdp_unit_modules has '{path}', but {message}"
 
 
-@pytest.mark.parametrize("path", ["Nothing", "", "torch..nn", ":Linear", "torch.nn:"])
+@pytest.mark.parametrize("path", ["Nothing", "", "torch..nn", ":Linear", "torch.nn:", "Block"])
 def test_an_incomplete_path_is_refused(path: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         find_units(Model(), [path])
-    assert str(caught.value) == (
-        f"fsdp_unit_modules has '{path}', which is not a complete import path; write 'package.module.Class'."
-    )
+    hint = f"did you mean '{__name__}.Block'?" if path == "Block" else "write 'package.module.Class'."
+    assert str(caught.value) == f"fsdp_unit_modules has '{path}', which is not a complete import path; {hint}"
 
 
-def test_a_bare_class_name_is_answered_with_its_path() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        find_units(Model(), ["Block"])
-    assert str(caught.value) == (
-        f"fsdp_unit_modules has 'Block', which is not a complete import path; did you mean '{__name__}.Block'?"
-    )
+# ---- automatic ------------------------------------------------------------------------------------------------------
 
 
-# ---- automatic -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", [None, "auto"])
-def test_repeated_blocks_of_a_list_are_found(given: None) -> None:
-    plan = find_units(Model(2), given)
+def test_repeated_blocks_are_found() -> None:
+    assert find_units(Model(2), None) == find_units(Model(2), "auto")
+    plan = find_units(Model(2), None)
     assert names(plan) == ["", "embed", "layers.0", "layers.1", "head"]
     assert plan.source == "repeated blocks; large ends embed, head"
-
-
-def test_repeated_children_of_a_sequence_are_found_and_single_ones_are_not() -> None:
     model = nn.Sequential(nn.LayerNorm(2), Block(), Block(), nn.ReLU(), Leaf())
     assert names(find_units(model, None)) == ["", "1", "2"]
-
-
-def test_containers_are_looked_through_down_to_modules_that_are_called() -> None:
     model = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Leaf()])])
     assert names(find_units(model, None)) == ["", "0.0", "0.1"]
-
-
-def test_sequences_of_sequences_are_units_as_wholes() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
     assert names(find_units(model, None)) == ["", "0", "1"]
-
-
-def test_one_block_called_twice_repeats_nothing() -> None:
     block = Leaf()
     plan = find_units(nn.Sequential(block, block), None)
+    assert (names(plan), plan.source) == ([""], "none found")
+    plan = find_units(Model(1), "auto")
     assert (names(plan), plan.source) == ([""], "none found")
 
 
@@ -223,9 +203,6 @@ def test_what_the_model_says_goes_before_repetition() -> None:
     model._no_split_modules = ["Embedding", "Absent"]  # type: ignore[assignment]
     plan = find_units(model, None)
     assert (names(plan), plan.source) == (["", "embed", "head"], "_no_split_modules Embedding; large ends head")
-
-
-def test_an_inner_model_may_say_it_and_saying_nothing_useful_is_passed_over() -> None:
     outer = nn.Module()
     outer.inner = Model(2)
     outer.inner._no_split_modules = {"Block"}  # type: ignore[assignment]
@@ -238,15 +215,10 @@ def test_an_inner_model_may_say_it_and_saying_nothing_useful_is_passed_over() ->
     assert find_units(outer, None).source.startswith("repeated blocks;")
 
 
-def test_nothing_found_says_so() -> None:
-    plan = find_units(Model(1), "auto")
-    assert (names(plan), plan.source) == ([""], "none found")
+# ---- ties -----------------------------------------------------------------------------------------------------------
 
 
-# ---- ties ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_parameter_of_two_units_belongs_to_the_root() -> None:
+def test_parameters_of_two_owners_belong_to_the_root() -> None:
     first, second = Block(), Block()
     second.norm.weight = first.norm.weight
     plan = find_units(Branches(first, second), [Block])
@@ -256,40 +228,28 @@ def test_a_parameter_of_two_units_belongs_to_the_root() -> None:
         "second": ["second.linear.weight", "second.linear.bias"],
     }
     assert plan.aliases == (("second.norm.weight", "first.norm.weight"),)
-
-
-def test_a_parameter_of_a_unit_and_the_root_belongs_to_the_root() -> None:
     model = Model(1, tied=True)
     plan = find_units(model, [nn.Embedding, Block])
     assert owned(plan) == {"": ["embed.weight"], "layers.0": list(block_parameters("layers.0"))}
     assert plan.aliases == (("head.weight", "embed.weight"),)
+    first, second = Block(), Block()
+    second.norm = first.norm
+    assert owned(find_units(Branches(first, second), [Block]))[""] == ["first.norm.weight"]
+    block = Block()
+    plan = find_units(Branches(block, block.norm), [Block, Leaf])
+    assert owned(plan) == {"": ["first.norm.weight"], "first": ["first.linear.weight", "first.linear.bias"]}
 
 
-def test_a_tie_inside_one_unit_stays_there() -> None:
+def test_a_tie_inside_one_unit_and_a_unit_of_two_names_stay_there() -> None:
     block = Block()
     block.norm.weight = block.linear.bias = nn.Parameter(torch.zeros(3))
     plan = find_units(Branches(block, Leaf()), [Block])
     assert owned(plan) == {"": ["second.weight"], "first": ["first.norm.weight", "first.linear.weight"]}
     assert plan.aliases == (("first.linear.bias", "first.norm.weight"),)
-
-
-def test_a_unit_registered_under_two_names_is_one_unit() -> None:
     block = Leaf()
     plan = find_units(Branches(block, block), [Leaf])
     assert owned(plan) == {"": [], "first": ["first.weight"]}
     assert plan.aliases == (("second.weight", "first.weight"),)
-
-
-def test_a_module_inside_two_units_belongs_to_the_root() -> None:
-    first, second = Block(), Block()
-    second.norm = first.norm
-    assert owned(find_units(Branches(first, second), [Block]))[""] == ["first.norm.weight"]
-
-
-def test_a_unit_that_is_also_inside_another_unit_leaves_its_parameters_to_the_root() -> None:
-    block = Block()
-    plan = find_units(Branches(block, block.norm), [Block, Leaf])
-    assert owned(plan) == {"": ["first.norm.weight"], "first": ["first.linear.weight", "first.linear.bias"]}
 
 
 def test_names_with_a_common_beginning_are_not_confused() -> None:
@@ -309,10 +269,10 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-# ---- for people ------------------------------------------------------------------------------------------------------
+# ---- for people -----------------------------------------------------------------------------------------------------
 
 
-def test_the_table_shows_runs_of_equal_units_in_one_line() -> None:
+def test_the_table_shows_runs_of_equal_units_of_one_place_in_one_line() -> None:
     model = Model(12, tied=True)
     model.layers[11].linear = nn.Linear(2, 4)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -323,9 +283,6 @@ def test_the_table_shows_runs_of_equal_units_in_one_line() -> None:
         "  layers.11 (Block)  14 parameters",
         "  head.weight is tied to embed.weight",
     ]
-
-
-def test_the_table_keeps_units_of_different_places_apart() -> None:
     model = Branches(nn.ModuleList([Leaf(), Leaf()]), nn.ModuleList([Leaf(), Leaf()]))
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert plan_lines(
@@ -336,3 +293,54 @@ def test_the_table_keeps_units_of_different_places_apart() -> None:
         "  first.0 ... first.1 (2 x Leaf)  1,000,000 parameters each",
         "  second.0 ... second.1 (2 x Leaf)  2 parameters each",
     ]
+
+
+# ---- groups of parameters --------------------------------------------------------------------------------------------
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def info(name: str, dtype: torch.dtype = FP32, trained: bool = True, expert: bool = False) -> ParameterInfo:
+    return ParameterInfo(name, (2, 3), dtype, trained, expert)
+
+
+def test_groups_come_in_order_of_first_appearance_and_keep_the_order_inside() -> None:
+    groups = group_parameters(
+        [info("b", BF16), info("n", FP32), info("a", BF16), info("frozen", BF16, trained=False), info("z", FP32)]
+    )
+    assert [(group.key, [parameter.name for parameter in group.parameters]) for group in groups] == [
+        (GroupKey(BF16, True, False), ["b", "a"]),
+        (GroupKey(FP32, True, False), ["n", "z"]),
+        (GroupKey(BF16, False, False), ["frozen"]),
+    ]
+
+
+def test_experts_are_kept_apart_and_granularity_does_not_split_a_group() -> None:
+    groups = group_parameters([info("dense"), info("expert", expert=True)])
+    assert [group.key.is_expert for group in groups] == [False, True]
+    whole = ParameterInfo("m", (2, 3), FP32, True, granularity=Granularity.TENSOR)
+    (group,) = group_parameters([info("a"), whole])
+    assert [parameter.granularity for parameter in group.parameters] == [Granularity.ROWS, Granularity.TENSOR]
+    assert group_parameters([]) == ()
+    with pytest.raises(ConfigurationError) as caught:
+        group_parameters([info("tied"), info("tied", BF16)])
+    assert str(caught.value) == ("parameter 'tied' is given twice; give each parameter once, tied ones under one name.")
+    shapes = [(2, 3), (), (0, 4), (5,)]
+    assert [ParameterInfo("p", shape, FP32, True).numel for shape in shapes] == [6, 1, 0, 5]
+
+
+def numels(buckets: tuple[ParameterGroupSpec, ...]) -> list[list[int]]:
+    return [[info.numel for info in bucket.parameters] for bucket in buckets]
+
+
+def test_a_bucket_is_closed_by_the_parameter_that_fills_it() -> None:
+    infos = [ParameterInfo(str(i), (n,), torch.float32, True) for i, n in enumerate((4, 5, 20, 1, 9, 1))]
+    groups = group_parameters(infos)
+    assert numels(cut_groups(groups, 10)) == [[4, 5, 20], [1, 9], [1]]
+    assert numels(cut_groups(groups, 9)) == [[4, 5], [20], [1, 9], [1]]
+    assert numels(cut_groups(groups, 1)) == [[4], [5], [20], [1], [9], [1]]
+    assert cut_groups(groups, None) == cut_groups(groups, 1000) == groups
+    infos = [ParameterInfo(str(i), (4,), torch.float32, i % 2 == 0) for i in range(4)]
+    buckets = cut_groups(group_parameters(infos), 8)
+    assert [[info.name for info in bucket.parameters] for bucket in buckets] == [["0", "2"], ["1", "3"]]
+    assert [bucket.key.requires_grad for bucket in buckets] == [True, False]

@@ -62,31 +62,19 @@ def test_the_peak_is_what_can_be_gathered_at_a_time(allocator: WeightAllocator, 
     assert plan_weights(allocator, MODEL, slots).peak_bytes == peak
 
 
-def test_units_of_equal_bytes_and_other_dtypes_are_of_other_shapes() -> None:
+def test_the_most_common_shape_is_the_larger_one_of_equals() -> None:
     units = [unit(80), unit(80, BF16), unit(80, BF16)]
     assert most_common_shape(units) == ((40, BF16),)
-
-
-def test_of_equally_common_shapes_the_larger_one_counts() -> None:
     assert most_common_shape([unit(40), unit(80), unit(120), unit(80), unit(40)]) == ((20, FP32),)
-
-
-def test_units_without_gathered_weights_take_nothing() -> None:
     for allocator in WeightAllocator:
         assert plan_weights(allocator, [UnitWeights(0)] * 4, 2).peak_bytes == 0
         assert plan_weights(allocator, [UnitWeights(16)], 2).peak_bytes == 16
 
 
-@pytest.mark.parametrize(("numel", "depth"), [(0, 0), (1, 1), (30, 1), (49, 1), (50, 2), (60, 3), (10**12, 3)])
-def test_as_many_units_are_gathered_ahead_as_fit_whichever_they_are(numel: int, depth: int) -> None:
-    assert prefetch_depth(numel, [20, 30, 10]) == depth
-
-
-def test_a_model_without_units_gathers_none_ahead() -> None:
+def test_as_many_units_are_gathered_ahead_as_fit_whichever_they_are() -> None:
+    depths = {0: 0, 1: 1, 30: 1, 49: 1, 50: 2, 60: 3, 10**12: 3}
+    assert {numel: prefetch_depth(numel, [20, 30, 10]) for numel in depths} == depths
     assert prefetch_depth(100, []) == 0
-
-
-def test_a_negative_number_of_elements_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         prefetch_depth(-1, [20])
     assert str(caught.value) == "-1 elements cannot be gathered ahead; give 0 (none) or more."

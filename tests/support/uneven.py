@@ -74,10 +74,7 @@ class UnevenCase:
         """This rank's piece of the global tensor, cut out box by box."""
         frame = self.frame(mesh)
         whole = self.whole(seed).to(dtype)
-        pieces = []
-        for box in frame.description.boxes():
-            index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
-            pieces.append(whole[index].reshape(-1))
+        pieces = [whole[box.indices].reshape(-1) for box in frame.description.boxes()]
         flat = torch.cat(pieces) if pieces else whole.new_empty(0)
         return UnevenDTensor.wrap(flat.view(frame.description.local_shape), frame)
 

@@ -6,8 +6,9 @@ a reduce-scatter, twice that for an all-reduce (Patarasu and Yuan, "Bandwidth op
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
 
 
 # torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
-_all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -69,25 +70,15 @@ class Traffic:
 
     def copy(self) -> Traffic:
         """Return a snapshot that later traffic does not change."""
-        return Traffic(self.gathers, self.reductions, self.gather_bytes, self.reduce_bytes)
+        return replace(self)
 
     def plus(self, other: Traffic) -> Traffic:
         """Return the sum of both counts."""
-        return Traffic(
-            self.gathers + other.gathers,
-            self.reductions + other.reductions,
-            self.gather_bytes + other.gather_bytes,
-            self.reduce_bytes + other.reduce_bytes,
-        )
+        return Traffic(*map(operator.add, astuple(self), astuple(other)))
 
     def since(self, earlier: Traffic) -> Traffic:
         """Return what was sent after `earlier` was taken."""
-        return Traffic(
-            self.gathers - earlier.gathers,
-            self.reductions - earlier.reductions,
-            self.gather_bytes - earlier.gather_bytes,
-            self.reduce_bytes - earlier.reduce_bytes,
-        )
+        return Traffic(*map(operator.sub, astuple(self), astuple(earlier)))
 
 
 @dataclass(frozen=True)
@@ -134,7 +125,7 @@ class Axis:
             return None
         self.traffic.gathers += 1
         self.traffic.gather_bytes += full.nbytes - shard.nbytes
-        work: dist.Work | None = _all_gather_flat(full, shard, group=self.gather_group or self.group, async_op=async_op)
+        work: dist.Work | None = all_gather_flat(full, shard, group=self.gather_group or self.group, async_op=async_op)
         return work
 
     def all_reduce(self, full: torch.Tensor, average: bool = False, async_op: bool = True) -> dist.Work | None:

@@ -76,11 +76,9 @@ def duplicate_group(
 
 
 def group_over(mesh: DeviceMesh, owner: object) -> dist.ProcessGroup | None:
-    """Return a group of all ranks of a mesh, in the order of the mesh; None for a single rank.
+    """Return a group of all ranks of a mesh, in its order; None for a single rank.
 
-    Args:
-        mesh: If it has several dimensions, a group is made; then all its ranks call, and no others.
-        owner: A group that is made is destroyed with it.
+    For a mesh of several dimensions a group is made, which is destroyed with its owner; then all its ranks call.
     """
     if mesh.size() == 1:
         return None

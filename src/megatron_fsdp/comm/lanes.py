@@ -88,55 +88,37 @@ class StreamApi(Protocol):
 
 
 class HostTicket:
-    """A work handle and the local work that follows it, which the first `wait` runs."""
+    """A work handle and the local work that follows it, which the first `wait` runs; `tell` hears of its stages."""
 
-    def __init__(self, work: dist.Work | None, finish: Finish | None) -> None:
-        self._work = work
-        self._finish = finish
+    def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell | None = None) -> None:
+        self._work, self._finish, self._tell = work, finish, tell or _nobody
 
     def wait(self) -> None:
         """Block until the collective is done, then run its finish."""
+        tell, self._tell = self._tell, _nobody
+        tell(Moment.WAITS)
         work, self._work = self._work, None
         if work is not None:
             work.wait()
-        self._arrived()
+        tell(Moment.ARRIVED)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-
-    def _arrived(self) -> None:
-        """Do nothing; a watched ticket reports here that the collective is done."""
-
-
-class WatchedHostTicket(HostTicket):
-    """A `HostTicket` that reports its stages."""
-
-    def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell) -> None:
-        super().__init__(work, finish)
-        self._tell: Tell | None = tell
-
-    def wait(self) -> None:
-        """Wait, and report the stages of the first wait."""
-        if self._tell is None:
-            return
-        self._tell(Moment.WAITS)
-        super().wait()
-        self._tell(Moment.FINISHED)
-        tell, self._tell = self._tell, None
+        tell(Moment.FINISHED)
         tell(Moment.WAITED)
 
-    def _arrived(self) -> None:
-        assert self._tell is not None
-        self._tell(Moment.ARRIVED)
+
+def _nobody(_moment: Moment, work: dist.Work | None = None) -> None:
+    """Listen to nothing."""
+
+
+def _teller(watch: LaneWatch | None, lane: str) -> Tell:
+    """Return what is told of a new collective's stages."""
+    return partial(watch.communicates, watch.number(), lane=lane) if watch else _nobody
 
 
 class HostLane:
-    """Communication by asynchronous work handles (gloo and other CPU back ends).
-
-    Args:
-        name: Name of the lane in what is reported.
-        watch: Observer of the collectives.
-    """
+    """Communication by asynchronous work handles (gloo and other CPU back ends)."""
 
     def __init__(self, name: str = "", watch: LaneWatch | None = None) -> None:
         self._name = name
@@ -146,42 +128,29 @@ class HostLane:
         """Wait for `after`, and start the collective at once; its finish runs when the ticket is waited on."""
         for ticket in after:
             ticket.wait()
-        if not self._watch:
-            return HostTicket(launch(True), finish)
-        tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
+        tell = _teller(self._watch, self._name)
         tell(Moment.LAUNCHES)
         work = launch(True)
         tell(Moment.LAUNCHED, work=work)
-        return WatchedHostTicket(work, finish, tell)
+        return HostTicket(work, finish, tell)
 
 
 class StreamTicket:
     """An event recorded on a lane's stream, which the current stream waits for."""
 
-    def __init__(self, event: Any, current_stream: Callable[[], Any], tell: Tell | None = None) -> None:
-        self._event = event
-        self._current_stream = current_stream
-        self._tell = tell
+    def __init__(self, event: Any, current_stream: Callable[[], Any], tell: Tell) -> None:
+        self._event, self._current_stream, self._tell = event, current_stream, tell
 
     def wait(self) -> None:
         """Queue a wait for the event on the current stream."""
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            tell(Moment.WAITS)
+        tell, self._tell = self._tell, _nobody
+        tell(Moment.WAITS)
         self._current_stream().wait_event(self._event)
-        if tell is not None:
-            tell(Moment.WAITED)
+        tell(Moment.WAITED)
 
 
 class StreamLane:
-    """Communication on a CUDA side stream.
-
-    Args:
-        device: Device of the stream.
-        name: Name of the lane in what is reported.
-        watch: Observer of the collectives.
-        streams: `torch.cuda`, or what a simulated device has in its place.
-    """
+    """Communication on a CUDA side stream."""
 
     def __init__(
         self, device: torch.device, name: str = "", watch: LaneWatch | None = None, streams: StreamApi = torch.cuda
@@ -196,27 +165,21 @@ class StreamLane:
     def submit(self, launch: Launch, finish: Finish | None = None, after: Sequence[Ticket] = ()) -> StreamTicket:
         """Queue collective and finish behind `after` and what the compute stream holds now."""
         self._stream.wait_stream(self._current_stream())
-        tell = None
-        if self._watch:
-            tell = partial(self._watch.communicates, self._watch.number(), lane=self._name)
+        tell = _teller(self._watch, self._name)
         with self._streams.stream(self._stream):
             for ticket in after:
                 ticket.wait()  # on this stream: compute does not wait for what is only prefetched
-            if tell is not None:
-                tell(Moment.LAUNCHES)
+            tell(Moment.LAUNCHES)
             # A synchronous collective runs on the current stream, this lane's. Only an observer needs a handle, and
             # pays for it by one more stream and two more events, those of the back end.
-            work = launch(tell is not None)
-            if tell is not None:
-                tell(Moment.LAUNCHED, work=work)
+            work = launch(tell is not _nobody)
+            tell(Moment.LAUNCHED, work=work)
             if work is not None:
                 work.wait()  # a stream-level wait: the side stream waits for the back end's own stream
-            if tell is not None:
-                tell(Moment.ARRIVED)
+            tell(Moment.ARRIVED)
             if finish is not None:
                 finish()
-            if tell is not None:
-                tell(Moment.FINISHED)
+            tell(Moment.FINISHED)
             return StreamTicket(self._stream.record_event(), self._current_stream, tell)
 
 
@@ -226,13 +189,7 @@ def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = No
 
 
 def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
-    """Sleep on the host, and on CUDA also delay what is queued next on the current stream.
-
-    Args:
-        device: Device of that stream.
-        host_s: Seconds on the host.
-        device_s: Seconds on the device, about: it counts cycles of a clock that changes.
-    """
+    """Sleep on the host, and on CUDA also delay what is queued next on the current stream, by about `device_s`."""
     time.sleep(host_s)
     if device.type == "cuda":
         torch.cuda._sleep(int(device_s * _CYCLES_PER_S))
@@ -278,11 +235,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Events on CUDA streams, with a resolution of about half a microsecond.
-
-    Args:
-        device: Device of the streams.
-    """
+    """Events on CUDA streams, with a resolution of about half a microsecond."""
 
     is_host = False
 
@@ -321,11 +274,7 @@ def default_device() -> torch.device:
 
 
 def resolve_device(device: torch.device | str | int | None, mesh_device_type: str) -> torch.device:
-    """Return the device that parameters live on: the one given, else this process's device of the mesh's type.
-
-    Raises:
-        ConfigurationError: It is a CUDA device, and there is none, or torch was built without CUDA.
-    """
+    """Return the device that parameters live on: the one given, else this process's device of the mesh's type."""
     resolved = torch.device(mesh_device_type if device is None else device)
     if resolved.type == "cuda" and not torch.cuda.is_available():
         given = f"the mesh is of type {mesh_device_type!r}" if device is None else f"device={device!r}"

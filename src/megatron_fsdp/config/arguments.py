@@ -52,25 +52,17 @@ DECIDED_ELSEWHERE: Mapping[str, str] = {
 
 
 def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-    """Refuse the switches of `NOT_IMPLEMENTED` that are on, and what differs from further defaults.
-
-    Raises:
-        NotSupportedYetError: Names every argument at fault.
-    """
+    """Refuse the switches of `NOT_IMPLEMENTED` that are on, and what differs from further defaults."""
     defaults = {**dict.fromkeys(NOT_IMPLEMENTED, False), **(defaults or {})}
     at_fault = [
         f"{name}={given[name]!r} (default {default!r})"
         for name, default in defaults.items()
-        if name in given and not _is_default(given[name], default)
+        if name in given and not (type(given[name]) is type(default) and given[name] == default)
     ]
     if at_fault:
         raise NotSupportedYetError(
             f"not supported yet: {', '.join(at_fault)}; this version accepts the default only, so leave it out"
         )
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and bool(value == default)
 
 
 def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> str:

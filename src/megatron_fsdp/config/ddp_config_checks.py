@@ -7,8 +7,7 @@ data, from which the documentation is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,30 +22,18 @@ FOLLOW = "auto"
 """How a dtype of None is written in flags and files."""
 
 
-@dataclass(frozen=True)
-class Exclusion:
-    """Two fields of which at most one may be set.
-
-    Attributes:
-        one: The first field.
-        other: The second field.
-        reason: What both do; follows "both" in the error.
-    """
+class Exclusion(NamedTuple):
+    """Two fields of which at most one may be set, and what both do; that follows "both" in the error."""
 
     one: str
     other: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """A switch that means nothing unless other switches are on.
 
-    Attributes:
-        field: The switch.
-        on: The switches that it needs.
-        refused: Whether it is refused without them. The published class takes the others in silence, so only a front
-            end refuses those: see ``idle_settings``.
+    The published class takes those that are not refused in silence, so only a front end refuses them: `idle_settings`.
     """
 
     field: str
@@ -89,14 +76,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 
 def checked_values(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the values of all fields and bring them into the form in which they are stored.
-
-    Returns:
-        The values: strategies as names, dtypes as ``torch.dtype``, patterns as a tuple. Nothing is implied yet.
-
-    Raises:
-        ConfigurationError: A value or a combination of values is not possible; with all such values, one to a line.
-    """
+    """Check the values of all fields and bring them into the form in which they are stored."""
     values: dict[str, Any] = {}
     wrong = []
     for name, value in given.items():
@@ -128,11 +108,7 @@ def with_implications(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
-    """Find switches that are on and cannot have an effect beside the others, which the published class accepts.
-
-    Returns:
-        One sentence by name of the switch, in the order of the rules.
-    """
+    """Find switches that are on and cannot have an effect beside the others, which the published class accepts."""
     return {
         need.field: f"{need.field}=True has no effect without {missing}; set that too, or leave it out."
         for need in NEEDS

@@ -6,7 +6,7 @@ They are resolved once, in the public call, and read where they take effect: lay
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -84,11 +84,7 @@ class MemoryOptions:
         return self.bucket_numel or max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
 
     def check_plan(self, units_besides_root: int) -> None:
-        """Refuse options that have no effect on this model.
-
-        Raises:
-            ConfigurationError: Double buffers or fine-grained gathers for a model without units besides the root.
-        """
+        """Refuse options that have no effect on this model."""
         if units_besides_root:
             return
         for name, is_set in (
@@ -151,18 +147,8 @@ class EngineOptions:
     delays_weight_gradients: bool = False
 
 
-def resolve_engine_options(
-    given: Mapping[str, Any],
-    config: DistributedDataParallelConfig,
-    policy: MixedPrecisionPolicy,
-    verify_ranks_s: float = 0.0,
-) -> EngineOptions:
-    """Resolve the arguments and the configuration of `MegatronFSDP` together.
-
-    Raises:
-        ConfigurationError: A value is not possible, two options contradict each other, or one cannot take effect.
-        TypeError: `fine_grained_recurse_module_types` does not hold classes of modules.
-    """
+def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
+    """Return what a configuration says of the engine, in which arguments of a wrapper are at their defaults."""
     return EngineOptions(
         strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
@@ -170,29 +156,36 @@ def resolve_engine_options(
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         average_in_collective=config.average_in_collective,
-        calculate_per_token_loss=given["calculate_per_token_loss"],
-        check_finite=given["report_nan_in_param_grad"] or config.check_for_nan_in_grad,
-        memory=resolve_memory_options(given, config),
-        init_meta=given["init_model_with_meta_device"],
-        reduce_scatter_with_fp32_accumulation=given["reduce_scatter_with_fp32_accumulation"]
-        or config.reduce_scatter_with_fp32_accumulation,
+        check_finite=config.check_for_nan_in_grad,
+        check_large=config.check_for_large_grads,
+        reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
         scales_first=not config.gradient_reduce_div_fusion,
         fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
-        verify_ranks_s=verify_ranks_s,
-        find_unused_parameters=given["find_unused_parameters"],
-        check_large=config.check_for_large_grads,
         fuses_weight_gradients=config.gradient_accumulation_fusion,
         delays_weight_gradients=config.delay_wgrad_compute,
     )
 
 
-def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataParallelConfig) -> MemoryOptions:
-    """Check the options of `MegatronFSDP` and of its configuration together.
+def resolve_engine_options(
+    given: Mapping[str, Any], config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy, verify_ranks_s: float
+) -> EngineOptions:
+    """Resolve the arguments and the configuration of `MegatronFSDP` together."""
+    options = engine_options_of(config, policy)
+    name = "reduce_scatter_with_fp32_accumulation"
+    return replace(
+        options,
+        calculate_per_token_loss=given["calculate_per_token_loss"],
+        check_finite=given["report_nan_in_param_grad"] or options.check_finite,
+        memory=resolve_memory_options(given, config),
+        init_meta=given["init_model_with_meta_device"],
+        reduce_scatter_with_fp32_accumulation=given[name] or options.reduce_scatter_with_fp32_accumulation,
+        verify_ranks_s=verify_ranks_s,
+        find_unused_parameters=given["find_unused_parameters"],
+    )
 
-    Raises:
-        ConfigurationError: A value is not possible, two options contradict each other, or one cannot take effect.
-        TypeError: `fine_grained_recurse_module_types` does not hold classes of modules.
-    """
+
+def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataParallelConfig) -> MemoryOptions:
+    """Check the options of `MegatronFSDP` and of its configuration together."""
     strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
     allocator, idle = _allocator(given, config, strategy)
     forward, backward, slots = _depths(given, config, strategy, allocator)

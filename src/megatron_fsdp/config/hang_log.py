@@ -28,11 +28,7 @@ class HangSettings:
 
 
 def checked_timeout(given: float | str, name: str = "timeout_s") -> float:
-    """Return a time in seconds.
-
-    Raises:
-        ConfigurationError: It is no number, not positive, or not finite.
-    """
+    """Return a time in seconds."""
     try:
         seconds = float(given)
     except ValueError:
@@ -43,14 +39,7 @@ def checked_timeout(given: float | str, name: str = "timeout_s") -> float:
 
 
 def resolve_hang_log(environment: Mapping[str, str] = os.environ) -> HangSettings | None:
-    """Read the settings from the environment; None: keep no log.
-
-    Args:
-        environment: Environment variables, of which `MFSDP_HANG_LOG` names a folder and `MFSDP_HANG_TIMEOUT` seconds.
-
-    Raises:
-        ConfigurationError: The time is no positive number, or there is one without a folder.
-    """
+    """Read the settings from the environment; None: keep no log."""
     folder, seconds = environment.get(FOLDER_VARIABLE, ""), environment.get(TIMEOUT_VARIABLE, "")
     if seconds and not folder:
         raise ConfigurationError(

@@ -37,12 +37,7 @@ class MixedPrecisionPolicy:
 
 
 def check_main_dtype(dtype: object, argument: str) -> None:
-    """Refuse a dtype that cannot hold main weights, main gradients or gradients in transit.
-
-    Raises:
-        TypeError: ``dtype`` is neither None nor a ``torch.dtype``.
-        ConfigurationError: ``dtype`` is not one of float16, bfloat16, float32, float64.
-    """
+    """Refuse a dtype that cannot hold main weights, main gradients or gradients in transit."""
     allowed = ", ".join(map(str, _ALLOWED))
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"{argument}={dtype!r} is not a torch.dtype; give one of {allowed}, or None to follow.")
@@ -51,11 +46,7 @@ def check_main_dtype(dtype: object, argument: str) -> None:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse anything but this package's `MixedPrecisionPolicy`, above all torch's class of that name.
-
-    Raises:
-        TypeError: It is another object; says what to give instead.
-    """
+    """Refuse anything but this package's `MixedPrecisionPolicy`, above all torch's class of that name."""
     if isinstance(policy, MixedPrecisionPolicy):
         return
     if type(policy).__name__ == MixedPrecisionPolicy.__name__:
@@ -105,10 +96,6 @@ def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) ->
     Parameters that are not real floating-point numbers (integers, booleans, complex numbers) cannot be cast to the
     policy's dtypes without loss, so everything about them keeps their own dtype. Gradients of float8 parameters that
     are told to follow take bfloat16, since sums in float8 would mean nothing.
-
-    Raises:
-        ConfigurationError: The parameters are float8 and ``main_params_dtype`` is None; an optimizer cannot update
-            float8 values.
     """
     if not param_dtype.is_floating_point:
         return ResolvedPrecision(param_dtype, param_dtype, param_dtype, param_dtype, has_main_copy=False)
@@ -146,11 +133,7 @@ DTYPE_NAMES = {
 
 
 def dtype_from_name(name: str, argument: str = "dtype") -> torch.dtype:
-    """Translate a name from a configuration file or a command line.
-
-    Raises:
-        ConfigurationError: The name is not known.
-    """
+    """Translate a name from a configuration file or a command line."""
     dtype = DTYPE_NAMES.get(name.removeprefix("torch."))
     if dtype is None:
         known = ", ".join(DTYPE_NAMES)

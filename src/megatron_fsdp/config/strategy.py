@@ -28,11 +28,7 @@ class ShardingStrategy(enum.IntEnum):
 
 
 def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
-    """Turn what a user typed into a strategy.
-
-    Raises:
-        ConfigurationError: ``value`` is neither a known number nor a known name; booleans are not numbers here.
-    """
+    """Turn what a user typed into a strategy."""
     if isinstance(value, str) and value in ShardingStrategy.__members__:
         return ShardingStrategy[value]
     if isinstance(value, int) and not isinstance(value, bool) and value in set(ShardingStrategy):

@@ -50,9 +50,6 @@ def read_mapping(source: str | os.PathLike[str]) -> tuple[dict[Any, Any], str]:
     Returns:
         The mapping, which is empty where there is nothing but comments; and what errors about it begin with, which is
         empty for text.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or does not hold one YAML mapping with every key once.
     """
     text, where = (source, "") if isinstance(source, str) else _text_of(source)
     try:

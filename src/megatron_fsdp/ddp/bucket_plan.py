@@ -75,13 +75,6 @@ def plan_readers(
     A module reads the parameters it owns, and those of the modules below it that are never called themselves: their
     weights are used by a module above them (as `nn.MultiheadAttention` uses those of its output projection). A module
     that was not called reads everything below it, should it be called one day.
-
-    Args:
-        owned: Fully qualified name of every module and the buckets of the parameters that it owns itself.
-        called: Whether the module of a name was called in a forward.
-
-    Returns:
-        Buckets by module, for the modules that read any; the root, "", is called in any case.
     """
     found: dict[str, set[int]] = {}
     for name, buckets in owned:

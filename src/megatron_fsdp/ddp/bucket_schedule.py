@@ -108,11 +108,7 @@ class BucketScheduler(Scheduler):
         return operations
 
     def gradient_arrives(self, unit: int) -> None:
-        """Follow the first gradient of a bucket.
-
-        Raises:
-            ScheduleError: The bucket was reduced already in this backward.
-        """
+        """Follow the first gradient of a bucket."""
         if self._in_backward and self._units[unit].in_backward and self._units[unit].reduced:
             raise ScheduleError(
                 "a gradient arrived after its bucket was reduced: earlier backwards had fewer gradients for the same "
@@ -146,9 +142,7 @@ class BucketScheduler(Scheduler):
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
         """Change which parameters take gradients; their number per backward is recorded anew."""
         super().set_trainable(units)
-        self._arrivals = [
-            _Arrivals([0] * len(flags), [0] * len(flags), sum(flags), sum(flags)) for flags in map(list, units)
-        ]
+        self._arrivals = [_Arrivals([0] * len(flags), [0] * len(flags), sum(flags), sum(flags)) for flags in units]
         self._learning = True
 
     def reset(self) -> tuple[Operation, ...]:

@@ -15,7 +15,7 @@ from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
+from megatron_fsdp.config.engine_options import engine_options_of
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.bucket_plan import plan_buckets
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
@@ -168,8 +168,14 @@ class DistributedDataParallel(MegatronFSDP):
                     "buckets are made by size; set that or leave it out"
                 )
             verify_ranks_s = resolve_verify_ranks(verify_ranks)
+            overlaps = resolved.config.overlap_grad_reduce
             options = replace(
-                _engine_options(resolved, verify_ranks_s),
+                engine_options_of(resolved.engine_config, resolved.policy),
+                # Ranks that are compared wait for one another, so reductions start where they all do: at the end.
+                overlap_grad_reduce=overlaps and not verify_ranks_s,
+                numel_multiple=resolved.numel_multiple,
+                # Where nothing overlaps, buckets travel at points that all ranks share.
+                own_groups=overlaps or resolved.config.overlap_param_gather,
                 calculate_per_token_loss=calculate_per_token_loss,
                 init_meta=init_model_with_meta_device,
                 verify_ranks_s=verify_ranks_s,
@@ -185,11 +191,7 @@ class DistributedDataParallel(MegatronFSDP):
 
     def _subject(self) -> Subject:
         resolved = self.resolved
-        return replace(
-            super()._subject(),
-            config=resolved.config,
-            notices=resolved.notices,
-        )
+        return replace(super()._subject(), config=resolved.config, notices=resolved.notices)
 
 
 def _check_types(config: Any, module: Any) -> None:
@@ -221,31 +223,6 @@ def _resolve_together(
     agree(None if group is None or group.size() == 1 else group, problem, facts)
     assert resolved is not None
     return resolved
-
-
-def _engine_options(resolved: ResolvedDDP, verify_ranks_s: float) -> EngineOptions:
-    # Ranks that are compared wait for one another, so reductions start where they all do: at the end of backward.
-    config = resolved.config
-    return EngineOptions(
-        strategy=resolved.strategy,
-        outer_strategy=resolved.outer_strategy,
-        policy=resolved.policy,
-        overlap_grad_reduce=config.overlap_grad_reduce and not verify_ranks_s,
-        overlap_param_gather=config.overlap_param_gather,
-        average_in_collective=config.average_in_collective,
-        calculate_per_token_loss=False,
-        check_finite=config.check_for_nan_in_grad,
-        check_large=config.check_for_large_grads,
-        memory=MemoryOptions(),
-        reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
-        scales_first=not config.gradient_reduce_div_fusion,
-        numel_multiple=resolved.numel_multiple,
-        fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
-        fuses_weight_gradients=config.gradient_accumulation_fusion,
-        delays_weight_gradients=config.delay_wgrad_compute,
-        # Where nothing overlaps, buckets travel at points that all ranks share.
-        own_groups=config.overlap_grad_reduce or config.overlap_param_gather,
-    )
 
 
 _INSTANCES = "_instances"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from megatron_fsdp.errors import ConfigurationError
@@ -169,7 +168,8 @@ class DistributedOptimizer(Optimizer):
             return
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         known = self._model.sharded_names()
-        for index, param in enumerate(_without_names(listed)):
+        unnamed = [param[1] if isinstance(param, tuple) else param for param in listed]
+        for index, param in enumerate(unnamed):
             if id(param) not in known:
                 raise ConfigurationError(
                     f"parameter {index} of the new group (shape {tuple(param.shape)}) is none of the wrapped model's, "
@@ -183,10 +183,6 @@ class DistributedOptimizer(Optimizer):
             "a DistributedOptimizer cannot be pickled or copied; save optimizer.state_dict() with "
             "torch.distributed.checkpoint, or use save_checkpoint"
         )
-
-
-def _without_names(params: Iterable[Any]) -> list[nn.Parameter]:
-    return [param[1] if isinstance(param, tuple) else param for param in params]
 
 
 def _check_clip_grad(clip_grad: object) -> None:

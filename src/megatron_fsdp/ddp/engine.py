@@ -90,11 +90,7 @@ class BucketEngine(Engine):
         self.executor.run(self.scheduler.everything() if wait else self.scheduler.forward_opens())
 
     def set_prefetch(self, numel: int) -> None:
-        """Refuse; how far to gather ahead follows from the configuration.
-
-        Raises:
-            ConfigurationError: Always.
-        """
+        """Refuse; how far to gather ahead follows from the configuration."""
         raise ConfigurationError(
             f"suggested_AG_prefetch_size={numel} has no effect on buckets, gathered one ahead or all together; "
             "set overlap_param_gather and align_param_gather in the configuration"

@@ -73,27 +73,18 @@ class ResolvedDDP:
 def resolve_ddp(
     config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool = False
 ) -> ResolvedDDP:
-    """Check and resolve a configuration for a number of ranks; the caller's object is only read.
-
-    Args:
-        config: The caller's; its fields may have been set after construction.
-        num_ranks: Data-parallel ranks, all instances together.
-        num_parameters: Trainable elements of the model, as this rank holds it (its tensor-parallel part).
-        disable_bucketing: Never cut parameters of one kind into several buckets.
-
-    Raises:
-        ConfigurationError: A field or a combination cannot take effect, or contradicts another.
-        NotSupportedYetError: A field that this version does not implement is not at its default.
-    """
+    """Check and resolve a configuration for a number of ranks; the caller's object is only read."""
     config = config.checked_copy()
     _refuse_not_yet(config)
     uses_units = config.use_megatron_fsdp
     _refuse_without_effect(config, uses_units)
     strategy = _strategy(config)
     _check_optimizer_fields(config, strategy, num_ranks)
-    _check_bucket_fields(config, disable_bucketing)
     bucket_numel, bucket_notice = _bucket_numel(config, num_ranks, num_parameters, disable_bucketing)
     policy = _policy(config)
+    gather_mode = GatherMode.TOGETHER if config.align_param_gather else GatherMode.IN_TURN
+    if not config.overlap_param_gather:
+        gather_mode = GatherMode.AT_ONCE
     return ResolvedDDP(
         config=config,
         uses_units=uses_units,
@@ -103,7 +94,7 @@ def resolve_ddp(
         policy=policy,
         bucket_numel=bucket_numel,
         numel_multiple=HIGH_BANDWIDTH_MULTIPLE if config.pad_buckets_for_high_nccl_busbw else 1,
-        gather_mode=_gather_mode(config),
+        gather_mode=gather_mode,
         engine_config=_engine_config(config, strategy, policy),
         notices=tuple(_notices(config, strategy, bucket_notice)),
     )
@@ -191,19 +182,14 @@ def _check_optimizer_fields(config: DistributedDataParallelConfig, strategy: Sha
         )
 
 
-def _check_bucket_fields(config: DistributedDataParallelConfig, disable_bucketing: bool) -> None:
-    for name in ("bucket_size", "num_buckets"):
-        if disable_bucketing and getattr(config, name) is not None:
-            raise ConfigurationError(
-                f"disable_bucketing=True contradicts {name}={getattr(config, name)}; give only one of them"
-            )
-
-
 def _bucket_numel(
     config: DistributedDataParallelConfig, num_ranks: int, num_parameters: int, disable_bucketing: bool
 ) -> tuple[int | None, str]:
     """Return the elements that close a bucket, and a notice that says where they come from."""
     if disable_bucketing:
+        for name in ("bucket_size", "num_buckets"):
+            if (given := getattr(config, name)) is not None:
+                raise ConfigurationError(f"disable_bucketing=True contradicts {name}={given}; give only one of them")
         return None, "one bucket for each kind of parameter: disable_bucketing"
     if config.bucket_size is not None:
         return config.bucket_size, ""
@@ -216,12 +202,6 @@ def _bucket_numel(
         return None, "one bucket for each kind of parameter: overlap_grad_reduce is off and no bucket_size is given"
     numel = max(LEAST_BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * num_ranks)
     return numel, f"buckets close at {numel:,} parameters: the default for {num_ranks} ranks"
-
-
-def _gather_mode(config: DistributedDataParallelConfig) -> GatherMode:
-    if not config.overlap_param_gather:
-        return GatherMode.AT_ONCE
-    return GatherMode.TOGETHER if config.align_param_gather else GatherMode.IN_TURN
 
 
 def _policy(config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:

@@ -29,11 +29,7 @@ _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INSTALL)
 
 
 def resolve_delays(environment: Mapping[str, str] = os.environ) -> tuple[int, float] | None:
-    """Read `MFSDP_DELAYS=seed:seconds`; return the arguments of `DelayObserver`, or None for no delays.
-
-    Raises:
-        ConfigurationError: It is not a whole number and a positive number of seconds.
-    """
+    """Read `MFSDP_DELAYS=seed:seconds`; return the arguments of `DelayObserver`, or None for no delays."""
     value = environment.get(VARIABLE, "")
     if not value:
         return None

@@ -94,11 +94,7 @@ AT_REST: dict[Memory, State] = {
 
 
 def next_state(memory: Memory, state: State, event: Event, unit: str, where: str = "") -> State:
-    """Return the state after an event.
-
-    Raises:
-        LifetimeError: It may not be done in this state.
-    """
+    """Return the state after an event."""
     after = LEGAL[memory].get((state, event))
     if after is None:
         allowed = ", ".join(other.value for known, other in LEGAL[memory] if known is state)
@@ -116,14 +112,7 @@ _FOLLOWED = (*_SENDING, Phase.RETIRE)
 
 
 def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether lifetimes are checked from the start; `model.check_lifetimes()` starts it later.
-
-    Args:
-        environment: Environment variables, of which `MFSDP_CHECK_LIFETIMES` may be 1 for on and 0 for off.
-
-    Raises:
-        ConfigurationError: It is neither.
-    """
+    """Return whether lifetimes are checked from the start; `model.check_lifetimes()` starts it later."""
     value = environment.get(VARIABLE, "")
     if value not in _SWITCH:
         raise ConfigurationError(f"{VARIABLE}={value!r} is not a switch; give 1 or 0")

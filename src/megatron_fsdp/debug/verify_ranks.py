@@ -38,10 +38,6 @@ class AbsentError(RuntimeError):
 class RowExchange:
     """Exchanges rows over a gloo group of its own, which is destroyed with it. Collective to make.
 
-    Args:
-        group: The ranks.
-        timeout_s: How long to wait for a rank.
-
     Attributes:
         ranks: Their global ranks, in order.
         me: This rank's place among them.
@@ -60,14 +56,7 @@ class RowExchange:
         dist.barrier(group=self._group)
 
     def __call__(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Gather the rows of all ranks, in order.
-
-        Args:
-            row: This rank's, of the same shape and dtype on all of them; on the CPU.
-
-        Raises:
-            AbsentError: Ranks did not arrive in time; its cause is the back end's error.
-        """
+        """Gather the rows of all ranks, in order."""
         rows = [row.clone() for _ in self.ranks]
         peers = [position for position in range(len(self.ranks)) if position != self.me]
         absent: list[int] = []
@@ -107,6 +96,14 @@ class Event(IntEnum):
     CHANGE = 5
 
 
+_WITHOUT_UNIT = {
+    Event.END_FORWARD: "ends its forward",
+    Event.END_BACKWARD: "ends its backward",
+    Event.BREAK_OFF: "breaks off its forward with an exception",
+    Event.CHANGE: "follows a change of requires_grad",
+}
+
+
 @dataclass(frozen=True)
 class Announcement:
     """The action that one rank is about to take.
@@ -132,48 +129,29 @@ class Announcement:
 
     def describe(self, labels: Sequence[str]) -> str:
         """Describe it, as the predicate of a sentence about one rank."""
-        if self.event is Event.END_FORWARD:
-            return "ends its forward"
-        if self.event is Event.END_BACKWARD:
-            return "ends its backward"
-        if self.event is Event.BREAK_OFF:
-            return "breaks off its forward with an exception"
-        if self.event is Event.CHANGE:
-            return "follows a change of requires_grad"
+        if self.event in _WITHOUT_UNIT:
+            return _WITHOUT_UNIT[self.event]
         verb = "gathers" if self.event is Event.GATHER else "reduces"
         phase = "backward" if self.in_backward else "forward"
         return f"{verb} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
 
 
 def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
-    """Return how long to wait for a rank, in seconds; 0.0: ranks are not compared.
-
-    Args:
-        verify_ranks: The argument: True, False, seconds to wait for a rank, or None to read the environment.
-        environment: Environment variables, of which `MFSDP_VERIFY_RANKS` may be 1 for on, 0 for off, or seconds.
-
-    Raises:
-        ConfigurationError: Neither a switch nor a number of seconds.
-    """
-    value = _value(verify_ranks, environment)
-    text = str(value)
+    """Return how long to wait for a rank, in seconds; 0.0: ranks are not compared."""
+    value: object = verify_ranks
+    if value is None:
+        given = environment.get(VARIABLE, "0")
+        value = {"0": False, "": False, "1": True}.get(given, given)
     if isinstance(value, bool):
         return DEFAULT_TIMEOUT_S if value else 0.0
     try:
-        seconds = float(text)
+        seconds = float(str(value))
     except ValueError:
         seconds = -1.0
     if not 0.0 < seconds < float("inf"):
         where = VARIABLE if verify_ranks is None else "verify_ranks"
         raise ConfigurationError(f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait")
     return seconds
-
-
-def _value(verify_ranks: bool | float | str | None, environment: Mapping[str, str]) -> object:
-    if verify_ranks is not None:
-        return verify_ranks
-    value = environment.get(VARIABLE, "0")
-    return {"0": False, "": False, "1": True}.get(value, value)
 
 
 class RankVerifier:
@@ -200,11 +178,7 @@ class RankVerifier:
         self._compare(Announcement(Event.REDUCE, unit, num_bytes, in_backward=True))
 
     def end_forward(self, failed: bool) -> None:
-        """Announce the end of the outermost forward, where it gathered; others concern no other rank.
-
-        Args:
-            failed: By an exception, which goes on here; only the other ranks are stopped.
-        """
+        """Announce the end of the outermost forward, where it gathered; others concern no other rank."""
         if not self._gathered_in_forward:
             return
         self._gathered_in_forward = False
@@ -229,11 +203,7 @@ class RankVerifier:
         self._steps = 0
 
     def _compare(self, mine: Announcement) -> None:
-        """Exchange announcements and go on only if all are the same.
-
-        Raises:
-            ScheduleError: They differ (the same message on every rank), or a rank did not arrive.
-        """
+        """Exchange announcements and go on only if all are the same."""
         if self._lost is not None:
             raise ScheduleError(self._lost)
         everyone = self._exchange(mine)
@@ -256,14 +226,12 @@ class RankVerifier:
         ]
 
     def _lose(self, absent: Sequence[int], mine: Announcement, cause: BaseException | None) -> NoReturn:
-        last = (
-            f"the last thing all ranks did was: each {self._last.describe(self._labels)}"
-            if self._last
-            else "nothing yet"
-        )
+        did = "nothing yet"
+        if self._last is not None:
+            did = f"the last thing all ranks did was: each {self._last.describe(self._labels)}"
         self._lost = (
             f"rank {_listed(self._ranks[p] for p in absent)} did not come within {self._timeout_s:g} s while rank "
-            f"{self._ranks[self._me]} {mine.describe(self._labels)} ({last}); every rank has to call the same units in "
+            f"{self._ranks[self._me]} {mine.describe(self._labels)} ({did}); every rank has to call the same units in "
             "the same order, and one that has nothing to compute calls model.take_part (docs/debugging.md)"
         )
         raise ScheduleError(self._lost) from cause

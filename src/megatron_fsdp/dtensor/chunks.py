@@ -9,9 +9,8 @@ tensor they can be attached to that, too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.axis import all_gather_flat
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.shards import Box
-
-# torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
-_all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.ProcessGroup]) -> torch.Tensor:
@@ -47,18 +44,13 @@ def gather_padded(flat: torch.Tensor, padded_numel: int, groups: list[dist.Proce
     for group in groups:
         received = sent.new_empty(sent.numel() * dist.get_world_size(group))
         if sent.numel():
-            _all_gather_flat(received, sent, group=group)
+            all_gather_flat(received, sent, group=group)
         sent = received
     return sent.view(flat.dtype).view(-1, padded_numel) if padded_numel else flat.new_empty(1, 0)
 
 
 def gather_full(local: torch.Tensor, frame: ShardFrame) -> torch.Tensor:
-    """All-gather the whole tensor; returns a new tensor on every rank. Collective over `frame.groups`.
-
-    Args:
-        local: This rank's elements, of shape `frame.description.local_shape`.
-        frame: How the tensor is cut.
-    """
+    """All-gather the whole tensor; returns a new tensor on every rank. Collective over `frame.groups`."""
     with torch.no_grad():
         return _gather_parts(_gather_shards(local.detach(), frame), frame)
 
@@ -124,11 +116,7 @@ class LocalChunks:
         return replace(found, writes=frame.description.is_saved_here, problem=frame.problem)
 
     def chunk_list(self) -> list[ChunkStorageMetadata]:
-        """List one chunk per box.
-
-        Raises:
-            ConfigurationError: Chunks of this tensor would be taken for those of another one.
-        """
+        """List one chunk per box."""
         if self.problem is not None:
             raise ConfigurationError(self.problem)
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
@@ -152,11 +140,7 @@ class LocalChunks:
         ]
 
     def shard_at(self, local: torch.Tensor | None, index: MetadataIndex) -> torch.Tensor:
-        """Return the elements of one box, as a view of the local tensor.
-
-        Raises:
-            ValueError: There is no such box, or no local tensor any more.
-        """
+        """Return the elements of one box, as a view of the local tensor."""
         if local is None:
             raise ValueError(
                 f"{index.fqn} was unpickled, and only sharded tensors of a live model can be read by chunk"
@@ -188,15 +172,7 @@ class _ShardReader:
 
 
 def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Attach to a copy of a local tensor the chunk functions of the original, for the copy's own elements.
-
-    Args:
-        source: With or without a description.
-        target: A copy of the same shape.
-
-    Raises:
-        ConfigurationError: The description comes from another library and would return the elements of the original.
-    """
+    """Attach to a copy of a local tensor the chunk functions of the original, for the copy's own elements."""
     described = vars(source).get("__get_tensor_shard__")
     if isinstance(described, _ShardReader):
         _attach(target, described._chunks)
@@ -208,15 +184,7 @@ def carry_description(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def describe_chunks(tensor: DTensor, frame_or_boxes: ShardFrame | Sequence[Box]) -> DTensor:
-    """Attach the chunk functions of a DTensor's local elements to its local tensor.
-
-    Args:
-        tensor: Its local tensor holds just these elements, in order.
-        frame_or_boxes: The shards of all ranks, or the boxes of this rank in global coordinates.
-
-    Returns:
-        The same DTensor.
-    """
+    """Attach the chunk functions of a DTensor's local elements to its local tensor; return the DTensor."""
     local = tensor._local_tensor
     if isinstance(frame_or_boxes, ShardFrame):
         chunks = LocalChunks.in_frame(local, frame_or_boxes)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.dtensor import dispatch as reduce_rules
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.reduction import (
     Combine,
@@ -105,27 +104,17 @@ def _count(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -
     return Reduction(torch.count_nonzero(local), Combine.SUM, tensor.shard_frame.groups, torch.int64)
 
 
-def _lowest(dtype: torch.dtype) -> float:
-    return -math.inf if dtype.is_floating_point else -(2**63 - 1)
-
-
-def _max(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
-    _check_not_empty(tensor)
-    values = local.to(wide(tensor.dtype))
-    part = values.max() if local.numel() else values.new_full((), _lowest(values.dtype))
-    return Reduction(part, Combine.MAX, tensor.shard_frame.groups, tensor.dtype)
-
-
-def _min(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
-    _check_not_empty(tensor)
-    values = local.to(wide(tensor.dtype))
-    part = -values.min() if local.numel() else values.new_full((), _lowest(values.dtype))
-    return Reduction(part, Combine.MAX, tensor.shard_frame.groups, tensor.dtype, negate=True)
-
-
-def _check_not_empty(tensor: UnevenDTensor) -> None:
+def _extreme(
+    tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any], *, smallest: bool = False
+) -> Reduction:
     if not tensor.numel():
         raise ShardOperationError(f"a tensor of shape {tuple(tensor.shape)} has no elements, so no largest or smallest")
+    values = local.to(wide(tensor.dtype))
+    if local.numel():
+        part = -values.min() if smallest else values.max()
+    else:
+        part = values.new_full((), -math.inf if values.dtype.is_floating_point else -(2**63 - 1))
+    return Reduction(part, Combine.MAX, tensor.shard_frame.groups, tensor.dtype, negate=smallest)
 
 
 def _any(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
@@ -134,6 +123,9 @@ def _any(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> 
 
 def _all(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> Reduction:
     return Reduction(-local.all().to(torch.int64), Combine.MAX, tensor.shard_frame.groups, torch.bool, negate=True)
+
+
+_largest, _smallest = _total(_extreme), _total(functools.partial(_extreme, smallest=True))
 
 
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
@@ -161,20 +153,13 @@ def _norms(
 ) -> list[Any]:
     if any(each.dtype.is_complex for each in tensors):
         raise ShardOperationError("norms of complex sharded tensors are not offered; take the norm of abs()")
-    locals_ = [each._local_tensor if isinstance(each, UnevenDTensor) else each for each in tensors]
-    parts = norm_parts(locals_, order, wide(dtype or tensors[0].dtype))
-    return [
-        _number(norm_reduction(part, order, _groups(each), dtype or each.dtype, _foreign_groups(each)), each, keepdim)
-        for each, part in zip(tensors, parts, strict=True)
-    ]
-
-
-def _groups(tensor: torch.Tensor) -> Any:
-    return tensor.shard_frame.groups if isinstance(tensor, UnevenDTensor) else ()
-
-
-def _foreign_groups(tensor: torch.Tensor) -> Any:
-    return tensor.shard_frame.foreign_groups if isinstance(tensor, UnevenDTensor) else ()
+    parts = norm_parts([_local(each) for each in tensors], order, wide(dtype or tensors[0].dtype))
+    numbers = []
+    for each, part in zip(tensors, parts, strict=True):
+        frame = each.shard_frame if isinstance(each, UnevenDTensor) else None
+        groups, further = (frame.groups, frame.foreign_groups) if frame is not None else ((), ())
+        numbers.append(_number(norm_reduction(part, order, groups, dtype or each.dtype, further), each, keepdim))
+    return numbers
 
 
 def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
@@ -187,14 +172,14 @@ def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
 
 RULES: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     "all": _total(_all),
-    "amax": _total(_max),
-    "amin": _total(_min),
+    "amax": _largest,
+    "amin": _smallest,
     "any": _total(_any),
     "count_nonzero": _total(_count),
     "linalg_vector_norm": _norm,
-    "max": _total(_max),
+    "max": _largest,
     "mean": _total(_mean),
-    "min": _total(_min),
+    "min": _smallest,
     "nansum": _total(_nansum),
     "norm": _norm,
     "sum": _total(_sum),
@@ -203,17 +188,7 @@ RULES: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
 
 
 def local_operand(frame: ShardFrame, value: Any, func: Any, elementwise: bool = True) -> Any:
-    """Return the elements of an operand that belong to this rank's shard of a tensor cut as `frame`; no communication.
-
-    Args:
-        frame: Frame of the tensor that is computed.
-        value: Any argument; what is no tensor is returned as it is.
-        func: The operation, for messages.
-        elementwise: Whether a plain tensor that expands one number may be used as that number.
-
-    Raises:
-        ShardOperationError: The operand's elements are on other ranks, or it may differ between ranks.
-    """
+    """Return the elements of an operand that belong to this rank's shard of a tensor cut as `frame`, or refuse it."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, UnevenDTensor):
@@ -274,11 +249,7 @@ Frames = list[ShardFrame | None]
 
 
 def elementwise_on_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a `_foreach_*` or `_fused_*` operation on the local tensors of its lists.
-
-    Raises:
-        ShardOperationError: Tensors at one place of the lists are cut differently.
-    """
+    """Run a `_foreach_*` or `_fused_*` operation on the local tensors of its lists."""
     frames: Frames | None = None
     for arg in args:
         if isinstance(arg, list | tuple) and any(isinstance(each, UnevenDTensor) for each in arg):
@@ -329,9 +300,7 @@ def _wrap(result: Any, frames: Frames) -> Any:
 def unscale(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Run `GradScaler`'s check and unscaling; all ranks that share a tensor learn whether any found infinity."""
     grads, found_inf, *rest = args
-    func(
-        [each._local_tensor if isinstance(each, UnevenDTensor) else each for each in grads], found_inf, *rest, **kwargs
-    )
+    func([_local(each) for each in grads], found_inf, *rest, **kwargs)
     groups = {
         group.group_name: group
         for each in grads
@@ -346,19 +315,15 @@ Rule = Callable[[Any, Args, Kwargs], Any]
 
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation of which an argument is an `UnevenDTensor`.
-
-    Raises:
-        ShardOperationError: It needs elements of other ranks, or mixes tensors that are cut differently.
-    """
+    """Run an operation of which an argument is an `UnevenDTensor`."""
     return _rule(func)(func, args, kwargs)
 
 
 @functools.cache
 def _rule(func: Any) -> Rule:
     name = func._schema.name.removeprefix("aten::")
-    if name in reduce_rules.RULES:
-        return _unless_whole(reduce_rules.RULES[name], reduces=True)
+    if name in RULES:
+        return _unless_whole(RULES[name], reduces=True)
     if name in _BY_NAME:
         return _BY_NAME[name]
     if name.startswith(("_foreach_", "_fused_")):
@@ -374,7 +339,7 @@ def _unless_whole(rule: Rule, reduces: bool = False) -> Rule:
     """Apply the rule where elements are spread over ranks; the operation itself where every rank has all of them."""
 
     def either(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if reduces and reduce_rules.is_total(func, args, kwargs):
+        if reduces and is_total(func, args, kwargs):
             return rule(func, args, kwargs)
         frames = _frames(args, kwargs)
         if all(frame.is_whole for frame in frames):
@@ -485,21 +450,16 @@ def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
     drawn = torch.empty(tensor.shape, dtype=dtype, device=tensor._local_tensor.device)
-    others = [_no_shard(func, arg) for arg in args[1:]]
+    if any(isinstance(arg, UnevenDTensor) for arg in args[1:]):
+        return _refuse(func, args, kwargs)
     named = {key: arg for key, arg in kwargs.items() if key != "memory_format"}
     name = func._schema.name.removeprefix("aten::")
-    result = func(drawn, *others, **named)
+    result = func(drawn, *args[1:], **named)
     piece = tensor.shard_frame.take(result)
     if name in _DRAWS:
         return UnevenDTensor.wrap(piece.clone(), tensor.shard_frame)
     tensor._local_tensor.copy_(piece)
     return tensor
-
-
-def _no_shard(func: Any, value: Any) -> Any:
-    if isinstance(value, UnevenDTensor):
-        return _refuse(func, (value,), {})
-    return value
 
 
 def _same_shape_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -524,18 +484,10 @@ def _new(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return UnevenDTensor.wrap(func(tensor._local_tensor, frame.description.local_shape, *rest, **kwargs), frame)
 
 
-def _is_same_size(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
-    return args[0].shape == args[1].shape
-
-
 def _local_only(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation that concerns memory and not elements."""
     result = func(*tree_map(_local, args), **kwargs)
     return UnevenDTensor.wrap(result, args[0].shard_frame) if isinstance(result, torch.Tensor) else result
-
-
-def _item(_func: Any, args: Args, _kwargs: Kwargs) -> Any:
-    return args[0].full_tensor().item()
 
 
 def _local(value: Any) -> Any:
@@ -571,15 +523,15 @@ _ELEMENTWISE = frozenset(
 
 _BY_NAME: dict[str, Rule] = {
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
-    "_foreach_norm": reduce_rules.norms_of_list,
+    "_foreach_norm": norms_of_list,
     "_foreach_max": _refuse,
     "_foreach_powsum": _refuse,
-    "_local_scalar_dense": _item,
+    "_local_scalar_dense": lambda _func, args, _kwargs: args[0].full_tensor().item(),
     "_unsafe_view": _same_shape_view,
-    "equal": reduce_rules.equal,
+    "equal": equal,
     "expand": _same_shape_view,
     "is_pinned": _local_only,
-    "is_same_size": _is_same_size,
+    "is_same_size": lambda _func, args, _kwargs: args[0].shape == args[1].shape,
     "new_empty": _new,
     "new_empty_strided": _new,
     "new_full": _new,

@@ -234,9 +234,6 @@ def unite_gradients(grad: torch.Tensor, groups: Groups, adds_up: bool) -> torch.
         grad: This rank's, of any shape; a plain tensor or one that every rank has whole.
         groups: Reduced over one after another.
         adds_up: Whether gradients of the model are summed over ranks.
-
-    Raises:
-        ShardOperationError: They are, and ranks differ; on all of them.
     """
     if not groups:
         return grad

@@ -45,13 +45,7 @@ class UnevenDTensor(DTensor):
 
     @classmethod
     def wrap(cls, local: torch.Tensor, frame: ShardFrame, requires_grad: bool = False) -> UnevenDTensor:
-        """Wrap this rank's elements; no copy, no communication.
-
-        Args:
-            local: Of shape `frame.description.local_shape`.
-            frame: How the tensor is cut.
-            requires_grad: As for any tensor.
-        """
+        """Wrap this rank's elements; no copy, no communication."""
         made: UnevenDTensor = cls(local, frame.spec(local.dtype), requires_grad=requires_grad)
         made.shard_frame = frame
         return made
@@ -297,9 +291,6 @@ def _register_rules() -> dict[str, torch.library.Library]:
     torch 2.11 computes subclasses of DTensor as if they were stock DTensors and never calls their `__torch_dispatch__`,
     but it asks for rules of the exact class before that. Operations of libraries that are loaded later have none; torch
     refuses those of which it does not know how they shard.
-
-    Returns:
-        Libraries by namespace; the rules live as long as they do.
     """
     rule = UnevenDTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
     libraries: dict[str, torch.library.Library] = {}
@@ -342,15 +333,7 @@ def _cut_as_ours(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Write whole tensors into shards, as `distribute` does for tensors that torch itself has cut.
-
-    Args:
-        distribute: torch's function; it leaves entries alone that are tensors already.
-        local_state_dict: Pairs of a DTensor and the whole tensor, to be replaced by the DTensor.
-        keys: Keys of the pairs.
-        args: For `distribute`.
-        kwargs: For `distribute`.
-    """
+    """Replace pairs of a DTensor of ours and a whole tensor by the DTensor, written to, as torch does for its own."""
     for key in keys:
         found = local_state_dict.get(key)
         if isinstance(found, tuple) and isinstance(found[0], UnevenDTensor):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -9,7 +10,7 @@ from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightPlan, WeightStorage, plan_weights
-from megatron_fsdp.sharding.placement import Placement, Placements, placements_for
+from megatron_fsdp.sharding.placement import Placement, placements_for
 
 ROOT_UNIT = 0
 _SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
@@ -34,9 +35,6 @@ class GroupFootprint:
             shard: the group then costs what it costs under ``no_shard``.
         outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
         outer_shares: Whether main weights, main gradients and optimizer state are sharded over these, too (HFSDP).
-
-    Raises:
-        ConfigurationError: ``num_shards`` or ``outer_ranks`` is below 1, or another count is negative.
     """
 
     unit: int
@@ -61,11 +59,7 @@ class GroupFootprint:
 
     @property
     def shard_numel(self) -> int:
-        """Elements that one rank owns.
-
-        Raises:
-            ConfigurationError: ``num_shards`` does not divide ``numel``.
-        """
+        """Elements that one rank owns."""
         if self.numel % self.num_shards:
             raise ConfigurationError(
                 f"a buffer of {self.numel} elements cannot be cut into {self.num_shards} equal shards; give its length "
@@ -155,27 +149,23 @@ def persistent_bytes(
 ) -> PersistentBytes:
     """Count the bytes that the engine and the optimizer hold while gradients exist.
 
-    Args:
-        groups: All parameter groups.
-        strategy: The strategy on the sharding axis.
-        optimizer_states_per_param: State values per parameter in the main dtype: 2 for Adam, 1 for momentum, 0 for SGD.
-        deferred: Whether reductions are deferred (``no_sync``), which takes an unsharded gradient per trainable group,
-            under every strategy.
+    Deferred reductions (``no_sync``) take an unsharded gradient per trainable group under every strategy. State values
+    per parameter are 2 for Adam, 1 for momentum, 0 for SGD.
 
     Returns:
         Bytes per rank; optimizer state of padding included, which an optimizer does not keep.
     """
     trainable = [group for group in groups if group.requires_grad]
     with_main_copy = [group for group in trainable if group.main_params != group.compute]
-    main_grad = sum(_held_bytes(g, strategy, _main_grad, g.main_grads) for g in trainable)
+    main_grad = sum(_held_bytes(g, strategy, "main_grad", g.main_grads) for g in trainable)
     if deferred:
         main_grad += sum(group.numel * group.main_grads.itemsize for group in trainable)
     return PersistentBytes(
-        compute_weight=sum(_held_bytes(g, strategy, _compute_weight, g.compute) for g in groups),
-        main_weight=sum(_held_bytes(g, strategy, _main_weight, g.main_params) for g in with_main_copy),
+        compute_weight=sum(_held_bytes(g, strategy, "compute_weight", g.compute) for g in groups),
+        main_weight=sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in with_main_copy),
         main_grad=main_grad,
         optimizer=optimizer_states_per_param
-        * sum(_held_bytes(g, strategy, _main_weight, g.main_params) for g in trainable),
+        * sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in trainable),
     )
 
 
@@ -204,7 +194,9 @@ def transient_bytes(
         allocator: Allocator of gathered weights.
     """
     gathered = plan_weights(allocator, _unit_weights(groups, strategy), slots).peak_bytes
-    return TransientBytes(gathered, _buckets_in_turn(_bucket_bytes(groups), buckets), scratch_bytes)
+    sizes = _bucket_bytes(groups)
+    in_turn = _largest_in_a_row([sizes[unit] for unit in _without_root(sizes)], buckets)
+    return TransientBytes(gathered, sizes.get(ROOT_UNIT, 0) + in_turn, scratch_bytes)
 
 
 def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, buckets: int = 2) -> int:
@@ -227,7 +219,7 @@ def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) 
     narrow = [group for group in groups if _is_exchanged(group, strategy) and group.grad_comm.itemsize < _SUM_ITEMSIZE]
     sums = [group.shard_numel * _SUM_ITEMSIZE for group in narrow]
     cast = [group for group in groups if group.requires_grad and group.main_grads != group.main_params]
-    cast_grads = sum(_held_bytes(group, strategy, _main_grad, group.main_params) for group in cast)
+    cast_grads = sum(_held_bytes(group, strategy, "main_grad", group.main_params) for group in cast)
     return PassingBytes(max(sums, default=0), cast_grads)
 
 
@@ -251,9 +243,6 @@ def step_traffic(
         slots: How many units besides the root stay gathered.
         allocator: Allocator of gathered weights. Weights whose memory is freed after a backward are gathered again by
             the next forward; a unit that keeps its own buffer is gathered once per step.
-
-    Raises:
-        ConfigurationError: ``microbatches`` is below 1.
     """
     if microbatches < 1:
         raise ConfigurationError(f"microbatches={microbatches} is not possible; give 1 or more.")
@@ -262,12 +251,12 @@ def step_traffic(
     cut = [group for group in communicating if not group.is_whole]
     if strategy == ShardingStrategy.optim_grads_params:
         plan = plan_weights(allocator, _unit_weights(groups, strategy), slots)
-        order = _gathered_units(_unit_indices(groups), microbatches, plan)
+        order = _gathered_units(_without_root(group.unit for group in groups), microbatches, plan)
         gathered = [group for unit in order for group in cut if group.unit == unit]
     else:
         gathered = [] if strategy == ShardingStrategy.no_shard else [group for group in cut if group.requires_grad]
     reduced_bytes = sum(
-        _sent_bytes(group, group.grad_comm) * (1 if _is_sharded(group, strategy, _main_grad) else 2)  # an all-reduce
+        _sent_bytes(group, group.grad_comm) * (1 if _is_sharded(group, strategy, "main_grad") else 2)  # an all-reduce
         for group in trainable
     )
     return StepTraffic(
@@ -276,11 +265,6 @@ def step_traffic(
         gather_bytes=sum(_sent_bytes(group, group.compute) for group in gathered),
         reduce_bytes=reduced_bytes * microbatches,
     )
-
-
-def _unit_indices(groups: Iterable[GroupFootprint]) -> list[int]:
-    """List the units other than the root, in forward order."""
-    return _without_root(group.unit for group in groups)
 
 
 def _gathered_units(unit_indices: Sequence[int], microbatches: int, plan: WeightPlan) -> list[int]:
@@ -295,39 +279,23 @@ def _gathered_units(unit_indices: Sequence[int], microbatches: int, plan: Weight
     return first + later * (microbatches - 1)
 
 
-def _compute_weight(placements: Placements) -> tuple[Placement, ...]:
-    return placements.compute_weight
+_Buffer = Literal["compute_weight", "main_weight", "main_grad"]
 
 
-def _main_weight(placements: Placements) -> tuple[Placement, ...]:
-    return placements.main_weight
-
-
-def _main_grad(placements: Placements) -> tuple[Placement, ...]:
-    return placements.main_grad
-
-
-def _is_sharded(
-    group: GroupFootprint, strategy: ShardingStrategy, buffer: Callable[[Placements], tuple[Placement, ...]]
-) -> bool:
+def _is_sharded(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer) -> bool:
     """Return whether one buffer of a group is sharded."""
-    return not group.is_whole and buffer(placements_for(strategy)) == (Placement.SHARD,)
+    return not group.is_whole and getattr(placements_for(strategy), buffer) == (Placement.SHARD,)
 
 
 def _is_exchanged(group: GroupFootprint, strategy: ShardingStrategy) -> bool:
     """Return whether a group's gradients are reduce-scattered, on more than one rank."""
-    return group.requires_grad and group.num_shards > 1 and _is_sharded(group, strategy, _main_grad)
+    return group.requires_grad and group.num_shards > 1 and _is_sharded(group, strategy, "main_grad")
 
 
-def _held_bytes(
-    group: GroupFootprint,
-    strategy: ShardingStrategy,
-    buffer: Callable[[Placements], tuple[Placement, ...]],
-    dtype: torch.dtype,
-) -> int:
+def _held_bytes(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer, dtype: torch.dtype) -> int:
     """Count the bytes of one buffer of a group on one rank."""
     numel = group.shard_numel if _is_sharded(group, strategy, buffer) else group.numel
-    if buffer is not _compute_weight and group.outer_shares and not group.is_whole:
+    if buffer != "compute_weight" and group.outer_shares and not group.is_whole:
         numel //= group.outer_ranks
     return numel * dtype.itemsize
 
@@ -343,7 +311,7 @@ def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFoot
 
 def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
     """List the weights that each unit gathers into borrowed memory, root first."""
-    cut = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, _compute_weight)]
+    cut = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, "compute_weight")]
     gathered = _block_bytes(cut, lambda group: group.compute)
     return [
         UnitWeights(gathered.get(unit, 0), tuple((g.numel, g.compute) for g in cut if g.unit == unit))
@@ -356,13 +324,8 @@ def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:
     return _block_bytes((group for group in groups if group.requires_grad), lambda group: group.grad_comm)
 
 
-def _buckets_in_turn(bucket_bytes: dict[int, int], count: int) -> int:
-    """Add the root's bucket and the largest sum over `count` consecutive other ones."""
-    others = [bucket_bytes[unit] for unit in _without_root(bucket_bytes)]
-    return bucket_bytes.get(ROOT_UNIT, 0) + _largest_in_a_row(others, count)
-
-
 def _without_root(units: Iterable[int]) -> list[int]:
+    """List units other than the root, in forward order."""
     return sorted(set(units) - {ROOT_UNIT})
 
 

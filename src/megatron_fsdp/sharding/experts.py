@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -129,8 +130,9 @@ def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPl
     unnumbered = [
         name for each in everyone for name in each if parse_expert(name) is None and not _on_all(name, everyone)
     ]
-    shared = _shared(everyone)
-    for container in _containers(everyone):
+    had = Counter(name for each in everyone for name in each)
+    shared = {name for name, count in had.items() if count > 1}
+    for container in sorted({inside for name in had if (inside := _container_of(name)) is not None}):
         numbers = [_indices(names_here, container) for names_here in everyone]
         members = [[name for name in each if _container_of(name) == container] for each in everyone]
         if shared.isdisjoint(itertools.chain.from_iterable(members)):
@@ -149,7 +151,7 @@ def plan_experts(everyone: Sequence[Mapping[str, Shape]], rank: int) -> ExpertPl
         if any(each != kinds[0] for each in kinds):
             unnumbered += sorted(set(itertools.chain.from_iterable(members)))
         for start, mine in zip(starts, members, strict=True):
-            names.update(_renumbered(mine, start))
+            names.update(parsed.at(parsed.index + start) for name in mine if (parsed := parse_expert(name)))
     stacks, unstacked = _plan_stacks(everyone, rank, shared)
     names.update(name for each in everyone for name in each if parse_expert(name) is None)
     found = {**problems, **unstacked}
@@ -195,21 +197,6 @@ def _on_all(name: str, everyone: Sequence[Mapping[str, Shape]]) -> bool:
     return all(name in each for each in everyone)
 
 
-def _shared(everyone: Sequence[Mapping[str, Shape]]) -> set[str]:
-    """Return the names that more than one rank has."""
-    seen: set[str] = set()
-    shared: set[str] = set()
-    for each in everyone:
-        shared |= seen & each.keys()
-        seen |= each.keys()
-    return shared
-
-
-def _containers(everyone: Sequence[Mapping[str, Shape]]) -> list[str]:
-    found = {_container_of(name) for each in everyone for name in each}
-    return sorted(container for container in found if container is not None)
-
-
 def _container_of(name: str) -> str | None:
     found = parse_expert(name)
     return None if found is None else found.container
@@ -218,10 +205,3 @@ def _container_of(name: str) -> str | None:
 def _indices(names: Iterable[str], container: str) -> list[int]:
     found = (parse_expert(name) for name in names)
     return sorted({each.index for each in found if each is not None and each.container == container})
-
-
-def _renumbered(names: Iterable[str], start: int) -> Iterable[str]:
-    for name in names:
-        found = parse_expert(name)
-        if found is not None:
-            yield found.at(found.index + start)

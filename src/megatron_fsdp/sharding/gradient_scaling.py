@@ -79,18 +79,6 @@ def gradient_reduction(
       without an averaging collective sums and divides as above, with the same result.
 
     Accumulation over microbatches is a sum and has no factor; the caller divides the loss.
-
-    Args:
-        dp_size: Number of dense data-parallel ranks.
-        group_size: Number of ranks that the gradient is reduced over; equals ``dp_size`` for dense parameters.
-        average_in_collective: Let the collective average.
-        calculate_per_token_loss: Take the plain sum.
-        comm_dtype: Dtype in which the gradient travels.
-        backend_has_avg: Whether the back end has an averaging collective.
-        scales_first: Scale every gradient before it travels; a collective that averages needs no scale.
-
-    Raises:
-        ConfigurationError: A size is below 1, or both an average and a plain sum are asked for.
     """
     for argument, ranks in (("dp_size", dp_size), ("group_size", group_size)):
         if ranks < 1:

@@ -115,7 +115,8 @@ def plan_placement(
     spans = [_span(index, item, alignment_numel) for index, item in enumerate(items) if item.numel]
     # A tensor with a step of one unit has no rows to give up.
     lowered = {span.index for span in spans if items[span.index].may_be_lowered and span.step > 1}
-    shards = _Shards(num_shards, _shard_step(num_shards, alignment_numel, numel_multiple))
+    step_numel = math.lcm(numel_multiple // math.gcd(num_shards, numel_multiple), alignment_numel)
+    shards = _Shards(num_shards, step_numel // alignment_numel)
     # One shard that holds everything always exists.
     solution = _smallest(_with_lowered(spans, lowered), shards, shards.rounded_up(sum(span.length for span in spans)))
     assert solution is not None
@@ -129,12 +130,6 @@ def plan_placement(
         granules=tuple(1 if index in lowered else item.granule_numel for index, item in enumerate(items)),
         shard_numel=solution.shard_length * alignment_numel,
     )
-
-
-def _shard_step(num_shards: int, alignment_numel: int, numel_multiple: int) -> int:
-    """Return the divisor that a shard length must have, in alignment units."""
-    step_numel = numel_multiple // math.gcd(num_shards, numel_multiple)
-    return math.lcm(step_numel, alignment_numel) // alignment_numel
 
 
 def _span(index: int, item: Item, alignment_numel: int) -> _Span:
@@ -357,9 +352,6 @@ class Granularity:
     Attributes:
         kind: The unit that is never cut.
         rows: Number of rows that stay together; may differ from 1 for `BLOCKS` only.
-
-    Raises:
-        ConfigurationError: `rows` is below 1, or is not 1 for a kind other than `BLOCKS`.
     """
 
     kind: GranularityKind
@@ -410,10 +402,6 @@ class Layout:
         granules: Elements of each tensor that are never cut, counted from its first element; the last may be short.
         num_shards: Number of equal shards.
         shard_numel: Elements of one shard.
-
-    Raises:
-        ConfigurationError: The parts contradict each other: lengths differ, a tensor leaves the buffer, two overlap,
-            or a shard edge falls inside a granule.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -496,11 +484,7 @@ class Layout:
         return self.offsets[index], self.offsets[index] + self.tensor_numel(index)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Return the half-open range of one rank's shard in the buffer.
-
-        Raises:
-            ConfigurationError: There is no such rank.
-        """
+        """Return the half-open range of one rank's shard in the buffer."""
         if not 0 <= rank < self.num_shards:
             raise ConfigurationError(f"rank {rank} was asked for; this layout has shards 0 to {self.num_shards - 1}.")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
@@ -597,8 +581,15 @@ def plan_layout(
     Raises:
         ConfigurationError: An argument is out of range, or the number of granularities is not the number of shapes.
     """
-    checked = tuple(_checked_shape(index, shape) for index, shape in enumerate(shapes))
-    wanted = _granularity_per_tensor(granularity, len(checked))
+    for index, shape in enumerate(shapes):
+        if any(length < 0 for length in shape):
+            raise ConfigurationError(f"shape {index} is {tuple(shape)}; no dimension may be negative.")
+    checked = tuple(tuple(map(int, shape)) for shape in shapes)
+    wanted = (granularity,) * len(checked) if isinstance(granularity, Granularity) else granularity
+    if len(wanted) != len(checked):
+        raise ConfigurationError(
+            f"{len(wanted)} granularities were given for {len(checked)} shapes; give one per shape, or one for all."
+        )
     if num_shards < 1:
         raise ConfigurationError(f"num_shards is {num_shards}; pass the number of ranks, 1 or more.")
     if alignment_numel < 1:
@@ -615,19 +606,3 @@ def plan_layout(
     ]
     placement = plan_placement(items, num_shards, alignment_numel, max_waste, numel_multiple)
     return Layout(checked, placement.offsets, placement.granules, num_shards, placement.shard_numel)
-
-
-def _checked_shape(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    if any(length < 0 for length in shape):
-        raise ConfigurationError(f"shape {index} is {tuple(shape)}; no dimension may be negative.")
-    return tuple(int(length) for length in shape)
-
-
-def _granularity_per_tensor(granularity: Sequence[Granularity] | Granularity, count: int) -> tuple[Granularity, ...]:
-    if isinstance(granularity, Granularity):
-        return (granularity,) * count
-    if len(granularity) != count:
-        raise ConfigurationError(
-            f"{len(granularity)} granularities were given for {count} shapes; give one per shape, or one for all."
-        )
-    return tuple(granularity)

@@ -82,15 +82,18 @@ class WeightPlan:
 
 
 def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int) -> WeightPlan:
-    """Choose a storage for every unit.
-
-    Returns:
-        The plan. The root, whose forward surrounds all others, never lives in a slot. Its memory is freed unless the
-        caller asked for memory that is allocated at once and kept.
-    """
-    root = _ROOT_STORAGE.get(allocator, WeightStorage.OWN)
+    """Choose a storage for every unit; the root, whose forward surrounds all others, never lives in a slot."""
+    others = units[1:]
+    if allocator is WeightAllocator.RESIZE:
+        places = [WeightStorage.RESIZED] * len(others)
+    elif allocator in (WeightAllocator.SLOTS, WeightAllocator.MAX_POOL):
+        places = [WeightStorage.SLOT] * len(others)
+    else:
+        common = most_common_shape(others)
+        odd = WeightStorage.RESIZED if allocator is WeightAllocator.DOUBLE_BUFFER else WeightStorage.OWN
+        places = [WeightStorage.SLOT if unit.shape == common else odd for unit in others]
     return WeightPlan(
-        storages=(root, *_places_of_others(allocator, units[1:])),
+        storages=(_ROOT_STORAGE.get(allocator, WeightStorage.OWN), *places),
         gathered_bytes=tuple(unit.gathered_bytes for unit in units),
         slots=slots,
         taken_at_once=allocator in DOUBLE_BUFFERS,
@@ -98,16 +101,6 @@ def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots
 
 
 _ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.SLOTS: WeightStorage.FOR_STEP}
-
-
-def _places_of_others(allocator: WeightAllocator, units: Sequence[UnitWeights]) -> list[WeightStorage]:
-    if allocator is WeightAllocator.RESIZE:
-        return [WeightStorage.RESIZED] * len(units)
-    if allocator in (WeightAllocator.SLOTS, WeightAllocator.MAX_POOL):
-        return [WeightStorage.SLOT] * len(units)
-    common = most_common_shape(units)
-    odd = WeightStorage.RESIZED if allocator is WeightAllocator.DOUBLE_BUFFER else WeightStorage.OWN
-    return [WeightStorage.SLOT if unit.shape == common else odd for unit in units]
 
 
 def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:
@@ -118,18 +111,7 @@ def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dt
 
 
 def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
-    """Return how many units may be gathered ahead within a number of elements.
-
-    Args:
-        numel: 0 for none; anything else for at least one.
-        unit_numels: Elements of each unit besides the root.
-
-    Returns:
-        The largest count such that any that many units fit, at most all of them.
-
-    Raises:
-        ConfigurationError: `numel` is negative.
-    """
+    """Return the largest count such that any that many units fit into `numel` elements; at least 1 unless that is 0."""
     if numel < 0:
         raise ConfigurationError(f"{numel} elements cannot be gathered ahead; give 0 (none) or more.")
     count, total = 0, 0

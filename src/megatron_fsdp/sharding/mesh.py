@@ -186,11 +186,7 @@ class FSDPDistributedIndex:
                 raise ConfigurationError(f"{name} needs {needs}, which is missing; give both or neither.")
 
     def _complete_expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the expert mesh with every named dimension, unflattened from the one that experts are sharded over.
-
-        Raises:
-            ConfigurationError: It does not say which dimension that is, or has one that may be the missing one.
-        """
+        """Return the expert mesh with every named dimension, unflattened from the one that experts are sharded over."""
         shard, names = self.dp_shard_dim, _dim_names(mesh)
         assert shard is not None
         own = shard if _has_dim(mesh, shard) else self._part_of_shard_dim(names)
@@ -287,11 +283,7 @@ def _ranks_along(mesh: DeviceMesh | None, names: tuple[str | None, ...], own: li
 
 
 def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of a mesh's dimensions.
-
-    Raises:
-        ConfigurationError: The mesh has no names.
-    """
+    """Return the names of a mesh's dimensions."""
     if not mesh.mesh_dim_names:
         raise ConfigurationError(
             f"device_mesh={mesh} has no dimension names; build it with init_device_mesh(..., mesh_dim_names=(...))."
@@ -314,11 +306,7 @@ def _names_expert_parallelism(name: str) -> bool:
 
 
 def _group_of(mesh: DeviceMesh, name: str, argument: str) -> dist.ProcessGroup:
-    """Return the process group of one dimension.
-
-    Raises:
-        ConfigurationError: There is no such dimension.
-    """
+    """Return the process group of one dimension."""
     names = _dim_names(mesh)
     try:
         return mesh.get_group(name)
@@ -335,13 +323,6 @@ def _submesh_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     ``mesh[names]`` finds flattened dimensions in the root mesh only, with a deprecation warning, and only in mesh
     order; ``mesh.get_group(name)`` finds them everywhere (torch 2.11 to 2.13). So sub-meshes with such names are built
     from groups.
-
-    Args:
-        mesh: The mesh.
-        names: Dimensions, outermost first, each one of the mesh or flattened, which need not be in mesh order.
-
-    Raises:
-        ConfigurationError: A dimension does not exist, or two of them share ranks other than this one.
     """
     groups = [_group_of(mesh, name, "mesh dimension") for name in names]
     own_names = _dim_names(mesh)
@@ -412,17 +393,7 @@ def index_of(arguments: Mapping[str, Any]) -> FSDPDistributedIndex:
 def mesh_and_dim(
     device_mesh: DeviceMesh | None, dim: str | None, tp_dim: str | None, argument: str
 ) -> tuple[DeviceMesh, str]:
-    """Return the mesh, made of all ranks where none is given, and the name of its data-parallel dimension.
-
-    Args:
-        device_mesh: The caller's; None: all ranks on one axis, on the accelerator of this process or the CPU.
-        dim: The caller's name; None: the only dimension.
-        tp_dim: A tensor-parallel dimension, which has one rank where no mesh is given.
-        argument: The name of the argument that `dim` came from, for the error message.
-
-    Raises:
-        ConfigurationError: There are no process groups, or no dimension is named and there are several.
-    """
+    """Return the mesh, made of all ranks where none is given, and the name of its data-parallel dimension."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigurationError(
             "torch.distributed is not initialised; start the program with torchrun and call "

@@ -52,38 +52,13 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
         inner: The strategy on the sharding axis (``dp_shard_dim``).
         outer: The strategy on the hybrid axis (``dp_outer_dim``): ``no_shard`` (HSDP) or ``optim`` (HFSDP); None where
             there is no such axis.
-
-    Returns:
-        Placements with one entry per axis: ``(inner,)`` or ``(outer, inner)``.
-
-    Raises:
-        ConfigurationError: ``outer`` is neither None, ``no_shard`` nor ``optim``, or is ``optim`` where ``inner`` is
-            ``no_shard``.
     """
-    on_inner = _inner_placements(inner)
+    # Each higher strategy shards one more buffer.
+    weight = _S if inner >= ShardingStrategy.optim_grads_params else _R
+    accumulated = _S if inner >= ShardingStrategy.optim_grads else _P
+    main = _S if inner >= ShardingStrategy.optim else _R
     if outer is None:
-        return on_inner
-    on_outer = _outer_placements(inner, outer)
-    return Placements(
-        compute_weight=on_outer.compute_weight + on_inner.compute_weight,
-        accumulated_grad=on_outer.accumulated_grad + on_inner.accumulated_grad,
-        main_grad=on_outer.main_grad + on_inner.main_grad,
-        main_weight=on_outer.main_weight + on_inner.main_weight,
-    )
-
-
-def _inner_placements(strategy: ShardingStrategy) -> Placements:
-    """Shard one more buffer with each higher strategy."""
-    return Placements(
-        compute_weight=(_S if strategy >= ShardingStrategy.optim_grads_params else _R,),
-        accumulated_grad=(_S if strategy >= ShardingStrategy.optim_grads else _P,),
-        main_grad=(_S if strategy >= ShardingStrategy.optim else _R,),
-        main_weight=(_S if strategy >= ShardingStrategy.optim else _R,),
-    )
-
-
-def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Placements:
-    """Keep compute weights replicated over the outer axis, and gradients partial until the sync."""
+        return Placements((weight,), (accumulated,), (main,), (main,))
     if outer not in (ShardingStrategy.no_shard, ShardingStrategy.optim):
         raise ConfigurationError(
             f'outer_dp_sharding_strategy="{outer.name}" is not possible on the outer axis; '
@@ -95,8 +70,9 @@ def _outer_placements(inner: ShardingStrategy, outer: ShardingStrategy) -> Place
             '"no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or '
             '"no_shard" outside.'
         )
+    # Over the outer axis compute weights are replicated, and gradients partial until the sync.
     after_sync = _S if outer == ShardingStrategy.optim else _R
-    return Placements(compute_weight=(_R,), accumulated_grad=(_P,), main_grad=(after_sync,), main_weight=(after_sync,))
+    return Placements((_R, weight), (_P, accumulated), (after_sync, main), (after_sync, main))
 
 
 # A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one
@@ -134,19 +110,7 @@ class Region:
 
 
 def held_region(numel: int, placements: Sequence[Placement], axes: Sequence[AxisPosition]) -> Region:
-    """Return the elements of a flat buffer that a rank holds.
-
-    Args:
-        numel: Elements of the whole buffer; divisible by the ranks of all axes that shard it.
-        placements: One per axis, outermost first.
-        axes: This rank's position on each.
-
-    Returns:
-        Everything, unless an axis says `SHARD`.
-
-    Raises:
-        ConfigurationError: The buffer cannot be cut into equal parts.
-    """
+    """Return the elements of a flat buffer that a rank holds."""
     start, length = 0, numel
     for placement, axis in zip(reversed(placements), reversed(axes), strict=True):
         if placement is Placement.SHARD:

@@ -66,16 +66,7 @@ class Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Cover elements [start, stop) of the flattened tensor with boxes, in flattened order.
-
-    Args:
-        shape: Shape of the tensor; `()` is a scalar.
-        start: First element, 0 <= start <= stop.
-        stop: One past the last element, at most the tensor's numel.
-
-    Returns:
-        Boxes that follow one another and do not overlap; none for an empty range.
-    """
+    """Cover elements [start, stop) of the flattened tensor with boxes, in flattened order."""
     if start >= stop:
         return ()
     if not shape:
@@ -146,9 +137,6 @@ class ListedCut:
 
     Attributes:
         edges: From 0 to the number of elements, never falling.
-
-    Raises:
-        ConfigurationError: The edges do not start at 0, fall, or describe no shard.
     """
 
     edges: tuple[int, ...]
@@ -254,9 +242,6 @@ class ShardDescription:
         tensor_cut: The cut by tensor parallelism; None where its ranks, if any, hold the same.
         other_cuts: The cut of each part, by tensor-parallel rank; empty where all are cut as this one (as parts of
             equal shape are).
-
-    Raises:
-        ConfigurationError: The numbers contradict one another.
     """
 
     shape: tuple[int, ...]
@@ -375,15 +360,7 @@ class ShardDescription:
         return tuple(dim for dim in dims if self.use.sizes[dim] > 1)
 
     def boxes(self, shard: int | None = None, part: int | None = None) -> tuple[Box, ...]:
-        """Return the elements of a shard of a part, as boxes in global coordinates, in flattened order.
-
-        Args:
-            shard: Which shard; this rank's, if None.
-            part: Which tensor-parallel part; this rank's, if None.
-
-        Raises:
-            ConfigurationError: Parts differ in shape and `other_cuts` does not say how the other one is cut.
-        """
+        """Return the elements of a shard of a part, as boxes in global coordinates, in flattened order."""
         part = self.part if part is None else part
         start, stop = self._cut_of(part).range_of(self.shard if shard is None else shard)
         offset = self.part_offset(part)
@@ -418,11 +395,7 @@ def described_as_whole(shape: tuple[int, ...], sizes: tuple[int, ...], coordinat
 
 
 def split_lengths(length: int, size_or_sections: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths of the pieces that `torch.split` makes of a dimension.
-
-    Raises:
-        ConfigurationError: A size is negative, or 0 for a dimension that is not empty, or they do not add up.
-    """
+    """Return the lengths of the pieces that `torch.split` makes of a dimension."""
     if isinstance(size_or_sections, int):
         if size_or_sections < 0 or (size_or_sections == 0 and length):
             raise ConfigurationError(f"a dimension of {length} cannot be split by {size_or_sections}; give 1 or more")

@@ -44,9 +44,6 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
       next to nothing beside a slot and a bucket;
     * that every rank calls: not inside a `ModuleDict` or `ModuleList`, nor anything named after experts; and that is
       called rather than read: not inside torch's attention and encoder layers.
-
-    Returns:
-        The ends by name, in module order; none where there is no block.
     """
     if not blocks:
         return {}
@@ -165,12 +162,6 @@ def find_units(
 
     Modules without parameters are never units, nor is a module that owns none of its parameters because all are tied to
     others outside.
-
-    Raises:
-        TypeError: ``fsdp_unit_modules`` is not a list, tuple or set (nor None or ``"auto"``), or an entry is not a
-            subclass of ``nn.Module``.
-        ConfigurationError: An import path leads nowhere, a class matches no module that holds parameters, or a matching
-            module has no ``forward`` and so cannot tell when its parameters are needed.
     """
     if fsdp_unit_modules is None or fsdp_unit_modules == "auto":
         found, ends, source = _find_automatically(module)
@@ -185,16 +176,14 @@ def find_units(
 
 
 def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
-    """Describe a plan for people, with runs of equal units in one line.
-
-    Returns:
-        One string per line: a heading, the root, the other units, and tied parameters where there are any.
-    """
+    """Describe a plan for people, with runs of equal units in one line."""
     rows = [(unit, sum(numels[name] for name in unit.parameters)) for unit in plan.units]
     total_numel = sum(numel for _, numel in rows)
     lines = [f"{len(rows) - 1} units besides the root ({plan.source}), {total_numel:,} parameters"]
     lines.append(f"  root ({plan.units[_ROOT].class_name})  {rows[_ROOT][1]:,} parameters")
-    for (_, class_name, numel), group in groupby(rows[1:], key=lambda row: _row_pattern(*row)):
+    # What neighbours described in one line share: only the numbers in their names differ.
+    alike = groupby(rows[1:], key=lambda row: (re.sub(r"\d+", "#", row[0].name), row[0].class_name, row[1]))
+    for (_, class_name, numel), group in alike:
         names = [unit.name for unit, _ in group]
         if len(names) == 1:
             lines.append(f"  {names[0]} ({class_name})  {numel:,} parameters")
@@ -202,11 +191,6 @@ def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
             lines.append(f"  {names[0]} ... {names[-1]} ({len(names)} x {class_name})  {numel:,} parameters each")
     lines.extend(f"  {alias} is tied to {canonical}" for alias, canonical in plan.aliases)
     return lines
-
-
-def _row_pattern(unit: UnitSpec, numel: int) -> tuple[str, str, int]:
-    """Return what neighbours described in one line share: only the numbers in their names differ."""
-    return re.sub(r"\d+", "#", unit.name), unit.class_name, numel
 
 
 def _resolve_classes(module: nn.Module, given: object) -> tuple[type[nn.Module], ...]:
@@ -264,7 +248,9 @@ def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], dict[s
 
 
 def _find_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
-    class_names = _no_split_class_names(module)
+    declared = [getattr(candidate, "_no_split_modules", None) for candidate in module.modules()]
+    lists = [names for names in declared if isinstance(names, (list, tuple, set, frozenset))]
+    class_names = {name for names in lists for name in names if isinstance(name, str)}
     found = _outermost(module, lambda candidate: type(candidate).__name__ in class_names and has_forward(candidate))
     if found:
         occurring = dict.fromkeys(type(candidate).__name__ for candidate in found.values())
@@ -272,15 +258,6 @@ def _find_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
     blocks = _repeated_blocks(module)
     found = _outermost(module, lambda candidate: id(candidate) in blocks)
     return (found, "repeated blocks") if found else ({}, "none found")
-
-
-def _no_split_class_names(module: nn.Module) -> set[str]:
-    names: set[str] = set()
-    for candidate in module.modules():
-        declared = getattr(candidate, "_no_split_modules", None)
-        if isinstance(declared, (list, tuple, set, frozenset)):
-            names.update(name for name in declared if isinstance(name, str))
-    return names
 
 
 def _repeated_blocks(module: nn.Module) -> set[int]:
@@ -366,9 +343,6 @@ def refine_units(module: nn.Module, plan: UnitPlan, whole_types: tuple[type[nn.M
     A parameter goes with the module that registers it; with an outer one where that cannot be called by itself, or
     where an outer one inside the unit is of a class in `whole_types`. Parameters that several such modules share belong
     to the root.
-
-    Returns:
-        The finer plan. Units may lie inside one another, and own disjoint parameters.
     """
     other_names: dict[str, list[str]] = {}
     for alias, canonical in plan.aliases:
@@ -550,14 +524,7 @@ def key_of(parameter: ParameterInfo) -> GroupKey:
 
 
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
-    """Group parameters that agree in dtype, requires_grad, is_expert, sums_in_fp32 and in having dimensions.
-
-    Returns:
-        The groups in the order in which their first parameter appears; inside a group the given order is kept.
-
-    Raises:
-        ConfigurationError: Two parameters have the same name.
-    """
+    """Group parameters that agree in dtype, requires_grad, is_expert, sums_in_fp32 and in having dimensions."""
     members: dict[GroupKey, list[ParameterInfo]] = {}
     names: set[str] = set()
     for parameter in parameters:
