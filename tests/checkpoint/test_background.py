@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.checkpoint.background import BackgroundSaver
+from megatron_fsdp.checkpoint.save import SealingWriter
 from megatron_fsdp.checkpoint.store import CheckpointStore
+from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.test_load import step, wrap
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.source_tree import SOURCE
+from tests.support.worker_pool import WorkerPool
 
 
 def message_of(act: Callable[[], object]) -> str:
@@ -43,13 +49,11 @@ def test_what_is_saved_is_what_was_there_at_the_start() -> None:
         assert go.wait(30.0)
         saved.append(state["weight"].clone())
 
-    with BackgroundSaver() as saver:
+    with closing(BackgroundSaver()) as saver:
         saver.start({"weight": weight}, save)
-        assert saver.is_saving
         weight.add_(1.0)
         go.set()
         saver.wait()
-        assert not saver.is_saving
         saver.start({"weight": weight}, save)
         assert saver.buffers.staged_bytes == 4000
         assert 4000 <= saver.buffers.reserved_bytes < 4064
@@ -66,7 +70,7 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory() -> None:
     def quick(state: dict[str, Any], _group: object) -> None:
         order.append(("second", state["weight"].data_ptr()))
 
-    with BackgroundSaver() as saver:
+    with closing(BackgroundSaver()) as saver:
         saver.start({"weight": weight}, slow)
         threading.Timer(0.05, go.set).start()
         saver.start({"weight": weight}, quick)
@@ -96,7 +100,7 @@ def test_an_error_is_raised_once_by_whatever_comes_next(then: str) -> None:
 
 def test_what_cannot_be_copied_is_told_like_any_error() -> None:
     called: list[object] = []
-    with BackgroundSaver() as saver:
+    with closing(BackgroundSaver()) as saver:
         saver.start({"a": torch.empty(1, device="meta")}, lambda state, _: called.append(state))
         with pytest.raises(CheckpointError, match=r"a Tensor \(torch.strided, on meta\) cannot be copied"):
             saver.wait()
@@ -168,7 +172,7 @@ def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], 
     store = CheckpointStore(root, keep_last=1)
     places = []
     exact = True
-    with BackgroundSaver() as saver:
+    with closing(BackgroundSaver()) as saver:
         for iteration in (1, 2):
             go = threading.Event()
 
@@ -208,7 +212,7 @@ def test_training_does_not_leak_into_what_is_saved(run_ranks: RunRanks, tmp_path
 def errors_of_one_rank(root: Path) -> dict[str, str]:
     store, rank = CheckpointStore(root), dist.get_rank()
     said: dict[str, str] = {}
-    with BackgroundSaver() as saver:
+    with closing(BackgroundSaver()) as saver:
         assert saver.group is not dist.group.WORLD
         state = {"a": torch.ones(2)}
 
@@ -256,7 +260,7 @@ def save_in_a_part(root: Path) -> list[str]:
     if rank == 0:  # ranks of a group need not be in the same number of others
         dist.new_group([0], use_local_synchronization=True)
     group = single if rank == 2 else pair
-    with BackgroundSaver(group) as saver:
+    with closing(BackgroundSaver(group)) as saver:
         mine = CheckpointStore(root / ("single" if rank == 2 else "pair"))
 
         def writer(folder: Path) -> None:
@@ -271,3 +275,42 @@ def save_in_a_part(root: Path) -> list[str]:
 def test_some_of_the_ranks_save_for_themselves(run_ranks: RunRanks, tmp_path: Path) -> None:
     pair = [".metadata", "rank0", "rank1"]
     assert run_ranks(3, save_in_a_part, tmp_path) == [pair, pair, [".metadata", "rank2"]]
+
+
+# ---- an end under way ------------------------------------------------------------------------------------------------
+
+
+def take_down(root: str) -> str:
+    model, optimizer = wrap("odd_shapes", 3, 0)
+    step("odd_shapes", model, optimizer, 1)
+    checkpoints = Checkpointer(root, keep_last=1, in_background=True)
+    checkpoints.save(1, model, optimizer)
+    checkpoints.wait()
+    is_down, write = threading.Event(), SealingWriter.write_data
+
+    def write_later(*args: Any) -> Any:
+        assert is_down.wait(60)
+        return write(*args)
+
+    SealingWriter.write_data = write_later  # type: ignore[method-assign]  # this process ends with the test
+    checkpoints.save(2, model, optimizer)
+    dist.destroy_process_group()
+    is_down.set()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.close()
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_half_a_checkpoint_is_not_published(tmp_path: Path) -> None:
+    pool = WorkerPool(2, ())
+    try:
+        for told in pool.run(take_down, str(tmp_path), timeout_s=100.0):
+            assert "before destroy_process_group()" in told
+    finally:
+        pool.stop()
+    store = CheckpointStore(tmp_path)
+    assert store.iterations() == [1]
+    latest = store.latest()
+    assert latest is not None
+    assert verify(latest).is_whole

@@ -65,20 +65,37 @@ def named(run: Run) -> dict[str, Tensor]:
 
 
 def save(kind: str, arrangement: Arrangement, strategy: int, folder: str, outer: int = 0) -> dict[str, Tensor]:
+    """By plain calls, and by the library."""
     run = trained(kind, arrangement, strategy, (0, 1), outer)
-    dcp.save(state_of(run), checkpoint_id=folder)
+    dcp.save(state_of(run), checkpoint_id=f"{folder}/plain")
+    write_state(collect(run.model, run.optimizer, 2), Path(folder) / "own")
     return named(run)
 
 
-def load_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> dict[str, Tensor]:
+def load_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> dict[str, str]:
+    """Load by plain calls into a job that has stepped, and by the library into fresh ones; save again, and go on."""
     run = trained(kind, arrangement, strategy, (5,))
     state = state_of(run)
-    dcp.load(state, checkpoint_id=source)
+    dcp.load(state, checkpoint_id=f"{source}/plain")
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
-    dcp.save(state_of(run), checkpoint_id=target)
+    dcp.save(state_of(run), checkpoint_id=f"{target}/by calls")
     run.train(7)
-    return named(run)
+    told = {}
+    for what in ("own", "plain"):
+        run = trained(kind, arrangement, strategy, ())
+        report = load_checkpoint(run.model, run.optimizer, f"{source}/{what}", with_rng=False)
+        told[what] = "" if report.is_complete else str(report)
+        dcp.save(state_of(run), checkpoint_id=f"{target}/{what}")
+        run.train(7)
+    return told
+
+
+def check_loaded(told: list[dict[str, str]], source: str, target: str) -> None:
+    assert all(each == {"own": "", "plain": ""} for each in told)
+    found = contents(f"{source}/plain")
+    for what in ("by calls", "own", "plain"):
+        assert_same_contents(contents(f"{target}/{what}"), found)
 
 
 def merged(by_rank: list[dict[str, Tensor]], parts: int) -> dict[str, Tensor]:
@@ -108,14 +125,14 @@ def test_experts_load_into_another_number_of_expert_parallel_ranks(
     (ep, dp, strategy), (to_ep, to_dp, to_strategy) = WAYS[way]
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     weights = merged(run_ranks(ep * dp, save, kind, experts_of(sizes(ep, dp)), strategy, source), ep)
-    found = contents(source)
+    found = contents(f"{source}/plain")
     assert_equal_tensors(
         {key.removeprefix("model.module."): value for key, value in found.items() if key.startswith("model.")}, weights
     )
     moments = [value for key, value in found.items() if key.endswith("exp_avg") and value.dim() > 1]
     assert len({value.double().sum().item() for value in moments}) == len(moments)
-    run_ranks(to_ep * to_dp, load_and_save, kind, experts_of(sizes(to_ep, to_dp)), to_strategy, source, target)
-    assert_same_contents(contents(target), found)
+    to = experts_of(sizes(to_ep, to_dp))
+    check_loaded(run_ranks(to_ep * to_dp, load_and_save, kind, to, to_strategy, source, target), source, target)
 
 
 @pytest.mark.full
@@ -123,10 +140,9 @@ def test_it_is_numbered_as_a_model_without_expert_parallelism(run_ranks: RunRank
     """What EP ranks saved goes on in a model that holds all experts, as one that was never divided."""
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     run_ranks(2, save, "listed", experts_of(sizes(2, 1)), 3, source)
-    run_ranks(2, load_and_save, "listed", FLAT, 3, source, target)
-    assert_same_contents(contents(target), contents(source))
+    check_loaded(run_ranks(2, load_and_save, "listed", FLAT, 3, source, target), source, target)
     run_ranks(2, save, "listed", FLAT, 3, str(tmp_path / "flat"))
-    assert contents(str(tmp_path / "flat")).keys() == contents(source).keys()
+    assert contents(str(tmp_path / "flat" / "plain")).keys() == contents(f"{source}/plain").keys()
 
 
 @pytest.mark.full(short=["stacked"])
@@ -135,46 +151,7 @@ def test_an_outer_axis_and_a_mesh_in_another_order(run_ranks: RunRanks, tmp_path
     hybrid: Sizes = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     run_ranks(4, save, kind, experts_of(hybrid), 3, source, 1)
-    run_ranks(2, load_and_save, kind, experts_of(sizes(2, 1)), 3, source, target)
-    assert_same_contents(contents(target), contents(source))
-
-
-# ---- the library's own checkpoints -----------------------------------------------------------------------------------
-
-
-def save_both(kind: str, arrangement: Arrangement, strategy: int, folder: str) -> None:
-    run = trained(kind, arrangement, strategy, (0, 1))
-    dcp.save(state_of(run), checkpoint_id=f"{folder}/plain")
-    write_state(collect(run.model, run.optimizer, 2), Path(folder) / "own")
-
-
-def read_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> list[str]:
-    """Both read by the library into fresh models, and saved again by plain calls."""
-    told = []
-    for what in ("own", "plain"):
-        run = trained(kind, arrangement, strategy, ())
-        report = load_checkpoint(run.model, run.optimizer, f"{source}/{what}", with_rng=False)
-        told.append("" if report.is_complete else str(report))
-        dcp.save(state_of(run), checkpoint_id=f"{target}/{what}")
-        run.train(7)
-    return told
-
-
-@pytest.mark.full(short=["stacked-saved1-loaded1"])
-@pytest.mark.parametrize(
-    ("kind", "saved", "loaded"), [("listed", (2, 2, 3), (4, 1, 2)), ("stacked", (2, 1, 3), (1, 2, 3))]
-)
-def test_the_librarys_own_checkpoints_know_experts_by_name(
-    run_ranks: RunRanks, tmp_path: Path, kind: str, saved: tuple[int, int, int], loaded: tuple[int, int, int]
-) -> None:
-    source, target = str(tmp_path / "source"), str(tmp_path / "target")
-    ep, dp, strategy = saved
-    run_ranks(ep * dp, save_both, kind, experts_of(sizes(ep, dp)), strategy, source)
-    ep, dp, strategy = loaded
-    for told in run_ranks(ep * dp, read_and_save, kind, experts_of(sizes(ep, dp)), strategy, source, target):
-        assert told == ["", ""]
-    for what in ("own", "plain"):
-        assert_same_contents(contents(f"{target}/{what}"), contents(f"{source}/plain"))
+    check_loaded(run_ranks(2, load_and_save, kind, experts_of(sizes(2, 1)), 3, source, target), source, target)
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.support import hostile
 from tests.support.byte_damage import saved_bytes
-from tests.support.hostile_readers import STEP, WEIGHT, write_linear
+from tests.support.hostile_readers import READERS, STEP, WEIGHT, by_folder, by_loading, write_linear
 
 LONGEST_MESSAGE = 2000
 
@@ -130,22 +130,40 @@ def test_a_storage_is_read_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("numel", "size", "stride", "told"),
+    ("numel", "size", "stride", "start", "key", "told"),
     [
-        (12, (1,) * 60_000, (0,) * 60_000, "a tensor of other lengths"),
-        (12, (1,) * 65, (0,) * 65, "a tensor of other lengths"),
-        (12, (3, 4), (4, -1), "a tensor of other lengths"),
-        (12, (1 << 34,), (1,), "elements beyond its storage"),
-        (1 << 40, (3, 4), (4, 1), "48 bytes, not 1099511627776 elements"),
-        (12, (1 << 40,), (0,), "far more memory"),
+        (12, (1,) * 60_000, (0,) * 60_000, 0, "0", "a tensor of other lengths"),
+        (12, (1,) * 65, (0,) * 65, 0, "0", "a tensor of other lengths"),
+        (12, (3, 4), (4, -1), 0, "0", "a tensor of other lengths"),
+        (12, (-3, -4), (4, 1), 0, "0", "a tensor of other lengths"),
+        (12, (3, 4), (4,), 0, "0", "a tensor with hooks, which are code"),
+        (12, (3, 4), (4, 1), 1, "0", "elements beyond its storage"),
+        (12, (1 << 34,), (1,), 0, "0", "elements beyond its storage"),
+        (12, (3, 4), (1 << 40, 1), 0, "0", "elements beyond its storage"),
+        (1 << 40, (3, 4), (4, 1), 0, "0", "48 bytes, not 1099511627776 elements"),
+        (-1, (3, 4), (4, 1), 0, "0", "48 bytes, not -1 elements"),
+        (12, (1 << 50, 4), (0, 0), 0, "0", "far more memory"),  # one element that stands for many
+        (12, (3, 4), (4, 1), 0, "../../etc/passwd", "it has no 'data/../../etc/passwd'"),
+        (12, (3, 4), (4, 1), 0, "1", "it has no 'data/1'"),
     ],
 )
-def test_tensors_that_claim_more_than_is_stored(
-    numel: int, size: tuple[int, ...], stride: tuple[int, ...], told: str
+def test_tensors_that_claim_what_is_not_there(
+    numel: int, size: tuple[int, ...], stride: tuple[int, ...], start: int, key: str, told: str
 ) -> None:
-    raw = hostile.archive_of(hostile.tensor_pickle(numel, size, stride), data_0=bytes(48))
+    raw = hostile.archive_of(hostile.tensor_pickle(numel, size, stride, start=start, key=key), data_0=bytes(48))
     refused(lambda: load_tensor(io.BytesIO(raw), "here"), told)
     refused(lambda: load_object(raw, "here"), told)
+
+
+def test_a_tensor_that_shows_one_element_many_times_is_refused_and_an_honest_one_read(folder: Path) -> None:
+    spread = hostile.archive_of(hostile.tensor_pickle(1, (3, 4), (0, 0)), data_0=bytes(4))
+    hostile.plant(folder, WEIGHT, spread)
+    for read in READERS:
+        refused(lambda: read(folder), WEIGHT)  # noqa: B023
+    values = torch.arange(12.0).reshape(3, 4)
+    honest = hostile.archive_of(hostile.tensor_pickle(12, (3, 4), (4, 1)), data_0=values.numpy().tobytes())
+    hostile.plant(folder, WEIGHT, honest)
+    assert torch.equal(CheckpointFolder(folder).read_tensor(WEIGHT), values)
 
 
 def test_a_tensor_entry_that_asks_for_memory() -> None:
@@ -284,6 +302,52 @@ def _description(found: Metadata) -> None:
     found.mcore_data = {WEIGHT: lists}  # type: ignore[attr-defined]
 
 
+def _offset(found: Metadata) -> None:
+    next(iter(found.storage_data.values())).offset = -1
+
+
+def _length(found: Metadata) -> None:
+    next(iter(found.storage_data.values())).length = 1 << 61
+
+
+def _more_elements_than_any(found: Metadata) -> None:
+    found.state_dict_metadata[WEIGHT].size = torch.Size([1 << 50, 1 << 50])  # type: ignore[union-attr]
+
+
+def _digits(found: Metadata) -> None:
+    found.state_dict_metadata[WEIGHT].size = (10**5000, 4)  # type: ignore[union-attr,assignment]
+
+
+def _twice(found: Metadata) -> None:
+    entry: Any = found.state_dict_metadata[WEIGHT]
+    entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([3, 2]))] * 2
+
+
+def _no_chunks(found: Metadata) -> None:
+    entry: Any = found.state_dict_metadata[WEIGHT]
+    entry.chunks = None
+
+
+def _no_size(found: Metadata) -> None:
+    del found.state_dict_metadata[WEIGHT].__dict__["size"]
+
+
+def _key(found: Metadata) -> None:
+    found.state_dict_metadata["\x1b]0;title\a"] = found.state_dict_metadata[WEIGHT]
+
+
+def _number_key(found: Metadata) -> None:
+    found.state_dict_metadata[3] = found.state_dict_metadata[WEIGHT]  # type: ignore[index]
+
+
+def _extension(found: Metadata) -> None:
+    next(iter(found.storage_data.values())).transform_descriptors = ["stream.unknown/1"]
+
+
+def _nothing(found: Metadata) -> None:
+    found.__dict__.clear()
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -301,12 +365,39 @@ def _description(found: Metadata) -> None:
         (_other_spelling, "not a file of the folder"),
         (_transforms, "a stream extension of torch"),
         (_description, "far more memory"),
+        (_offset, "something else where lengths should stand"),
+        (_length, ".distcp is cut off"),
+        (_more_elements_than_any, "more elements than any tensor has"),
+        (_digits, "a whole number of more than 255 bytes"),
+        (_twice, "has elements more than once"),
+        (_no_chunks, "damaged and cannot be read"),
+        (_no_size, "damaged and cannot be read"),
+        (_key, "a key with control characters"),
+        (_number_key, "a key that is not text but int"),
+        (_extension, "a stream extension of torch"),
+        (_nothing, "not the metadata of torch.distributed.checkpoint"),
     ],
 )
 def test_metadata_that_cannot_be_true(folder: Path, change: Callable[[Metadata], None], told: str) -> None:
     hostile.edit_metadata(folder, change)
-    refused(lambda: CheckpointFolder(folder), told)
+    for read in READERS:
+        refused(lambda: read(folder), told)  # noqa: B023
     assert not verify(folder, deep=False).is_whole
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b", "\x1b[2J", "x" * 300]
+)
+def test_paths_that_leave_the_folder(folder: Path, name: str) -> None:
+    (folder.parent / "outside").write_bytes(saved_bytes(torch.ones(3, 4)))
+
+    def change(found: Metadata) -> None:
+        places: dict[MetadataIndex, Any] = found.storage_data
+        places.update({i: _StorageInfo(name, 0, 10) for i in places if i.fqn == WEIGHT})
+
+    hostile.edit_metadata(folder, change)
+    for read in READERS:
+        refused(lambda: read(folder), f"{WEIGHT} points to")  # noqa: B023
 
 
 def test_spans_that_are_longer_than_what_lies_in_them(folder: Path) -> None:
@@ -441,21 +532,43 @@ def test_an_index_with_long_names(tmp_path: Path, weight_map: dict[str, Any]) ->
     refused(lambda: open_folder(tmp_path), "safetensors")
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        {"version": LONG},
-        {"version": 1, "tensors": {LONG: {"shape": [1], "dtype": "x", "checksum": "0"}}},
-        {"version": 1, "tensors": {"w": {"shape": [1] * 1_000_000, "dtype": LONG, "checksum": "0"}}},
-        {"version": 1, "tensors": {"w": {"shape": [1], "dtype": [LONG], "checksum": "0"}}},
-        {"version": 1, "checksum_name": LONG},
-    ],
-)
-def test_a_manifest_with_long_names(folder: Path, manifest: dict[str, Any]) -> None:
-    empty = {"tensors": {}, "objects": {}, "facts": {}, "checksum_name": "x"}
-    (folder / "manifest.json").write_text(json.dumps(empty | manifest))
-    refused(lambda: CheckpointFolder(folder), "manifest.json")
-    assert len(str(verify(folder))) < 20_000
+_NO_ENTRIES = {"version": 1, "tensors": {}, "objects": {}, "facts": {}, "checksum_name": "x"}
+MANIFESTS = {
+    "deep": "[" * 100_000,
+    "deeper": '{"a":' * 100_000,
+    "a list": "[]",
+    "a number": "1" * 5000,
+    "nothing": "{}",
+    "text": '"' + "x" * 1000 + '"',
+    "wrong types": '{"version": 1, "tensors": [], "objects": 3, "facts": {}, "checksum_name": "x"}',
+    "wrong shapes": '{"version": 1, "tensors": {"a": {"shape": "3", "dtype": 1, "checksum": 2}}, "objects": {}, '
+    '"facts": {}, "checksum_name": "x"}',
+    "version of text": '{"version": "1", "tensors": {}, "objects": {}, "facts": {}, "checksum_name": "x"}',
+    "version of truth": '{"version": true, "tensors": {}, "objects": {}, "facts": {}, "checksum_name": "x"}',
+    "infinity": '{"version": Infinity}',
+    "newer": '{"version": 2}',
+    "other": '{"version": 1, "tensors": {"\\u001b[2J": {"shape": [1], "dtype": "torch.int8", "checksum": "0"}}, '
+    '"objects": {}, "facts": {}, "checksum_name": "x"}',
+    "a long version": json.dumps(_NO_ENTRIES | {"version": LONG}),
+    "a long key": json.dumps(_NO_ENTRIES | {"tensors": {LONG: {"shape": [1], "dtype": "x", "checksum": "0"}}}),
+    "many dimensions": json.dumps(
+        _NO_ENTRIES | {"tensors": {"w": {"shape": [1] * 1_000_000, "dtype": LONG, "checksum": "0"}}}
+    ),
+    "a list for a dtype": json.dumps(
+        _NO_ENTRIES | {"tensors": {"w": {"shape": [1], "dtype": [LONG], "checksum": "0"}}}
+    ),
+    "a long kind of checksums": json.dumps(_NO_ENTRIES | {"checksum_name": LONG}),
+}
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_that_is_none(folder: Path, kind: str) -> None:
+    (folder / "manifest.json").write_text(MANIFESTS[kind])
+    for read in (by_folder, by_loading):
+        refused(lambda: read(folder), "update the library" if kind == "newer" else "manifest.json")  # noqa: B023
+    report = verify(folder)
+    assert not report.is_whole
+    assert len(str(report)) < 20_000
 
 
 def test_numbers_in_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

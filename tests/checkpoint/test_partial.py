@@ -121,13 +121,6 @@ def test_damaged_archives_are_refused_or_read_right(alone: tuple[Path, bytes, in
     assert "stack" in refused if found is None else torch.equal(found, STACK[1:2])
 
 
-def test_an_archive_of_nothing_is_refused(alone: tuple[Path, bytes, int]) -> None:
-    file, raw, _ = alone
-    file.write_bytes(bytes(len(raw)))
-    with pytest.raises(CheckpointError, match="stack"):
-        CheckpointFolder(file.parent).read_box("stack", (1, 0, 0), (1, 4, 6))
-
-
 @given(st.data())
 def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(0, 3))))

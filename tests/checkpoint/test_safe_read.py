@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor
+from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor, write_archive
 from megatron_fsdp.checkpoint.safe_read import Opaque, load_metadata
 from megatron_fsdp.errors import CheckpointError
 from tests.support import hostile
@@ -137,3 +137,32 @@ def test_crcs_that_were_left_out_are_not_compared() -> None:
     finally:
         torch.serialization.set_crc32_options(before)
     assert load_tensor(io.BytesIO(raw), "here", check=True).tolist() == [0.0, 1.0, 2.0]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class FullDisk(io.BytesIO):
+    """A file that can grow to so many bytes and no further."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+
+    def write(self, data: object, /) -> int:
+        if self.tell() + memoryview(data).nbytes > self._room:  # type: ignore[arg-type]
+            raise OSError(28, "No space left on device")
+        return super().write(data)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_told_wherever_the_archive_stops() -> None:
+    values = torch.arange(300.0)
+    whole = io.BytesIO()
+    torch.save(values, whole)
+    size = whole.tell()
+    for room in range(0, size, 20):
+        with pytest.raises(OSError, match="No space left on device"):
+            write_archive(values, FullDisk(room))
+    fits = FullDisk(size)
+    write_archive(values, fits)
+    assert torch.equal(load_tensor(fits, "a file"), values)

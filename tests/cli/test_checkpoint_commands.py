@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tests.checkpoint.tools import builders
 from tests.support import json_schema
 
 ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "megatron_fsdp"
 SCHEMA = json.loads((ROOT / "docs" / "schemas" / "inspect.schema.json").read_text())
 
 
@@ -52,9 +54,9 @@ def test_inspect_prints_a_summary_and_keys(mfsdp: Mfsdp, tmp_path: Path) -> None
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "format torch_dist (Megatron-LM), generation G3" in lines
     assert "iteration 7" in lines
-    assert any(line.startswith("tensors 6, 328 elements") for line in lines)
+    assert any(line.startswith("tensors 36, 5,792 elements") for line in lines)
     (row,) = [line for line in lines if line.startswith("decoder.layers.mlp.linear_fc1.weight")]
-    assert row.split()[1:7] == ["bfloat16", "(2,", "12,", "4)", "192", "B"]
+    assert row.split()[1:7] == ["bfloat16", "(2,", "24,", "8)", "768", "B"]
 
 
 def test_group_meta_is_hidden_unless_asked_for(mfsdp: Mfsdp, tmp_path: Path) -> None:
@@ -115,6 +117,59 @@ def test_torch_files(mfsdp: Mfsdp, tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "c.pt", weights_only=True)["c"], torch.ones(2))
     assert mfsdp("from-torch", tmp_path / "c.pt", tmp_path / "back")[0] == 0
     assert mfsdp("diff", tmp_path / "back", tmp_path / "a")[0] == 0
+
+
+def test_no_gpu_no_nccl_and_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("files need neither ranks nor a GPU")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    builders.save_torch_dist(tmp_path / "a", "G3")
+    assert inspector(["inspect", a, "--stats"]) == 0
+    assert inspector(["print-tensor", a, "decoder.final_layernorm.weight"]) == 0
+    builders.save_torch_dist(tmp_path / "b", "G3", optimizer="none")
+    assert inspector(["compare-two-checkpoint", a, b]) == 1
+    capsys.readouterr()
+    for path in (*(SRC / "checkpoint" / "tools").glob("*.py"), SRC / "cli" / "checkpoint.py"):
+        assert not re.search(r"nccl|init_process_group|\.cuda\b|pickle\.loads?\(|weights_only=False", path.read_text())
+
+
+def test_tensors_without_dimensions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = str(tmp_path / "a")
+    builders.save({"step": torch.tensor(3.0), "w": torch.ones(1)}, tmp_path / "a")
+    assert inspector(["inspect", a, "--stats"]) == 0
+    assert inspector(["print-tensor", a, "step"]) == 0
+    assert "tensor(3.)" in capsys.readouterr().out
+    builders.save({"step": torch.tensor(4.0), "w": torch.ones(1)}, tmp_path / "c")
+    assert inspector(["diff", a, str(tmp_path / "c")]) == 1
+    assert "step: 1 of 1 elements differ, first at the only element: 3.0 in A, 4.0 in B" in capsys.readouterr().out
+
+
+def test_help_says_what_options_do(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = ["inspect", "diff", "verify", "to-torch", "from-torch", "to-hf", "map"]
+    with pytest.raises(SystemExit):
+        inspector(["--help"])
+    listed = capsys.readouterr().out
+    for command in commands:
+        assert re.search(rf"^    {command}\s", listed, re.MULTILINE), command
+        with pytest.raises(SystemExit) as ended:
+            inspector([command, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        described = re.findall(r"^  (-[-\w, ]+)", text, re.MULTILINE)
+        assert all(
+            re.search(rf"{re.escape(option.split(',')[0].split()[0])}[^\n]*\n?\s+\w", text) for option in described
+        )
+        if command == "inspect":
+            flat = " ".join(text.split())
+            assert (
+                "--all, --not-ignore-param-to-group-meta also list the keys under optimizer.param_to_group_meta" in flat
+            )
 
 
 def test_of_a_run_its_checkpoints_are_listed(mfsdp: Mfsdp, tmp_path: Path) -> None:

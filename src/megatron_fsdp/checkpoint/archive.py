@@ -30,11 +30,7 @@ _BEHIND_CONTENTS = (b"PK\7\x08", b"PK\3\4", b"PK\1\2")  # their data descriptor,
 
 
 def write_archive(value: object, stream: IO[bytes]) -> None:
-    """Call `torch.save`, and raise the error of the stream where torch hides it.
-
-    On a full disk torch may raise `RuntimeError: unexpected pos 704 vs 598` when it closes the archive, while it
-    handles the `OSError` that says what happened.
-    """
+    """Call `torch.save`, and raise the error of the stream (a full disk) where torch hides it behind one of its own."""
     try:
         torch.save(value, stream)
     except RuntimeError as error:
@@ -86,21 +82,15 @@ def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.
 
 
 def load_without_elements(stream: IO[bytes], where: str) -> Any:
-    """Read what `torch.save` wrote with its tensors on the meta device.
+    """Read what `torch.save` wrote, with tensors on the meta device.
 
-    Returns:
-        What it is; the storages of its tensors have `_checkpoint_offset`, where their bytes begin in the stream (None
-        where those are not in the byte order of this machine).
+    Their storages have `_checkpoint_offset`, where their bytes begin in the stream; None if in another byte order.
     """
     return _ArchiveUnpickler(_Archive(stream, where), on_meta=True).load()
 
 
 def load_object(raw: bytes, where: str) -> Any:
-    """Read one object; tensors in it come to the CPU.
-
-    Containers, numbers, text, tensors, NumPy arrays and `argparse.Namespace` are read as they are. Objects of packages
-    such as Megatron are kept as `Opaque`. Nothing is imported.
-    """
+    """Read one object as data, its tensors on the CPU; objects of packages such as Megatron are kept as `Opaque`."""
     with reading(where):
         return _ArchiveUnpickler(_Archive(io.BytesIO(raw), where, check=True)).load()
 
@@ -149,8 +139,7 @@ class _Archive:
     def place_of(self, name: str) -> tuple[int, int]:
         """Return the first byte of a record, and its length.
 
-        Two lengths in the header in front of the contents decide it, and no checksum covers them: the name behind the
-        header, and the signature behind the contents, tell whether they are right.
+        No checksum covers the two lengths in the header that decide it; the name in front and the signature behind do.
         """
         info = self._records.get(f"{self._folder}/{name}")
         if info is None:

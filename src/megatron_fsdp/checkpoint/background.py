@@ -9,9 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,19 +33,11 @@ Save = Callable[[Any, "dist.ProcessGroup | None"], object]
 
 
 class StagingBuffers:
-    """Host memory for one copy of a state, reused by the next copy.
+    """Host memory for one copy of a state, reused by the next copy; `staged_bytes` counts each memory of it once.
 
-    The stagers of torch 2.13 are not used. `StateDictStager` fails on our DTensors ("invalid python storage"); it
-    copies whole storages, so a state that uses part of a flat buffer takes as much as all of it; and it finds its
-    memory again by the storage object, so new tensors of each `state_dict()` are allocated anew. `BlockingAsyncStager`
-    returns scalar DTensors uncopied, copies every DTensor twice, drops descriptions of local tensors, and needs an
-    accelerator to keep its memory.
-
-    Args:
-        arena_bytes: Of one block of memory; a larger tensor has one of its own.
-
-    Attributes:
-        staged_bytes: Of all tensors of the last copy, each memory counted once.
+    The stagers of torch 2.13 are not used: `StateDictStager` fails on our DTensors, copies whole storages where a state
+    uses part of a flat buffer, and allocates anew for new tensors; `BlockingAsyncStager` leaves scalar DTensors as they
+    are, copies others twice, drops descriptions of local tensors, and needs an accelerator to keep its memory.
     """
 
     def __init__(self, arena_bytes: int = ARENA_BYTES) -> None:
@@ -63,13 +53,9 @@ class StagingBuffers:
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
-        """Copy this rank's part of a state; the previous copy is overwritten.
+        """Copy this rank's part of a state: the same nesting, tensors in host memory; the previous copy is overwritten.
 
-        Copies from a device are queued behind what the current stream of the device holds, and may not be done when
-        this returns: call `wait_until_copied` before reading.
-
-        Returns:
-            The same nesting, with tensors in host memory and deep copies of objects.
+        Copies from a device are queued behind what its current stream holds: call `wait_until_copied` before reading.
         """
         if isinstance(state, dict):  # torch also calls `state_dict()` of objects at the top level
             state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state.items()}
@@ -198,19 +184,14 @@ class BackgroundSaver:
         buffers: Host memory of the copies.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Make the group of the thread; collective over the ranks."""
-        self.group = _gloo_twin(group, timeout)
+        self.group = _gloo_twin(group)
         self.buffers = StagingBuffers()
         self._pool = ThreadPoolExecutor(1, "megatron_fsdp background save")
         self._saves: list[Future[None]] = []  # the last one, until its error has been raised
         self._is_closed = False
         weakref.finalize(self, _warn_of_untold, self._saves)
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether the thread is saving on this rank."""
-        return any(not save.done() for save in self._saves)
 
     def start(self, state: Any, save: Save) -> None:
         """Copy a state and save the copy in the background; waits for the previous save, if there is one.
@@ -257,14 +238,6 @@ class BackgroundSaver:
             if self.group is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _run(self, copied: Any, problem: BaseException | None, save: Save, device: int | None) -> None:
         """Save the copy in the thread."""
         if device is not None:
@@ -287,14 +260,14 @@ class BackgroundSaver:
             ) from error
 
 
-def _gloo_twin(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:
+def _gloo_twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Make a gloo group of the same ranks; return None if this process is alone."""
     if world_size_of() == 1:
         return None
     if group is None:
-        return dist.new_group(timeout=timeout, backend="gloo")
+        return dist.new_group(backend="gloo")
     name = decided_by_first(lambda: f"megatron_fsdp_background_save_{uuid.uuid4().hex}", "making a group", group)
-    return duplicate_group(group, name, "gloo", timeout)
+    return duplicate_group(group, name, "gloo")
 
 
 def _warn_of_untold(saves: Sequence[Future[None]]) -> None:

@@ -163,10 +163,7 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
 
 
 def _check_paths(metadata: object, where: str, budget: ReadingBudget) -> None:
-    """Check how keys nest, where metadata say it: in a path of names and small numbers.
-
-    Numbers stand for lists, each as long as its largest index, which are counted.
-    """
+    """Check how keys nest: in paths of names and small numbers, which stand for lists, whose lengths are counted."""
     found = getattr(metadata, "planner_data", None)
     lengths: dict[tuple[Any, ...], int] = {}
     for key, path in found.items() if isinstance(found, dict) else ():
@@ -207,8 +204,8 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether boxes inside of a tensor hold each element once, in time linear in their number.
 
-    Their volumes are added up, with the distance of two places along a dimension drawn at random instead of counted:
-    that of the whole tensor comes out where each element is in one box, and else with odds of about 2^-55.
+    Their volumes are added up, with random distances between places: that of the whole tensor comes out where each
+    element is in one box, and else with odds of about 2^-55.
     """
     salt = secrets.randbits(60)
 
@@ -225,13 +222,10 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 class BoxIndex:
-    """The boxes of one tensor, found by their place along the first axes; there may be thousands.
+    """The disjoint boxes that make up a tensor, found by their place along the first axes; there may be thousands.
 
-    Along each axis the boxes are sorted into cells as long as the longest of them. So those that meet a box begin in
-    its own cells or, unless all are equally long and begin at multiples of that, in the one before.
-
-    Args:
-        boxes: Disjoint, and together the whole tensor; those without elements are never found.
+    Along each axis they are sorted into cells as long as the longest. Those that meet a box begin in its own cells or,
+    unless all are equally long and begin at multiples of that, in the one before. Empty ones are never found.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -368,11 +362,7 @@ class CheckpointFolder:
         return found
 
     def require_files(self) -> None:
-        """Check that all files are there.
-
-        Raises:
-            CheckpointError: One is missing or too short.
-        """
+        """Raise if a file is missing or too short."""
         problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
         if problems:
             raise CheckpointError(
@@ -380,11 +370,7 @@ class CheckpointFolder:
             )
 
     def require_manifest(self) -> None:
-        """Check that the manifest, where there is one, is of this checkpoint.
-
-        Raises:
-            CheckpointError: It is damaged, of a newer version, or describes other tensors or objects.
-        """
+        """Raise if the manifest is damaged, of a newer version, or describes other tensors or objects."""
         found = {} if self.manifest is None else self.differences(self.manifest)
         if found:
             first = ", ".join(printable(key) for key in list(found)[:4])
@@ -409,25 +395,12 @@ class CheckpointFolder:
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """Read a whole tensor.
-
-        Raises:
-            CheckpointError: There is no such tensor, or its bytes are damaged.
-        """
+        """Read a whole tensor; a CheckpointError if there is none, or its bytes are damaged."""
         shape = self._tensor(key).shape
         return self.read_box(key, (0,) * len(shape), shape)
 
     def read_box(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Read a box of a tensor, and nothing that it does not meet: of a chunk one stretch, where that is all of it.
-
-        Args:
-            key: Of the tensor.
-            offsets: First index along each dimension.
-            lengths: Along each dimension.
-
-        Raises:
-            CheckpointError: The box is not inside of the tensor, or as of `read_tensor`.
-        """
+        """Read a box of a tensor, and nothing that it does not meet: of a chunk one stretch, if that is all of it."""
         entry, wanted = self._tensor(key), Box(tuple(offsets), tuple(lengths))
         inside = len(wanted.offsets) == len(entry.shape) == len(wanted.lengths) and all(
             first >= 0 and length >= 0 and first + length <= total
@@ -466,16 +439,7 @@ class CheckpointFolder:
         return self._read(entry, chunk)[inside.indices]
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
-        """Read the values of one chunk, shaped as its box.
-
-        Args:
-            key: Of the tensor.
-            index: Of the chunk.
-            check: Compare with the CRC-32 in the file, where there is one.
-
-        Raises:
-            CheckpointError: As of `read_tensor`.
-        """
+        """Read one chunk, shaped as its box; `check` compares it with the CRC-32 in the file, where there is one."""
         entry = self._tensor(key)
         return self._read(entry, entry.chunks[index], check=check)
 
@@ -505,11 +469,7 @@ class CheckpointFolder:
     # ---- objects ----------------------------------------------------------------------------------------------------
 
     def read_bytes(self, key: str) -> bytes:
-        """Read the bytes of an object, as `torch.save` wrote them.
-
-        Raises:
-            CheckpointError: There is no such object, or its file cannot be read.
-        """
+        """Read the bytes of an object, as `torch.save` wrote them."""
         entry = self.objects.get(key)
         if entry is None:
             raise CheckpointError(f"{self.path} has no object {key}; it has {len(self.objects)} others")
@@ -518,11 +478,7 @@ class CheckpointFolder:
             return stream.read()
 
     def read_object(self, key: str) -> object:
-        """Read an object as data (see `archive.load_object`).
-
-        Raises:
-            CheckpointError: As of `read_bytes`, or it is damaged or asks for code.
-        """
+        """Read an object as data (see `archive.load_object`); a CheckpointError if it is damaged or asks for code."""
         return load_object(self.read_bytes(key), f"{key} in {self.path / self.objects[key].span.file}")
 
     @contextlib.contextmanager
@@ -541,16 +497,7 @@ class CheckpointFolder:
     def opened(
         self, span: Span, where: str, at_most: int = MAX_OBJECT_BYTES
     ) -> Iterator[io.BufferedReader | io.BytesIO]:
-        """Open some bytes of one file as a file.
-
-        Args:
-            span: Which bytes; no more than `at_most`.
-            where: Names the bytes in messages.
-            at_most: More bytes than this they may not be.
-
-        Raises:
-            CheckpointError: The file is missing or too short.
-        """
+        """Open some bytes of one file, `at_most` so many, as a file; `where` names them in messages."""
         if span.length > at_most:
             raise CheckpointError(f"{where} has {span.length} bytes, and needs no more than {at_most}; refused")
         try:

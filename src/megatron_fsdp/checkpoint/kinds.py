@@ -39,16 +39,11 @@ _TITLES = {
 class Kind:
     """The kind of a checkpoint.
 
-    Attributes:
-        format: `torch_dist` (Megatron-LM), `fsdp_dtensor` (Megatron-FSDP, this library's own too) or `dcp` (any other
-            of torch.distributed.checkpoint).
-        generation: Of torch_dist: `G1` (flattened ranges in `mcore_data`), `G2` (`common.pt`), `G3` (common state as an
-            object), None where there is no common state to tell by; None for other formats.
-        optimizer: How optimizer state is laid out: `none`; `model_space` (one tensor per slot and model tensor);
-            `bucket_space` (flat buckets, which only the run that wrote them understands); `per_parameter`
-            (`<parameter>.<slot>`).
-        is_chained: Whether keys carry `chained_<n>.` of several optimizers.
-        has_manifest: Whether this library wrote it.
+    `format` is `torch_dist` (Megatron-LM), `fsdp_dtensor` (Megatron-FSDP, this library's own too) or `dcp` (any other).
+    `generation` of torch_dist is `G1` (flattened ranges in `mcore_data`), `G2` (`common.pt`) or `G3` (common state as
+    an object), else None. `optimizer` is `none`, `model_space` (one tensor per slot and model tensor), `bucket_space`
+    (flat buckets, which only the run that wrote them understands) or `per_parameter` (`<parameter>.<slot>`). Keys of a
+    chained one carry `chained_<n>.` of several optimizers; one with a manifest is this library's.
     """
 
     format: str

@@ -163,7 +163,10 @@ def _plan(opened: CheckpointFolder, model: nn.Module, optimizer: torch.optim.Opt
     extras = tuple(match_extra(match, opened, (name,), as_extra(target)) for name, target in extra.items())
     note_left_out(match, opened, {MODEL, *([] if optimizer is None else [OPTIMIZER]), *extra})
     _note_dtypes(match, opened)
-    return _Plan(opened, match, names, found, options, (*states, *extras), _iteration(opened))
+    iteration = opened.read_object(ITERATION) if ITERATION in opened.objects else None
+    return _Plan(
+        opened, match, names, found, options, (*states, *extras), iteration if type(iteration) is int else None
+    )
 
 
 def _telling(what_is_left: str, act: Callable[[], None]) -> None:
@@ -172,11 +175,6 @@ def _telling(what_is_left: str, act: Callable[[], None]) -> None:
         act()
     except Exception as error:
         raise CheckpointError(f"{error} ({what_is_left})") from error
-
-
-def _iteration(folder: CheckpointFolder) -> int | None:
-    found = folder.read_object(ITERATION) if ITERATION in folder.objects else None
-    return found if type(found) is int else None
 
 
 def _note_dtypes(match: Match, folder: CheckpointFolder) -> None:

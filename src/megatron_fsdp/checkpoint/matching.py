@@ -55,11 +55,8 @@ _KIND = f"{OPTIMIZER}.{KIND}"
 class Match:
     """What to read, where it goes, and what does not fit (as in `LoadReport`).
 
-    Attributes:
-        tensors: Where tensors go, by key of the checkpoint: live ones, or blank ones to be installed once read.
-        objects: Keys of objects to read.
-        model_keys: Key of each parameter and buffer in the checkpoint, by its name without prefixes.
-        prefixes: How many `module.` stand before the names of the checkpoint's model.
+    Tensors go to live ones, or to blank ones that are installed once read. `model_keys` are by names without prefixes,
+    of which the checkpoint's model has so many `module.`.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -97,11 +94,7 @@ class Match:
 
 
 def match_model(match: Match, folder: CheckpointFolder, model: nn.Module) -> list[ExtraMatch]:
-    """Match every parameter and buffer of a model.
-
-    Returns:
-        The `_extra_state` of modules.
-    """
+    """Match every parameter and buffer of a model; return the `_extra_state` of its modules."""
     live = {key.removeprefix(PREFIX): value for key, value in model_section(model).items()}
     keys = [key for key in [*folder.tensors, *folder.objects] if key.startswith(f"{MODEL}.")]
     names, match.prefixes = unwrapped([key.removeprefix(f"{MODEL}.") for key in keys], live.__contains__)
@@ -163,10 +156,9 @@ class _ModuleState:
 
 @dataclass(frozen=True)
 class ExtraMatch:
-    """The stored state of one of the caller's own objects.
+    """The stored state of one of the caller's own objects: by path the tensors to read into, or keys of objects.
 
-    `leaves`, by path inside the state (of a state that is one object in all: ()), are the tensors that are read into,
-    or the keys of objects.
+    The path of a state that is one object in all is ().
     """
 
     target: Stateful
@@ -187,8 +179,8 @@ def _filled(leaves: Mapping[KeyPath, torch.Tensor | str], objects: Mapping[str, 
 def match_extra(match: Match, folder: CheckpointFolder, head: KeyPath, target: Stateful) -> ExtraMatch:
     """Match the state of one of the caller's own objects, or the extra state of a module.
 
-    What the checkpoint has and the object does not (as a schedule that has not stepped yet) is read as it is, and so
-    are plain tensors of another length; whether they fit is for the object's `load_state_dict` to say.
+    What only the checkpoint has, and plain tensors of another length, are read as they are: whether they fit is for the
+    object's `load_state_dict` to say.
     """
     name, cut = ".".join(head), len(head)
     leaves, paths = flatten(unflatten({head: target.state_dict()}))
@@ -234,11 +226,8 @@ def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:
 class OptimizerMatch:
     """The state that an optimizer will have once everything is read; state that it does not have yet is made.
 
-    Attributes:
-        leaves: By parameter, as in `ExtraMatch`.
-        options: Of the group of each parameter.
-        kept: Parameters whose live state stays as it is, since the checkpoint has none that fits.
-        rest: Keys of what else is stored.
+    `leaves` and `options` (of its group) are by parameter; the state of those in `kept` stays, since the checkpoint has
+    none that fits; `rest` are the keys of what else is stored.
     """
 
     def __init__(
@@ -311,10 +300,7 @@ class OptimizerMatch:
         return unwrapped(rests, lambda rest: _split(rest, known)[0] is not None, self._match.prefixes)[0]
 
     def _by_position(self, has_names: bool) -> dict[str, str]:
-        """Return names by position. Names come first (those of a Sequential are numbers, too).
-
-        A stage of a pipeline does not know how many parameters are before its own.
-        """
+        """Return names by position; those of a Sequential are numbers too, and a stage knows only its own."""
         return {} if self._of_all or has_names else {str(at): name for at, name in enumerate(self._listed)}
 
     def _match_state(

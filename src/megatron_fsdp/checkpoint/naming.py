@@ -106,13 +106,8 @@ def _leaves(state: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, 
 class PipelinePlace:
     """The position of a rank in a pipeline; its model has it as `pipeline_place`.
 
-    Attributes:
-        index: Of the rank in the pipeline.
-        size: Ranks of the pipeline.
-        number: Of the pipeline among all of them: the same on its ranks, another one in every other.
-        names: Of all parameters and buffers of all ranks of the pipeline.
-        copies: Name here of a parameter that repeats one of another rank -> name of that one. Both are equal at all
-            times, so the state of the optimizer is saved once, under the second name, and loaded into both.
+    `number` is the pipeline's own, `names` are those of all its ranks. `copies` is from the name here of a parameter
+    that repeats one of another rank to that one's: both are equal at all times, and their state is saved once.
     """
 
     index: int
@@ -216,7 +211,7 @@ def saved_name(model: nn.Module, name: str) -> str:
 def unwrapped(
     stored: Collection[str], known: Callable[[str], bool], first_guess: int = 0
 ) -> tuple[dict[str, str], int]:
-    """Strip the prefixes of wrappers: as many `module.` as fit the known names best.
+    """Strip as many `module.` as fit the known names best.
 
     Returns:
         Stored name by the name without prefixes, and how many were taken.

@@ -57,8 +57,7 @@ def replace_text(target: Path, text: str) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """Make a folder under a temporary name beside `target`, and rename it when the block ends well.
 
-    Whatever goes wrong, nothing of it is left; a process that is killed leaves the hidden temporary folder, never a
-    part of the target.
+    Else nothing of it is left; a process that is killed leaves the hidden folder, never a part of the target.
     """
     require_apart(target)
     temporary = _begin(target)
@@ -71,11 +70,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_shared_folder(target: Path, sizes: Mapping[str, int], group: dist.ProcessGroup | None) -> Iterator[Path]:
-    """Make a folder that several ranks write to, as `new_folder`; collective.
-
-    Yields:
-        The temporary folder; every rank sees it.
-    """
+    """Make a folder that several ranks write to, as `new_folder`, and yield its temporary name; collective."""
     target = target.absolute()  # "." has no name of its own
     temporary = decided_by_first(lambda: _begin(target), f"saving to {target}", group)
 

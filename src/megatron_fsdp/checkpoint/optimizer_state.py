@@ -94,11 +94,7 @@ def _require_no_local_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def blank_slot(param: torch.Tensor, slot: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Make an uninitialised state tensor for a parameter; "step" is never sharded.
-
-    Returns:
-        Cut as the parameter where it has its shape, else whole.
-    """
+    """Make an uninitialised state tensor, cut as its parameter where it has that shape; "step" is never sharded."""
     if isinstance(param, DTensor) and slot != "step" and tuple(shape) == tuple(param.shape):
         if isinstance(param, UnevenDTensor):
             local = torch.empty_like(param._local_tensor, dtype=dtype, requires_grad=False)

@@ -87,11 +87,7 @@ def collect(place: LogicalRank, device: torch.device) -> dict[str, Any]:
 
 
 def prepare(found: Mapping[str, Any], place: LogicalRank, device: torch.device) -> tuple[Callable[[], None], str]:
-    """Prepare to set this rank's generators; states are tested on separate ones, and nothing is set yet.
-
-    Returns:
-        What sets the generators, and what it does, for the report.
-    """
+    """Test states on separate generators; return what sets this rank's, and what that does, for the report."""
     topology = found.get(f"{RNG}.topology")
     if topology == place.topology:
         states = _states_of(found.get(f"{RNG}.{place.key}.states"), place.key)

@@ -153,10 +153,7 @@ _AS_USUAL = (
 
 
 class Opaque:
-    """What is left of an object whose class belongs to a package that is not imported: its name and its data.
-
-    These are what it was made with, what was set on it, and the elements of a kind of list or dict.
-    """
+    """What is left of an object whose package is not imported: its name, arguments, state, and elements if any."""
 
     qualified_name = "unknown"
     arguments: tuple[Any, ...]
@@ -189,14 +186,10 @@ class Operations(dict[int, Callable[[Any], None]]):
 class RestrictedUnpickler(pickle._Unpickler):
     """An unpickler that knows a table of names and no others, fills objects of data only, and counts what it makes.
 
-    Python's own in C would also set attributes of classes, and reach back into what other pickles have registered. Most
-    operations take a byte and make one small object. Those that can do more with a byte (copy what was read before,
-    hash keys) are counted by a `ReadingBudget`; and so is the result, as a tree, with shared parts as often as they are
-    met: whoever walks through it afterwards need not fear that it has no end.
-
-    Args:
-        raw: Of one pickle.
-        where: Names the file in messages.
+    Python's own in C would also set attributes of classes, and reach back into what other pickles have registered.
+    Operations that can do more with a byte than make one small object (copy what was read before, hash keys) are
+    counted by a `ReadingBudget`, and so is the result as a tree, with shared parts as often as they are met: whoever
+    walks through it afterwards need not fear that it has no end.
     """
 
     stack: list[Any]

@@ -112,14 +112,10 @@ class SealingPlanner(DefaultSavePlanner):
 
 
 class SealingWriter(FileSystemWriter):
-    """torch's writer, which also writes the manifest, just before the metadata.
+    """torch's writer, which also writes the manifest (from its planner's `seal`), just before the metadata.
 
-    torch's keeps every tensor that it had to copy (and that is every view of a flat buffer) until the file is done;
-    here one tensor is held at a time. Its planner keeps a `Seal` as `seal`.
-
-    Args:
-        folder: Where to write.
-        progress: Told the bytes of tensors that this rank has written, after each item.
+    One tensor is held at a time: torch's keeps every one that it had to copy, each view of a flat buffer, to the end.
+    `progress` is told the bytes of tensors that this rank has written, after each item.
     """
 
     def __init__(self, folder: Path, progress: Callable[[int], None] | None = None) -> None:
@@ -289,9 +285,6 @@ def write_sources(
         group: The ranks; None: all.
         progress: As of `SealingWriter`.
         is_alone: Write from this process alone, whether or not there are others.
-
-    Raises:
-        CheckpointError: The disk is full or cannot be written, or reading a source fails; the same on every rank.
     """
     write_planned({}, SealingWriter(folder, progress), _SourcePlanner(sources, paths), group, is_alone=is_alone)
 

@@ -110,10 +110,7 @@ class RunFolder:
         return sorted(number for number in numbers if number is not None)
 
     def find(self, iteration: int) -> Path | None:
-        """Return the whole checkpoint of an iteration; None if there is none.
-
-        A process that was killed while it replaced a checkpoint may have left the old one under its hidden name.
-        """
+        """Return the whole checkpoint of an iteration, or the old one that a killed process was about to replace."""
         published = self.path_of(iteration)
         if is_whole(published):
             return published
@@ -212,10 +209,7 @@ class RunFolder:
 
 
 def locate(path: str | Path) -> Path:
-    """Return the folder of one checkpoint: `path` itself, or the latest one in the folder of a run.
-
-    What is neither is returned as it is: opening it says what is wrong with it.
-    """
+    """Return the folder of one checkpoint: `path`, or the latest of a run; opening it says what is wrong with it."""
     run = RunFolder(Path(path))
     is_run = run.root.is_dir() and ((run.root / POINTER).exists() or run.iterations())
     return run.resolve_or_itself() if is_run else run.root
@@ -274,13 +268,10 @@ class FileOps:
 
 
 def claim(path: Path, held: ExitStack) -> bool:
-    """Lock a file or folder until `held` ends, or the process, however that ends.
+    """Lock a file or folder until `held` ends, or the process, however that ends; False where another one has it.
 
-    If the file system has no locks, or nothing can be opened, every claim succeeds. On NFS a lock of a file holds for
-    all machines, that of a folder for this one.
-
-    Returns:
-        False where another process, or another call in this one, has it.
+    Without locks in the file system, or where nothing can be opened, every claim succeeds. On NFS a lock of a file
+    holds for all machines, that of a folder for this one.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -298,10 +289,9 @@ def claim(path: Path, held: ExitStack) -> bool:
 
 
 def to_prune(iterations: Iterable[int], pointed: int, keep_last: int | None) -> list[int]:
-    """Return the iterations to delete, oldest first.
+    """Return the iterations to delete, oldest first: all but the `keep_last` newest up to the one pointed to.
 
-    Kept are the `keep_last` newest up to the one pointed to. What is newer than that belongs to a run that was given
-    up for an earlier checkpoint; it is left to the user.
+    What is newer belongs to a run that was given up for an earlier checkpoint; it is left to the user.
     """
     if keep_last is None:
         return []
@@ -340,7 +330,7 @@ class Publisher:
     def publish(self, staging: Path, iteration: int, keep_last: int | None) -> None:
         """Rename a written folder, point the pointer to it, and delete what is not kept.
 
-        An error before the pointer has moved undoes all of it. Afterwards it is a warning, but for the last step that
+        An error before the pointer has moved undoes all of it; a later one is a warning, but for the last step that
         makes the move survive a power failure.
         """
         if not is_whole(staging):
@@ -387,9 +377,8 @@ class Publisher:
     def _clear_leftovers(self) -> set[int]:
         """Remove leftovers of killed processes; what a living one has claimed stays.
 
-        Returns:
-            Iterations that were renamed by a process that was killed before it could move the pointer. A run that
-            resumes from the pointer reaches them again, and may replace them.
+        Return the iterations that were renamed by one that could not move the pointer any more: a run that resumes from
+        the pointer reaches them again, and may replace them.
         """
         never_pointed_to: set[int] = set()
         for entry in self.folder.hidden():
@@ -452,22 +441,13 @@ def _warning_of(what: str) -> Iterator[None]:
 
 
 class CheckpointStore:
-    """The folder of a run, in Megatron's convention, shared by all ranks.
-
-        <root>/latest_checkpointed_iteration.txt      the iteration to resume from
-        <root>/iter_0000010/                          a checkpoint
+    """The folder of a run, in Megatron's convention, shared by the ranks of a group (None: all, or this process alone).
 
     A folder counts as a checkpoint when it has its published name and holds `.metadata`. All methods but `path_of` are
-    collective over the group, and give the same on every rank: rank 0 looks, since a shared file system may show ranks
-    different things for a while. They work without torch.distributed, too. One save at a time.
+    collective, and give the same on every rank: rank 0 looks, since a shared file system may show ranks different
+    things for a while. They work without torch.distributed, too. One save at a time.
 
-    Attributes:
-        root: The folder of the run; made by the first save.
-        keep_last: How many checkpoints to keep, up to the one that the pointer names; None: all.
-        group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
-
-    Raises:
-        ConfigurationError: `keep_last` is no whole number from 1.
+    `keep_last` says how many checkpoints to keep, up to the one that the pointer names; None: all.
     """
 
     def __init__(
@@ -527,19 +507,10 @@ class CheckpointStore:
     def write(self, iteration: int, writer: Writer, *, overwrite: bool = False) -> Path:
         """Save a whole checkpoint, or nothing; collective.
 
-        Every rank calls the writer with the same hidden folder, in which some rank has to leave `.metadata`. Then the
-        files are forced to the disk, the folder gets its name, the pointer moves to it, and old checkpoints go
-        (docs/checkpoints.md says what a kill at any moment leaves). A file in the cache of another machine
-        can be forced out by that machine only: a writer for several machines syncs its own files, as torch's
-        `FileSystemWriter` does.
-
-        Args:
-            iteration: From 0.
-            writer: What it raises on some ranks only must not leave others waiting in a collective of its own.
-            overwrite: Whether a checkpoint of this iteration may be replaced.
-
-        Returns:
-            The folder of the checkpoint.
+        Every rank calls the writer with the same hidden folder, in which some rank has to leave `.metadata`; what it
+        raises on some ranks must not leave others waiting in a collective of its own. Then the files are forced to the
+        disk (those in the cache of another machine only that one can: its writer has to), the folder gets its name, the
+        pointer moves to it, and old checkpoints go (docs/checkpoints.md says what a kill at any moment leaves).
 
         Raises:
             CheckpointError: A rank has met an error, the ranks share no file system, or the iteration exists; the same

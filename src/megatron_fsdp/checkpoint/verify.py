@@ -48,30 +48,36 @@ def _share_of(folder: CheckpointFolder, rank: int, ranks: int, without: Collecti
     return [keys[at] for at in share_out([sizes[key] for key in keys], rank, ranks)]
 
 
-def _content_problems(folder: CheckpointFolder, manifest: Manifest, keys: Collection[str]) -> dict[str, str]:
-    """Read tensors and objects of which metadata and manifest say the same, and describe what is wrong with them."""
-    if manifest.checksum_name != checksum.NAME:
-        raise CheckpointError(
-            f"{folder.path}: the manifest has checksums of kind {manifest.checksum_name!r}, and this version knows "
-            f"{checksum.NAME!r}; use the version that wrote it"
-        )
+def _content_problems(
+    folder: CheckpointFolder, manifest: Manifest, keys: Collection[str], *, thorough: bool = False
+) -> dict[str, str]:
+    """Read tensors and objects, and describe what is wrong with them; what the manifest lacks is only read.
+
+    `thorough` compares the CRC-32s that torch stored too, which name the chunk, and reads objects as data.
+    """
     found: dict[str, str] = {}
     sums: dict[str, int] = {}
     with folder.kept_open():
         for key, index in _in_order_of_files(folder, keys):
             try:
                 if key in folder.objects:
-                    if hashlib.sha256(folder.read_bytes(key)).hexdigest() != manifest.objects[key]:
+                    raw = folder.read_bytes(key)
+                    if key in manifest.objects and hashlib.sha256(raw).hexdigest() != manifest.objects[key]:
                         found[key] = "holds other bytes than were saved"
+                    if thorough:
+                        folder.read_object(key)
                 elif key not in found:
-                    entry, values = folder.tensors[key], folder.read_chunk(key, index)
+                    entry, values = folder.tensors[key], folder.read_chunk(key, index, check=thorough)
                     box = entry.chunks[index].box
-                    sums[key] = combine([sums.get(key, 0), checksum_box(values, box.offsets, entry.shape)])
+                    with reading(key):
+                        sums[key] = combine([sums.get(key, 0), checksum_box(values, box.offsets, entry.shape)])
             except CheckpointError as error:
                 found[key] = f"cannot be read: {error}"
     for key in keys:
         if key in manifest.tensors and f"{sums.get(key, 0):016x}" != manifest.tensors[key].checksum:
-            found.setdefault(key, "holds other values than were saved")
+            where = ", ".join(sorted({chunk.span.file for chunk in folder.tensors[key].chunks}))
+            told = f" (as it was written, so another one stands in its place in {where})" if thorough else ""
+            found.setdefault(key, f"holds other values than were saved{told}")
     return found
 
 
@@ -89,6 +95,11 @@ def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Coll
     """Verify this rank's share of a checkpoint, whose names were compared when it was opened; say what was done."""
     if folder.manifest is None:
         raise CheckpointError(f"{folder.path} has no manifest to compare with; load it without verify=True")
+    if folder.manifest.checksum_name != checksum.NAME:
+        raise CheckpointError(
+            f"{folder.path}: the manifest has checksums of kind {folder.manifest.checksum_name!r}, and this version "
+            f"knows {checksum.NAME!r}; use the version that wrote it"
+        )
     problems = _content_problems(folder, folder.manifest, _share_of(folder, rank, ranks, without))
     if problems:
         told = [f"{key} {problem}" for key, problem in list(problems.items())[:_SHOWN_IN_ERROR]]
@@ -113,17 +124,10 @@ class Finding:
 
 @dataclass
 class VerifyReport:
-    """The findings of a verification, by kind.
+    """The findings of a verification of `folder`.
 
-    Attributes:
-        folder: The checkpoint.
-        tensors: How many tensors it holds.
-        objects: How many objects.
-        nbytes: Bytes of tensors and objects that were read.
-        damaged: Entries that are there and wrong.
-        missing: Entries that should be there and are not.
-        unexpected: Tensors and objects that the manifest does not have, and files that belong to nothing.
-        unverified: Entries that were not compared with anything, whether or not they were read.
+    `damaged` are entries that are there and wrong, `unexpected` tensors and objects that the manifest does not have,
+    and files that belong to nothing, `unverified` what was not compared with anything; `nbytes` is what was read.
     """
 
     folder: str
@@ -178,7 +182,11 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give the folder of one checkpoint")
     report = VerifyReport(str(path))
-    sealed = _read_manifest(path, report)
+    sealed = None
+    try:
+        sealed = Manifest.read(path)
+    except CheckpointError as error:
+        report.damaged.append(Finding("file", manifest.FILE_NAME, str(error)))
     if not (path / METADATA).exists():
         report.missing.append(Finding("file", METADATA, "without it nothing can be read, and saving did not finish"))
         return report
@@ -188,28 +196,29 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
         report.damaged.append(Finding("file", METADATA, str(error)))
         return report
     report.tensors, report.objects = len(opened.tensors), len(opened.objects)
-    problems = opened.file_problems()
-    _check_files(opened, problems, report)
-    damaged = set() if sealed is None else _compare_descriptions(opened, sealed, report)
-    for key in [*opened.tensors, *opened.objects]:
-        if key in damaged:
-            continue
-        state, reason = _check(opened, key, sealed, problems, deep)
-        if state != "fine":
-            found = Finding("tensor" if key in opened.tensors else "object", key, reason)
-            (report.damaged if state == "damaged" else report.unverified).append(found)
+    files = opened.file_problems()
+    _check_files(opened, files, report)
+    keys = dict.fromkeys([*opened.tensors, *opened.objects])
+    for key in _compare_descriptions(opened, sealed, report) if sealed is not None else ():
+        del keys[key]
+    problems: dict[str, str] = {}
+    for key, span in opened.spans():
+        if key in keys and span.file in files:
+            problems[key] = f"{span.file} {files[span.file]}"
     if deep:
+        same_kind = sealed if sealed is not None and sealed.checksum_name == checksum.NAME else Manifest({}, {})
+        rest = [key for key in keys if key not in problems]
+        problems |= _content_problems(opened, same_kind, rest, thorough=True)
         report.nbytes = sum(entry.nbytes for entry in opened.tensors.values())
         report.nbytes += sum(entry.span.length for entry in opened.objects.values())
+    for key in keys:
+        unsure = _why_unverified(sealed, key) if deep else NOT_READ
+        kind: Literal["tensor", "object"] = "tensor" if key in opened.tensors else "object"
+        if key in problems:
+            report.damaged.append(Finding(kind, key, problems[key]))
+        elif unsure is not None:
+            report.unverified.append(Finding(kind, key, unsure))
     return report
-
-
-def _read_manifest(path: Path, report: VerifyReport) -> Manifest | None:
-    try:
-        return Manifest.read(path)
-    except CheckpointError as error:
-        report.damaged.append(Finding("file", manifest.FILE_NAME, str(error)))
-        return None
 
 
 def _check_files(opened: CheckpointFolder, problems: Mapping[str, str], report: VerifyReport) -> None:
@@ -252,42 +261,6 @@ def _compare_descriptions(opened: CheckpointFolder, sealed: Manifest, report: Ve
             report.damaged.append(found)
             in_both.add(key)
     return in_both
-
-
-def _check(
-    opened: CheckpointFolder, key: str, sealed: Manifest | None, file_problems: Mapping[str, str], deep: bool
-) -> tuple[Literal["fine", "damaged", "unverified"], str]:
-    """Read one tensor or object and compare it with the manifest or stored CRCs, if there are any."""
-    chunks = opened.tensors[key].chunks if key in opened.tensors else [opened.objects[key]]
-    files = dict.fromkeys(chunk.span.file for chunk in chunks)
-    damage = [f"{name} {file_problems[name]}" for name in files if name in file_problems]
-    if damage or not deep:
-        return ("damaged", "; ".join(damage)) if damage else ("unverified", NOT_READ)
-    problem, unsure = None, _why_unverified(sealed, key)
-    if sealed is not None and unsure is None:
-        with reading(key):
-            problem = _content_problems(opened, sealed, [key]).get(key)
-        if problem is None and key in opened.tensors:
-            return "fine", ""
-    unread = _unreadable_parts(opened, key)
-    if problem is None and not unread:
-        return ("fine", "") if unsure is None else ("unverified", unsure)
-    places = "; ".join(unread[:4]) or f"as it was written, so another one stands in its place in {', '.join(files)}"
-    return "damaged", places if problem is None else f"{problem} ({places})"
-
-
-def _unreadable_parts(opened: CheckpointFolder, key: str) -> list[str]:
-    """Describe what cannot be read of a key, or does not match the CRC-32 that torch stored with it."""
-    told = []
-    for index in range(len(opened.tensors[key].chunks) if key in opened.tensors else 1):
-        try:
-            if key in opened.tensors:
-                opened.read_chunk(key, index, check=True)
-            else:
-                opened.read_object(key)
-        except CheckpointError as error:
-            told.append(str(error))
-    return told
 
 
 def _why_unverified(sealed: Manifest | None, key: str) -> str | None:

@@ -1,11 +1,26 @@
-"""Which group a parameter belongs to and which MLPs are gated: answers, and refusals where there is none."""
+"""Which group a parameter belongs to, by rule or by a map, and which MLPs are gated; refusals where nothing says it."""
+
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from megatron_fsdp.checkpoint.convert.groups import Parameter, assign
+from megatron_fsdp.checkpoint.convert.groups import (
+    Parameter,
+    assign,
+    dump_param_to_param_group_map,
+    export_group_map_json,
+    read_group_map,
+    read_group_map_json,
+)
+from megatron_fsdp.checkpoint.convert.groups import group_map as map_of
 from megatron_fsdp.checkpoint.convert.names import canonical_name, decide_gating, parse_object_key, pieces
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, Prefixes
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from tests.conftest import RunRanks
 from tests.support.torch_dist.common import group_map, make_group, param_groups
 from tests.support.torch_dist.gpt import GptSpec, buffers_of, parameter_shapes
 
@@ -160,10 +175,9 @@ def test_prefixes_follow_the_wrappers() -> None:
 
 
 def test_names_of_objects_and_wrapped_parameters() -> None:
-    found = parse_object_key("rng_state/shard_0.1_1.2")
-    assert found is not None
-    assert (found.key, found.cell, found.grid) == ("rng_state", (0, 1), (1, 2))
-    assert parse_object_key("args") is None
+    assert parse_object_key("rng_state/shard_0.1_1.2") == ("rng_state", False)
+    assert parse_object_key("rng_state/shard_0.0_1.1") == ("rng_state", True)
+    assert parse_object_key("args") == ("", False)
     assert canonical_name("module.module.a.experts.local_experts.3.linear_fc1.bias") == "a.experts.linear_fc1.bias3"
 
 
@@ -188,3 +202,105 @@ def test_parameters_without_state_need_no_group(how: str) -> None:
     written = group_map(GptSpec()) if how == "map" else None
     found = assign([*parameters(GptSpec()), frozen], param_groups(GptSpec()), how, written).group_of
     assert found == group_map(GptSpec())
+
+
+# ---- the map that a run has dumped -----------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+
+
+def test_groups_count_on_from_one_optimizer_to_the_next() -> None:
+    model = two_layers()
+    first = torch.optim.SGD([{"params": [model[0].weight]}, {"params": [model[0].bias]}], lr=0.1)
+    second = torch.optim.Adam([model[1].weight])
+    assert map_of(model, [first, second]) == {"0.weight": 0, "0.bias": 1, "1.weight": 2}
+    assert map_of(model, second) == {"1.weight": 0}
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"holds 3 parameters that are not the model's"):
+        map_of(two_layers(), torch.optim.SGD(two_layers().parameters(), lr=0.1))
+
+
+def dump_experts(folder: str, first_group: int) -> str:
+    """Each rank has one expert, which it calls 0."""
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2, bias=False)]), "norm": nn.LayerNorm(2)})
+    groups = [{"params": model["norm"].parameters()}, {"params": model["experts"].parameters()}]
+    optimizer = torch.optim.SGD(groups if dist.get_rank() == 0 or not first_group else groups[::-1], lr=0.1)
+    rank = dist.get_rank()
+    try:
+        dump_param_to_param_group_map(
+            model, optimizer, folder, global_name=lambda name: name.replace("experts.0.", f"experts.{rank}.")
+        )
+    except CheckpointError as error:
+        return str(error)
+    return "dumped"
+
+
+def test_ranks_with_other_experts_dump_all_of_them(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(2, dump_experts, str(tmp_path / "map"), 0) == ["dumped"] * 2
+    expected = {"experts.0.weight": 1, "experts.1.weight": 1, "norm.weight": 0, "norm.bias": 0}
+    assert read_group_map(tmp_path / "map") == expected
+
+
+def test_ranks_that_disagree_are_refused_on_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(2, dump_experts, str(tmp_path / "map"), 1)
+    assert first == second
+    assert "ranks put norm.weight, norm.bias into different parameter groups" in first
+    assert not (tmp_path / "map").exists()
+
+
+def test_indices_that_are_tensors_are_numbers(tmp_path: Path) -> None:
+    save_alone({"module.module.w": torch.tensor(3), "module.module.b": 0}, checkpoint_id=tmp_path)
+    assert read_group_map_json(export_group_map_json(tmp_path)) == {"model.module.w": 3, "model.module.b": 0}
+
+
+def test_a_full_disk_leaves_the_old_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_alone({"module.w": 2}, checkpoint_id=tmp_path / "map")
+    (tmp_path / "out").mkdir()
+    path = export_group_map_json(tmp_path / "map", tmp_path / "out" / "m.json")
+    before = path.read_bytes()
+
+    def write_a_part(self: Path, text: str, **_: object) -> None:
+        self.write_bytes(text[:3].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_a_part)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export_group_map_json(tmp_path / "map", path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"w": torch.zeros(3)}, r"holds tensors \(w\)"),
+        ({"w": -1}, "count from 0: w: -1"),
+        ({"w": "one"}, "count from 0: w: 'one'"),
+        ({"w": True}, "count from 0: w: True"),
+    ],
+)
+def test_a_checkpoint_that_is_no_map_is_refused(tmp_path: Path, content: dict[str, object], message: str) -> None:
+    save_alone(content, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        export_group_map_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 200_000, "cannot read the map of parameter groups from .*map.json"),
+        ('{"a": 1, "b": 0, "a": 0}', "cannot read the map .*map.json: names that stand there twice: a"),
+        ("[1]", "a JSON list"),
+        ("{", "cannot read the map"),
+        ('{"w": 1.5}', "w: 1.5"),
+        ('{"w": -2}', "w: -2"),
+    ],
+)
+def test_json_that_is_no_map_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "map.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_group_map_json(tmp_path / "map.json")

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_fsdp.checkpoint.convert.convert import convert
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.errors import CheckpointError
 from tests.support.parity import assert_equal_tensors
 from tests.support.torch_dist.common import group_map
 from tests.support.torch_dist.expected import expected_tensors, split_halves
@@ -35,38 +34,31 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return {key: folder.read_tensor(key) for key in folder.tensors if not key.startswith("rng_state")}
 
 
-@pytest.mark.full(
-    short=["G1-tp2-mla", "G1-tp2-mtp", "G1-tp2-tied", "G1-tp2-tower", "G2-tp1-dense_swiglu", "G3-tp2-homogeneous_moe"]
-)
+WRITTEN = {
+    "G1-tp2": WriteOptions(generation=1, tp=2),
+    "G2-tp1": WriteOptions(generation=2),
+    "G3-tp2": WriteOptions(generation=3, tp=2),
+    "fp32-G1": WriteOptions(kind="plain", generation=1, tp=2),
+    "fp32-G3": WriteOptions(kind="plain", tp=2),
+    "singleton": WriteOptions(singleton=True, one_chunk=True),  # layers and experts keep their index
+    "chained-G1": WriteOptions(chained_prefix=True, generation=1),
+    "chained-G2": WriteOptions(chained_prefix=True, generation=2),
+}
+SHORT = "G1-tp2-mla G1-tp2-mtp G1-tp2-tied G1-tp2-tower G2-tp1-dense_swiglu G3-tp2-homogeneous_moe fp32-G1-other_moe"
+SHORT += " singleton-dense_swiglu singleton-other_moe singleton-mtp chained-G2-other_moe"
+
+
+@pytest.mark.full(short=SHORT.split())
 @pytest.mark.parametrize("model", sorted(MODELS))
-@pytest.mark.parametrize("written", [(1, 2), (2, 1), (3, 2)], ids=lambda w: f"G{w[0]}-tp{w[1]}")
+@pytest.mark.parametrize("written", WRITTEN)
 def test_every_generation_and_grid_of_every_model_converts_to_the_truth(
-    tmp_path: Path, model: str, written: tuple[int, int]
+    tmp_path: Path, model: str, written: str
 ) -> None:
-    truth = make_truth(MODELS[model])
-    options = WriteOptions(generation=written[0], tp=written[1])
+    truth, options = make_truth(MODELS[model]), WRITTEN[written]
     report = convert(write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "out")
-    assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth))
+    wrappers = TWO_WRAPPERS if options.kind == "plain" else THREE_WRAPPERS
+    assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth, wrappers))
     assert report.written
-
-
-@pytest.mark.full(short=["1-other_moe"])
-@pytest.mark.parametrize("model", ["dense_swiglu", "other_moe", "mla"])
-@pytest.mark.parametrize("generation", [1, 2, 3])
-def test_a_plain_fp32_optimizer_converts_with_one_wrapper_less(tmp_path: Path, model: str, generation: int) -> None:
-    truth = make_truth(MODELS[model])
-    options = WriteOptions(kind="plain", generation=generation, tp=2)
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "out")
-    assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth, TWO_WRAPPERS))
-
-
-@pytest.mark.full(short=["dense_swiglu", "other_moe", "mtp"])
-@pytest.mark.parametrize("model", sorted(MODELS))
-def test_layers_and_experts_that_keep_their_index_convert_to_the_same(tmp_path: Path, model: str) -> None:
-    truth = make_truth(MODELS[model])
-    options = WriteOptions(singleton=True, one_chunk=True)
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "out")
-    assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth))
 
 
 def test_halves_that_are_apart_in_the_source_have_the_group_of_their_parameter(tmp_path: Path) -> None:
@@ -96,21 +88,6 @@ def test_weights_only_takes_the_masters_where_there_are_some(tmp_path: Path) -> 
     convert(write_torch_dist(tmp_path / "iter_0000007", truth), tmp_path / "out", ConvertOptions(weights_only=True))
     weights = {f"model.module.{k}": v for k, v in split_halves(truth.masters, True).items()}
     assert_equal_tensors(tensors_of(tmp_path / "out"), weights)
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("generation", [1, 2, 3])
-def test_chained_prefixes_of_old_checkpoints_are_understood(tmp_path: Path, generation: int) -> None:
-    truth = make_truth(MODELS["other_moe"])
-    options = WriteOptions(chained_prefix=True, generation=generation)
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth, options), tmp_path / "out")
-    assert_equal_tensors(tensors_of(tmp_path / "out"), expected_tensors(truth))
-
-
-def test_a_padded_vocabulary_stays_padded(tmp_path: Path) -> None:
-    truth = make_truth(GptSpec(vocabulary=128))
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth, WriteOptions(tp=2)), tmp_path / "out")
-    assert tensors_of(tmp_path / "out")["model.module.embedding.word_embeddings.weight"].shape == (128, 8)
 
 
 def test_momentum_of_sgd_converts(tmp_path: Path) -> None:
@@ -150,27 +127,3 @@ def test_masters_may_be_left_behind(tmp_path: Path) -> None:
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, truth.masters["output_layer.weight"].bfloat16())
     assert any("--masters model" in note for note in report.plan.notes)
-
-
-def test_prefixes_may_be_chosen(tmp_path: Path) -> None:
-    truth = make_truth(MODELS["dense_swiglu"])
-    options = ConvertOptions(model_prefix="model", optimizer_prefix="optimizer.state", group_prefix="groups.of")
-    convert(write_torch_dist(tmp_path / "iter_0000007", truth), tmp_path / "out", options)
-    folder = CheckpointFolder(tmp_path / "out")
-    assert "model.output_layer.weight" in folder.tensors
-    assert "optimizer.state.output_layer.weight.exp_avg" in folder.tensors
-    assert "groups.of.output_layer.weight.lr" in folder.objects
-
-
-def test_unknown_keys_are_an_error_that_lists_them(tmp_path: Path) -> None:
-    def add(tensors: dict[str, Any]) -> None:
-        some = next(iter(tensors.values()))
-        tensors["optimizer.state.exp_avg.no.such.weight"] = some
-        tensors["optimizer.something_new"] = some
-
-    source = write_torch_dist(
-        tmp_path / "iter_0000007", make_truth(MODELS["dense_swiglu"]), WriteOptions(change_tensors=add)
-    )
-    with pytest.raises(CheckpointError, match=r"optimizer\.something_new, optimizer\.state\.exp_avg\.no\.such\.weight"):
-        convert(source, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"]

@@ -7,20 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_fsdp.checkpoint.convert.convert import Cells, read_true_box
 from megatron_fsdp.checkpoint.convert.plan import (
     CommonState,
+    Content,
     ConversionPlan,
     ConvertOptions,
     Entry,
     Move,
-    Source,
     make_plan,
 )
-from megatron_fsdp.checkpoint.convert.source import Cells, read_true_box
 from tests.support.torch_dist.common import common_state, make_args, optimizer_state, param_groups
 from tests.support.torch_dist.expected import expected_tensors, stored_tensors
 from tests.support.torch_dist.gpt import GptSpec, Truth, make_truth
-from tests.support.torch_dist.layout import boxes_of_grid, flattened_cells
+from tests.support.torch_dist.layout import flattened_cells
 
 
 @st.composite
@@ -50,7 +50,7 @@ def plan_of(truth: Truth, options: ConvertOptions, *, says_swiglu: bool, singlet
     args = make_args(truth.spec, True, says_swiglu, {"AttnBackend": type("E", (), {"auto": 5})})
     tree = common_state(args, optimizer_state(param_groups(truth.spec), "fully_reshardable"), "fully_reshardable")
     entries = [Entry(key, tuple(tensor.shape), tensor.dtype) for key, tensor in stored.items()]
-    return make_plan(Source(entries, ["common_state/shard_0_1"], CommonState.of(tree)), options)
+    return make_plan(Content(entries, ["common_state/shard_0_1"], CommonState.of(tree)), options)
 
 
 def pick(move: Move, tensor: Tensor) -> Tensor:
@@ -123,13 +123,3 @@ def test_any_box_of_flattened_cells_is_read_element_by_element_once(
     wanted = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
     assert torch.equal(found, wanted)
     assert read == wanted.numel()
-
-
-@given(cut_tensors())
-def test_flattened_cells_are_chunks_that_cover_the_stored_tensor(
-    case: tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]],
-) -> None:
-    tensor, grid, _, _ = case
-    stored = flattened_cells(tensor, grid, dp=3)
-    assert sum(box.numel for box in stored.boxes) == stored.tensor.numel() == tensor.numel()
-    assert sum(box.numel for box in boxes_of_grid(tuple(tensor.shape), grid)) == tensor.numel()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.checkpoint.convert.convert import convert
+from megatron_fsdp.checkpoint.convert.convert import Cells, TorchDistSource, convert
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions, make_plan
-from megatron_fsdp.checkpoint.convert.source import Cells, TorchDistSource
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
 from tests.support.torch_dist.gpt import GptSpec, make_truth
@@ -51,9 +50,12 @@ def test_masters_of_another_shape_than_their_weight(tmp_path: Path) -> None:
 
 
 def test_optimizer_state_of_an_unknown_kind_stops_all_but_the_weights(tmp_path: Path) -> None:
+    unknown = dict.fromkeys(("optimizer.new_kind.w", "optimizer.state.exp_avg.no.such"), whole(torch.zeros(3)))
+    written = changed(lambda tensors: tensors.update(unknown))
+    assert "does not know: optimizer.new_kind.w, optimizer.state.exp_avg.no.such" in refused(tmp_path, written)
     written = changed(lambda tensors: tensors.update({"optimizer.new_kind.w": whole(torch.zeros(3))}))
-    assert "does not know: optimizer.new_kind.w" in refused(tmp_path, written)
-    report = convert(tmp_path / "iter_0000007", tmp_path / "out", ConvertOptions(weights_only=True))
+    source = write_torch_dist(tmp_path / "other" / "iter_0000007", make_truth(SPEC), written)
+    report = convert(source, tmp_path / "out", ConvertOptions(weights_only=True))
     assert [item.why for item in report.plan.dropped if item.key == "optimizer.new_kind.w"] == ["--weights-only"]
 
 
@@ -66,25 +68,6 @@ def test_a_layer_that_is_there_twice(tmp_path: Path) -> None:
 def test_parameter_groups_that_are_none(tmp_path: Path) -> None:
     message = refused(tmp_path, common_changed(lambda common: common["optimizer"]["optimizer"].update(param_groups=7)))
     assert "param_groups are not a list of dicts" in message
-
-
-def test_fewer_groups_than_the_map_names(tmp_path: Path) -> None:
-    options = ConvertOptions(param_to_group={"model.module.output_layer.weight": 5})
-    assert "groups that the checkpoint lacks (it has 2)" in refused(tmp_path, WriteOptions(), options)
-
-
-def test_a_rule_that_the_groups_do_not_follow(tmp_path: Path) -> None:
-    def decay_everything(common: dict[str, Any]) -> None:
-        for group in common["optimizer"]["optimizer"]["param_groups"]:
-            group["wd_mult"] = 1.0
-
-    assert "give --param-to-param-group-map-json" in refused(tmp_path, common_changed(decay_everything))
-
-
-def test_swiglu_all_of_a_plain_mlp(tmp_path: Path) -> None:
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(GptSpec(swiglu=False)))
-    with pytest.raises(CheckpointError, match=r"it is not gated; use --swiglu auto"):
-        convert(source, tmp_path / "out", ConvertOptions(swiglu="all"))
 
 
 @pytest.mark.parametrize("marker", ["{", "[]", json.dumps({"sharded_backend": "zarr"})])

@@ -1,6 +1,5 @@
 """Files of transformers load into sharded models: the same logits, nothing but each rank's bytes, all or nothing."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,22 +158,6 @@ def test_persistent_buffers_are_loaded_and_keys_mapped(run_ranks: RunRanks, tmp_
         assert torch.equal(found["scratch"], torch.zeros(2))
 
 
-def load_base(folder: str) -> Tensor:
-    model = build("llama")
-    model = shard(model.model)
-    load_hf(model, folder, strict=False)
-    with torch.no_grad():
-        return model(input_ids=torch.arange(6)[None]).last_hidden_state
-
-
-def test_a_base_model_takes_the_weights_of_a_model_with_a_head(run_ranks: RunRanks, tmp_path: Path) -> None:
-    save_reference(tmp_path, "llama")
-    plain = build("llama", seed=7).eval().model
-    with torch.no_grad():
-        wanted = plain(input_ids=torch.arange(6)[None]).last_hidden_state
-    assert all(torch.equal(found, wanted) for found in run_ranks(2, load_base, str(tmp_path)))
-
-
 def test_a_model_with_a_head_takes_the_weights_of_a_base_model(tmp_path: Path) -> None:
     build("gpt2", seed=7).transformer.save_pretrained(tmp_path)
     keys = load_file(tmp_path / MODEL_FILE).keys()
@@ -224,11 +207,3 @@ def test_no_more_than_a_portion_is_held(tmp_path: Path, monkeypatch: pytest.Monk
     assert max(held) <= 200
     assert sum(held) == sum(p.numel() for p in model.parameters()) * 4
     assert torch.equal(logits(model), wanted)
-
-
-def test_an_index_of_one_file_is_followed(tmp_path: Path) -> None:
-    save_reference(tmp_path, "llama")
-    (tmp_path / MODEL_FILE).rename(tmp_path / "weights.safetensors")
-    keys = load_file(tmp_path / "weights.safetensors").keys()
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(keys, "weights.safetensors")}))
-    assert load_hf(build("llama"), tmp_path).is_complete

@@ -1,6 +1,5 @@
 """Files that do not fit or cannot be read: the same error on every rank, and nothing half-loaded unsaid."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,23 +94,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(
     assert found[0].message == found[1].message
     assert [text for text in said if text not in found[0].message] == []
     assert all(refusal.unchanged for refusal in found)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_what_is_no_file_is_not_read(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    makers = (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("nowhere"))
-    for make, remove in zip(makers, (path.rmdir, path.unlink, path.unlink), strict=True):
-        make()
-        with pytest.raises(CheckpointError, match=r"is no file \(but a folder, a pipe or a link to nothing\)"):
-            load_hf(nn.Linear(1, 1), tmp_path)
-        remove()
-
-
-def test_another_model_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
-    save_reference(tmp_path, "gpt2")
-    (message,) = {refusal.message for refusal in run_ranks(2, refuse, "llama", str(tmp_path), {})}
-    assert "0 loaded, 21 missing, 28 unexpected" in message
 
 
 def test_a_folder_that_one_rank_lacks_is_refused_by_all(run_ranks: RunRanks, tmp_path: Path) -> None:

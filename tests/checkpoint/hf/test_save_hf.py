@@ -1,24 +1,31 @@
 """A sharded model is saved as transformers saves it, by several ranks, all or nothing."""
 
 import functools
+import itertools
 import json
+import math
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
+from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE
-from megatron_fsdp.checkpoint.hf.writing import write_files
+from megatron_fsdp.checkpoint.hf.saving import Cut, Held, lay_out_files, moves_of, portions_of, write_files
 from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Box, boxes_of_range
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
@@ -98,7 +105,7 @@ def save_in_small_portions(kind: str, folder: str) -> bool:
     model = shard(build(kind))
     small = functools.partial(write_files, portion_bytes=52)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.checkpoint.hf.writing.write_files", small)
+        patch.setattr("megatron_fsdp.checkpoint.hf.saving.write_files", small)
         save_hf(model, folder, max_shard_bytes=5000)
     return same_tensors(model.full_parameters(), dict(build(kind).named_parameters()))
 
@@ -266,14 +273,6 @@ def test_a_rank_that_cannot_write_stops_all_and_nothing_is_left(run_ranks: RunRa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    with pytest.raises(CheckpointError, match="is a link, which would be replaced"):
-        save_hf(nn.Linear(1, 1, dtype=torch.float32), tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-
-
 def test_a_folder_without_a_config_is_not_carried_from(run_ranks: RunRanks, tmp_path: Path) -> None:
     (message,) = set(run_ranks(2, refuse, str(tmp_path / "out"), {"carry_from": str(tmp_path / "none")}))
     assert "has no config.json" in message
@@ -326,13 +325,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_current_folder_may_be_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    save_hf(nn.Linear(2, 3), ".")
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == ["here/model.safetensors"]
-
-
 def test_weights_that_are_stored_in_another_arrangement_are_refused(tmp_path: Path) -> None:
     from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -359,8 +351,6 @@ def test_tied_weights_are_stored_once_and_loaded_from_either_name(tmp_path: Path
     assert "transformer.wte.weight" in weights
     assert "lm_head.weight" not in weights
     weights["lm_head.weight"] = weights.pop("transformer.wte.weight")
-    from safetensors.torch import save_file
-
     save_file(weights, tmp_path / "out" / MODEL_FILE, metadata={"format": "pt"})
     other = build("gpt2").eval()
     assert load_hf(other, tmp_path / "out").is_complete
@@ -377,3 +367,150 @@ def test_an_untied_model_does_not_take_a_tied_one(tmp_path: Path) -> None:
     untied = build("gpt2", tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"1 missing(.|\n)*lm_head.weight"):
         load_hf(untied, tmp_path / "out")
+
+
+# ---- wrappers --------------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A model whose only child has the name that wrappers use; with a buffer of its own, if asked for."""
+
+    def __init__(self, value: float, has_buffer: bool = True) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 3)
+        nn.init.constant_(self.module.weight, value)
+        nn.init.constant_(self.module.bias, -value)
+        if has_buffer:
+            self.register_buffer("scale", torch.full((3,), value))
+
+
+@pytest.mark.parametrize("has_buffer", [True, False])
+def test_a_child_called_module_keeps_its_name(tmp_path: Path, has_buffer: bool) -> None:
+    model = Scaled(2.0, has_buffer)
+    save_hf(model, tmp_path / "out")
+    assert same_tensors(stored(tmp_path / "out"), model.state_dict())
+    (tmp_path / "plain").mkdir()
+    save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    for folder in ("out", "plain"):
+        other = Scaled(3.0, has_buffer)
+        assert load_hf(other, tmp_path / folder).is_complete
+        assert same_tensors(other.state_dict(), model.state_dict())
+
+
+def save_and_load_sharded(folder: str) -> bool:
+    model, other = shard(Scaled(2.0)), shard(Scaled(3.0))
+    save_hf(model, folder)
+    assert load_hf(other, folder).is_complete
+    return all(
+        torch.equal(value, torch.full_like(value, -2.0 if name.endswith("bias") else 2.0))
+        for name, value in other.full_parameters().items()
+    )
+
+
+def test_our_wrapper_around_it_is_taken_off(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(2, save_and_load_sharded, str(tmp_path / "out")) == [True, True]
+    assert same_tensors(stored(tmp_path / "out"), Scaled(2.0).state_dict())
+
+
+def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
+    for call in (load_hf, save_hf):
+        with pytest.raises(ConfigurationError, match=r"model is a dict; give an nn\.Module"):
+            call({}, tmp_path)  # type: ignore[arg-type]
+
+
+# ---- plans of files: how they are laid out, shared out and filled ----------------------------------------------------
+
+
+def held(shape: tuple[int, ...], edges: list[int], dtype: torch.dtype = torch.float32) -> Held:
+    """A tensor cut at these elements, one rank after another."""
+    holders = {
+        box: (rank,)
+        for rank, (start, stop) in enumerate(itertools.pairwise(edges))
+        for box in boxes_of_range(shape, start, stop)
+    }
+    return Held(shape, dtype, holders, True)
+
+
+def dtypes_of(catalog: dict[str, Held]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in catalog.items()}
+
+
+def test_files_are_filled_in_order() -> None:
+    sizes = {"a": 4, "b": 4, "c": 3, "d": 9, "e": 1}
+    tensors = {key: FileTensor.of(key, (size,)) for key, size in sizes.items()}
+    catalog = {key: held((size,), [0, size], torch.uint8) for key, size in sizes.items()}
+
+    def keys_by_file(max_bytes: int) -> list[tuple[str, list[str]]]:
+        files = lay_out_files(tensors, dtypes_of(catalog), Cut(max_bytes, "m.safetensors"))
+        return [(file.name, [tensor.key for tensor in file.tensors]) for file in files]
+
+    assert keys_by_file(8) == [
+        ("m-00001-of-00004.safetensors", ["a", "b"]),
+        ("m-00002-of-00004.safetensors", ["c"]),
+        ("m-00003-of-00004.safetensors", ["d"]),
+        ("m-00004-of-00004.safetensors", ["e"]),
+    ]
+    assert keys_by_file(21) == [("m.safetensors", list(sizes))]
+    (empty,) = lay_out_files({}, {}, Cut(1, "m.safetensors"))
+    assert (empty.name, empty.tensors) == ("m.safetensors", ())
+
+
+def test_dtypes_are_cast_only_where_they_are_floating_point() -> None:
+    tensors = {name: FileTensor.of(name, (2,)) for name in ("w", "n")}
+    catalog = {"w": held((2,), [0, 2]), "n": held((2,), [0, 2], torch.int64)}
+    (file,) = lay_out_files(tensors, dtypes_of(catalog), Cut(100, "m.safetensors", torch.bfloat16))
+    assert {tensor.key: tensor.dtype for tensor in file.tensors} == {"w": torch.bfloat16, "n": torch.int64}
+    with Followed({"w": (2,), "n": (2,)}) as followed:
+        mixed = {"x": followed.file_tensor(torch.cat(list(followed.tensors.values())))}
+    with pytest.raises(CheckpointError, match="x would be made of tensors of several dtypes"):
+        lay_out_files(mixed, dtypes_of(catalog), Cut(100, "m.safetensors"))
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int]]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    numel = math.prod(shape)
+    edges = sorted(draw(st.lists(st.integers(0, numel), max_size=3)))
+    return shape, [0, *edges, numel]
+
+
+@given(cut_tensors(), st.integers(1, 3), st.integers(0, 2), st.integers(4, 64))
+def test_portions_are_filled_by_their_holders_once(
+    case: tuple[tuple[int, ...], list[int]], chunks: int, dim: int, max_bytes: int
+) -> None:
+    """File tensors that are pieces of a model tensor (or it whole) come out right, portion by portion."""
+    shape, edges = case
+    model = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    catalog = {"w": held(shape, edges)}
+    with Followed({"w": shape}) as followed:
+        pieces = torch.chunk(followed.tensors["w"], chunks, dim=dim % len(shape))
+    tensors = {f"k{i}": followed.file_tensor(piece) for i, piece in enumerate(pieces)}
+    (file,) = lay_out_files(tensors, dtypes_of(catalog), Cut(10_000, "m.safetensors"))
+    written: dict[str, list[torch.Tensor]] = {tensor.key: [] for tensor in file.tensors}
+    for tensor, target in portions_of([file], max_bytes):
+        assert target.numel * 4 <= max_bytes
+        values = torch.full(target.lengths, -1.0)
+        for move in moves_of(target, tensors[tensor.key], catalog, 0):
+            assert catalog["w"].holders[move.held] == (move.source,)
+            assert (values[move.place.indices] == -1).all()
+            values[move.place.indices] = model[move.box.indices].reshape(move.place.lengths)
+        written[tensor.key].append(values.view(-1))
+    for key, wanted in zip(tensors, torch.chunk(model, chunks, dim=dim % len(shape)), strict=True):
+        assert torch.equal(torch.cat(written[key]), wanted.reshape(-1))
+
+
+def test_holders_of_the_same_elements_take_turns() -> None:
+    box = Box((0,), (4,))
+    shared = Held((4,), torch.float32, {box: (1, 3)}, True)
+    assert [shared.source_of(box, writer) for writer in range(4)] == [1, 1, 1, 3]
+    whole = Held((4,), torch.float32, {box: (0, 1, 2)}, False)
+    assert [whole.source_of(box, writer) for writer in range(3)] == [0, 0, 0]
+
+
+def test_holders_far_from_a_box_are_not_looked_at() -> None:
+    tensor = held((1000, 4), [0, 2, *range(4, 4001, 4)])
+    met = dict(tensor.index.meeting(Box((500, 0), (2, 4))))
+    assert [tensor.boxes[at] for at in met] == list(met.values()) == [Box((500, 0), (1, 4)), Box((501, 0), (1, 4))]
+    assert len(list(tensor.index.candidates(Box((500, 0), (2, 4))))) == 2
+    scalar = Held((), torch.float32, {Box((), ()): (0,)}, False)
+    assert list(scalar.index.meeting(Box((), ()))) == [(0, Box((), ()))]

@@ -1,10 +1,7 @@
 """Small checkpoints of every kind, made without the tools under test wherever torch can make them."""
 
 import argparse
-import io
 import itertools
-import json
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,18 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import TensorSource, write_sources
 from megatron_fsdp.sharding.shards import Box
-
-COMMON = {
-    "args": argparse.Namespace(num_layers=2, swiglu=True, lr=0.1),
-    "checkpoint_version": 3.0,
-    "iteration": 7,
-    "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
-}
+from tests.support.torch_dist.gpt import GptSpec, make_truth
+from tests.support.torch_dist.write import WriteOptions, write_torch_dist
 
 
 def save(state: Mapping[str, Any], path: Path) -> CheckpointFolder:
@@ -86,52 +77,11 @@ def grid(shape: tuple[int, int], rows: Sequence[int], columns: Sequence[int]) ->
     ]
 
 
-def model_state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Stacked layers under Megatron's names."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        "embedding.word_embeddings.weight": (16, 4),
-        "decoder.layers.mlp.linear_fc1.weight": (2, 12, 4),
-        "decoder.final_layernorm.weight": (4,),
-    }
-    return {key: torch.randn(shape, generator=generator).bfloat16() for key, shape in shapes.items()}
-
-
 def save_torch_dist(path: Path, generation: str, *, optimizer: str = "model_space") -> CheckpointFolder:
-    """A torch_dist checkpoint of one of the three generations, as the specification describes it."""
-    state: dict[str, Any] = dict(model_state())
-    if optimizer == "model_space":
-        state |= {f"optimizer.state.exp_avg.{key}": value.float() for key, value in model_state(1).items()}
-    elif optimizer == "bucket_space":
-        prefix = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
-        state |= {f"{prefix}.{slot}": torch.randn(18) for slot in ("param", "exp_avg", "exp_avg_sq")}
-    state["decoder.layers.self_attention._extra_state/shard_0_2"] = [None]
-    if generation == "G3":
-        state["common_state/shard_0_1"] = [COMMON]
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp_save(state, path, planner=planner)
-    if generation in ("G1", "G2"):
-        torch.save(COMMON, path / "common.pt")
-    if generation == "G1":
-        _add_mcore_data(path, {"decoder.final_layernorm.weight": {"nd_reformulated_orig_global_shape": (4,)}})
-    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    return CheckpointFolder(path)
-
-
-def _add_mcore_data(path: Path, mcore_data: dict[str, Any]) -> None:
-    """Store the metadata as Megatron's class, with a global that no program here can import."""
-    with (path / ".metadata").open("rb") as stream:
-        plain = pickle.load(stream)
-    stream = io.BytesIO()
-    pickle.Pickler(stream, protocol=2).dump(plain)
-    raw = stream.getvalue()
-    old = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    new = b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
-    assert raw.count(old) == 1
-    raw = raw.replace(old, new)
-    state = pickle.dumps({"mcore_data": mcore_data}, protocol=2)[2:-1]  # without PROTO and STOP
-    assert raw.endswith(b"b.")
-    (path / ".metadata").write_bytes(raw[:-1] + state + b"b.")
+    """A torch_dist checkpoint of one of the three generations."""
+    kind = {"model_space": "fully_reshardable", "bucket_space": "dp_reshardable", "none": "none"}[optimizer]
+    options = WriteOptions(generation=int(generation[1]), kind=kind)
+    return CheckpointFolder(write_torch_dist(path, make_truth(GptSpec()), options))
 
 
 def save_fsdp_dtensor(path: Path) -> CheckpointFolder:
@@ -145,7 +95,7 @@ def save_fsdp_dtensor(path: Path) -> CheckpointFolder:
             },
             "param_to_group_meta": {f"module.{key}": {"lr": 0.1, "betas": (0.9, 0.95)} for key in weight},
         },
-        "args": COMMON["args"],
+        "args": argparse.Namespace(num_layers=2, swiglu=True, lr=0.1),
         "iteration": 7,
         "checkpoint_version": 3.0,
     }

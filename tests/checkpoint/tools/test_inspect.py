@@ -33,7 +33,7 @@ def test_each_generation_of_torch_dist_is_told(tmp_path: Path, generation: str) 
     found = inspect_folder(builders.save_torch_dist(tmp_path / "a", generation))
     assert (found.kind.format, found.kind.generation, found.kind.optimizer) == ("torch_dist", generation, "model_space")
     assert found.common["iteration"] == 7
-    assert found.common["args"] == {"num_layers": 2, "swiglu": True, "lr": 0.1}
+    assert [found.common["args"][name] for name in ("num_layers", "swiglu", "num_experts")] == [2, True, None]
     assert found.marker["sharded_backend"] == "torch_dist"
     assert bool(found.mcore_data) == (generation == "G1")
     assert found.problems == []
@@ -96,7 +96,7 @@ def test_problems_are_named(tmp_path: Path) -> None:
     found = inspect_folder(folder)
     assert "metadata.json is missing" in found.problems[0]
     assert "common.pt is not an archive" in found.problems[1]
-    assert sum(entry.type == "tensor" for entry in found.entries) == 6
+    assert sum(entry.type == "tensor" for entry in found.entries) == len(folder.tensors)
 
 
 def test_statistics_of_chunks_are_those_of_the_whole() -> None:

@@ -12,19 +12,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.tools.torch_save import from_torch_save, to_torch_save
 from megatron_fsdp.errors import CheckpointError
 from tests.checkpoint.tools import builders
-from tests.conftest import RunRanks
 from tests.support import hostile
 
 
@@ -215,43 +209,3 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     folder = builders.save({"w": torch.zeros(1)}, tmp_path / "dcp")
     with pytest.raises(CheckpointError, match="exists already"):
         to_torch_save(folder, tmp_path / "list.pt")
-
-
-# ---- with ranks --------------------------------------------------------------------------------------------------
-
-
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False))
-
-
-def save_sharded(path: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in net().state_dict().items()}
-    dcp.save({"model": state, "step": 3}, checkpoint_id=path)
-
-
-def load_sharded(path: Path) -> list[bool]:
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    expected = net().state_dict()
-    assert all(isinstance(value, DTensor) for value in state["model"].values())
-    return [torch.equal(value.full_tensor(), expected[name]) for name, value in state["model"].items()]
-
-
-def test_what_three_ranks_saved_becomes_the_state_of_one(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(3, save_sharded, tmp_path / "dcp")
-    folder = CheckpointFolder(tmp_path / "dcp")
-    assert len(folder.tensors["model.0.weight"].chunks) == 3
-    to_torch_save(folder, tmp_path / "out.pt")
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert builders.is_same({"model": dict(net().state_dict()), "step": 3}, found)
-
-
-def test_a_file_becomes_a_checkpoint_that_two_ranks_load(run_ranks: RunRanks, tmp_path: Path) -> None:
-    torch.save({"model": net().state_dict()}, tmp_path / "in.pt")
-    from_torch_save(tmp_path / "in.pt", tmp_path / "dcp", chunk_bytes=48)
-    assert len(CheckpointFolder(tmp_path / "dcp").tensors["model.0.weight"].chunks) > 1
-    assert run_ranks(2, load_sharded, tmp_path / "dcp") == [[True] * 3] * 2

@@ -9,6 +9,7 @@ where exactly one group fits each parameter. Of a single group, everything that 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,10 +41,7 @@ MAP_FILE = "param_to_param_group_map.json"
 
 @dataclass(frozen=True)
 class Parameter:
-    """What decides the group of a parameter: its name (of both halves), and dimensions of one layer's, one expert's.
-
-    The checkpoint holds no optimizer state of buffers and frozen parameters.
-    """
+    """What decides the group of a parameter: its name (of both halves), and dimensions of one layer's, one expert's."""
 
     name: str
     ndim: int
@@ -131,14 +129,10 @@ def _only_fit(parameter: Parameter, groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 def group_map(model: nn.Module, optimizer: Any) -> dict[str, int]:
-    """Map the name of every optimised parameter of a model to the index of its group.
-
-    Args:
-        model: Whole or sharded; names are those of `named_parameters()`.
-        optimizer: Anything with `param_groups`, or a sequence of such: groups count on from one to the next.
+    """Map names of `named_parameters()` to the index of their group, counted on from one optimizer to the next.
 
     Raises:
-        ConfigurationError: The optimizer holds parameters that are not the model's.
+        ConfigurationError: An optimizer holds parameters that are not the model's.
     """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     groups = [group for each in optimizers for group in each.param_groups]
@@ -188,8 +182,13 @@ def dump_param_to_param_group_map(
         found = group_map(model, optimizer)
         return {global_name(name): index for name, index in found.items()} if global_name else found
 
+    def write() -> None:
+        merged = _merge(everyone)
+        with new_folder(folder) as temporary:
+            save_alone(merged, checkpoint_id=temporary)
+
     everyone = gather_objects(together(doing, own, group), group)
-    decided_by_first(lambda: _write(_merge(everyone), folder), doing, group)
+    decided_by_first(write, doing, group)
     return folder
 
 
@@ -199,11 +198,6 @@ def _merge(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
     if differing:
         raise CheckpointError(f"ranks put {some_of(differing)} into different parameter groups")
     return merged
-
-
-def _write(merged: Mapping[str, int], folder: Path) -> None:
-    with new_folder(folder) as temporary:
-        save_alone(merged, checkpoint_id=temporary)
 
 
 def export_group_map_json(
@@ -223,7 +217,8 @@ def export_group_map_json(
         CheckpointError: The folder cannot be read, or holds something else than a map.
     """
     folder = Path(folder)
-    found = {f"{model_prefix}.{_unwrapped(name)}": index for name, index in read_group_map(folder).items()}
+    bare = {re.sub(r"^(module\.)+", "", name): index for name, index in read_group_map(folder).items()}
+    found = {f"{model_prefix}.{name}": index for name, index in bare.items()}
     path = Path(out) if out is not None else folder / MAP_FILE
     try:
         replace_text(path, json.dumps(found, indent=2) + "\n")
@@ -270,9 +265,3 @@ def _checked(found: Mapping[str, Any], where: str) -> dict[str, int]:
             f"{where} is not a map of parameter groups, whose values count from 0: {some_of(wrong, 3)}"
         )
     return values
-
-
-def _unwrapped(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name

@@ -22,7 +22,7 @@ from megatron_fsdp.errors import CheckpointError
 
 _CHAINED = re.compile(r"chained_\d+\.")
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
-_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+_OBJECT = re.compile(r"(.+)/shard_[\d.]+_([\d.]+)")
 _STACKED_EXPERTS = re.compile(r"(.*\.experts)\.experts\.(?!\d+\.)(.+\.(?:weight|bias))((?:_[wv])?)")
 _NUMBERED_EXPERT = re.compile(r"(.*\.experts)\.(?:experts\.)?(\d+)\.(.+\.(?:weight|bias))((?:_[wv])?)")
 _FC1 = re.compile(r".*\blinear_fc1\.(?:weight|bias)\d*")
@@ -31,15 +31,6 @@ _MAX_PARTS = 1_000_000
 _NOT_A_MODEL = ("optimizer.", "rng_state", "rerun_state_machine", "common_state", "opt_param_scheduler", "args")
 
 AUTO, ALL, NONE = "auto", "all", "none"
-
-
-@dataclass(frozen=True)
-class ObjectName:
-    """The parsed key of an object: `rng_state/shard_0.1_1.2` is cell (0, 1) of a grid (1, 2)."""
-
-    key: str
-    cell: tuple[int, ...]
-    grid: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,11 +49,7 @@ class Piece:
 
 
 def parse_tensor_key(key: str) -> tuple[str, str | None] | None:
-    """Parse the key of a tensor; None if it is neither a parameter nor a state in model space.
-
-    Returns:
-        The parameter (in the source's spelling) that it is, or is the state of; and "exp_avg" and the like, or None.
-    """
+    """Split the key of a tensor into parameter and slot ("exp_avg"; None: it is the parameter); None if neither."""
     bare = _CHAINED.sub("", key, count=1) if _CHAINED.match(key) else key
     state = _STATE.fullmatch(bare)
     if state:
@@ -72,13 +59,13 @@ def parse_tensor_key(key: str) -> tuple[str, str | None] | None:
     return key, None
 
 
-def parse_object_key(key: str) -> ObjectName | None:
-    """Parse the key of an object; None if it does not have the form of Megatron's objects."""
+def parse_object_key(key: str) -> tuple[str, bool]:
+    """Return the name in the key of an object of Megatron ("" in others), and whether it is alone in its grid.
+
+    `rng_state/shard_0.1_1.2` is cell (0, 1) of a grid (1, 2).
+    """
     found = _OBJECT.fullmatch(key)
-    if not found:
-        return None
-    cell, grid = (tuple(int(part) for part in found[i].split(".") if part) for i in (2, 3))
-    return ObjectName(found[1], cell, grid)
+    return (found[1], all(int(size) == 1 for size in found[2].split(".") if size)) if found else ("", False)
 
 
 def is_bucket_space(key: str) -> bool:
@@ -127,8 +114,8 @@ def pieces(model_key: str, shape: Sequence[int], gated: bool, rename_mtp: bool =
 def canonical_name(name: str) -> str:
     """Strip from a parameter's name what depends on wrappers and on how a live model names it.
 
-    Maps from parameters to groups are written by live models, whose experts may be a list of modules and whose
-    multi-token prediction layers have another name than in files, and which may hold the halves of an fc1 apart.
+    Maps of groups are written by live models, whose experts may be a list of modules, whose multi-token prediction
+    layers have another name than in files, and which may hold the halves of an fc1 apart.
     """
     while name.startswith(("module.", "model.")):
         name = name.partition(".")[2]

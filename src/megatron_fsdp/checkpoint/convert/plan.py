@@ -56,10 +56,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A box of a source tensor, in its true shape, that becomes a whole tensor of the output without arithmetic.
-
-    Leading axes of length one are those that vanish. `path` is the target as nested steps.
-    """
+    """A box of a source tensor, in its true shape, that becomes a whole tensor of the output without its leading 1s."""
 
     source: str
     offsets: tuple[int, ...]
@@ -114,10 +111,7 @@ def flatten(tree: Mapping[str, Any]) -> list[Value]:
 
 @dataclass(frozen=True)
 class CommonState:
-    """The common state, with what a conversion reads from it.
-
-    That is the parameter groups of all optimizers, without members, and the step where it stands outside of them.
-    """
+    """The common state, and of it the groups of all optimizers, without members, and the step beside them."""
 
     tree: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -294,7 +288,7 @@ def _steps(prefix: str, nested: int, name: str) -> KeyPath:
 
 
 @dataclass(frozen=True)
-class Source:
+class Content:
     """What a plan is made from: all tensors in their true shapes, and the contents of what `needed_objects` names."""
 
     entries: Sequence[Entry]
@@ -321,11 +315,10 @@ class ConversionPlan:
 
 def needed_objects(object_keys: Iterable[str]) -> list[str]:
     """List the objects whose content a plan uses: those that are alone in their grid."""
-    named = [(key, parse_object_key(key)) for key in object_keys]
-    return [key for key, name in named if name and name.key in (RNG, RERUN) and all(size == 1 for size in name.grid)]
+    return [key for key in object_keys if parse_object_key(key) in ((RNG, True), (RERUN, True))]
 
 
-def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
+def make_plan(source: Content, options: ConvertOptions) -> ConversionPlan:
     """Plan a conversion to `fsdp_dtensor`."""
     sorted_in = _sort(source, options)
     weights = sorted_in.weights
@@ -357,7 +350,10 @@ def make_plan(source: Source, options: ConvertOptions) -> ConversionPlan:
     values += flatten(source.common.output_tree(options.weights_only, members))
     object_values, object_dropped, object_notes = _objects(source, options)
     values += object_values
-    _refuse_duplicates([move.target for move in moves] + [value.target for value in values])
+    targets = Counter([move.target for move in moves] + [value.target for value in values])
+    twice = [target for target, count in targets.items() if count > 1]
+    if twice:
+        raise CheckpointError(f"several tensors of the checkpoint would become {some_of(twice)}; it contradicts itself")
     notes = [*_notes(sorted_in, source.common, options), *assignment.notes, *object_notes]
     dropped = (*sorted_in.dropped, *object_dropped)
     return ConversionPlan(tuple(moves), tuple(values), dropped, tuple(notes), gating.decisions)
@@ -377,7 +373,7 @@ class _Sorted:
         return {key for states in self.states.values() for key in states}
 
 
-def _sort(source: Source, options: ConvertOptions) -> _Sorted:
+def _sort(source: Content, options: ConvertOptions) -> _Sorted:
     result, unknown = _Sorted(), []
     states: list[tuple[str, str, Entry]] = []
     for entry in source.entries:
@@ -395,7 +391,9 @@ def _sort(source: Source, options: ConvertOptions) -> _Sorted:
             result.weights[name[0]] = entry
         else:
             states.append((name[1], name[0], entry))
-    unknown += [key for key in source.object_keys if not _is_known_object(key)]
+    known = (COMMON, RNG, RERUN)
+    objects = [key for key in source.object_keys if parse_object_key(key)[0] not in known]
+    unknown += [key for key in objects if "._extra_state" not in key and not is_bucket_space(key)]
     unknown += [entry.key for _, key, entry in states if key not in result.weights]
     if unknown:
         raise CheckpointError(
@@ -470,20 +468,12 @@ def _spellings(name: str, cut: Sequence[Piece]) -> list[str]:
     return list(dict.fromkeys([name, *(piece.name for piece in cut)]))
 
 
-def _is_known_object(key: str) -> bool:
-    name = parse_object_key(key)
-    known = name is not None and name.key in (COMMON, RNG, RERUN)
-    return known or "._extra_state" in key or is_bucket_space(key)
-
-
-def _objects(source: Source, options: ConvertOptions) -> tuple[list[Value], list[Dropped], list[str]]:
+def _objects(source: Content, options: ConvertOptions) -> tuple[list[Value], list[Dropped], list[str]]:
     values: list[Value] = []
     dropped: list[Dropped] = []
     kept: set[str] = set()
     for key in source.object_keys:
-        name = parse_object_key(key)
-        kind = name.key if name else ""
-        content = source.objects.get(key)
+        kind, content = parse_object_key(key)[0], source.objects.get(key)
         if kind == COMMON:
             continue
         if kind not in (RNG, RERUN):
@@ -521,9 +511,3 @@ def _notes(found: _Sorted, common: CommonState, options: ConvertOptions) -> Iter
     has_step = "step" in found.states or any(common.step_of(index) is not None for index in range(len(common.groups)))
     if found.states and not has_step:
         yield "the checkpoint does not say how many steps the optimizer has made; none are written"
-
-
-def _refuse_duplicates(targets: Sequence[str]) -> None:
-    twice = [target for target, count in Counter(targets).items() if count > 1]
-    if twice:
-        raise CheckpointError(f"several tensors of the checkpoint would become {some_of(twice)}; it contradicts itself")

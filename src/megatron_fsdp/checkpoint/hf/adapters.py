@@ -17,7 +17,7 @@ from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_folder
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import Match, load_matched
-from megatron_fsdp.checkpoint.hf.writing import Cut, save_files
+from megatron_fsdp.checkpoint.hf.saving import Cut, save_files
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.comm.agreement import decided_by_first, together

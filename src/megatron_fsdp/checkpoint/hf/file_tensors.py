@@ -29,13 +29,9 @@ each to its first match (as by `re.sub(..., count=1)`), or a function."""
 class Part:
     """A box of a file tensor that is a box of a model tensor, element by element in the same order.
 
-    Attributes:
-        name: Of the model tensor.
-        offsets: Where the box begins in the model tensor.
-        dims: For each dimension of the file tensor the dimension of the model tensor, or None for one of length 1 that
-            only the file tensor has. Dimensions of the model tensor that are not named here have length 1 in the box.
-        at: Where the box begins in the file tensor.
-        lengths: Of the box, along the dimensions of the file tensor.
+    `offsets` and `at` are where it begins in the model tensor and the file tensor. `dims` has for each dimension of the
+    file tensor that of the model tensor, or None for one of length 1 that only the file tensor has; dimensions of the
+    model tensor that are not named have length 1. `lengths` are along the dimensions of the file tensor.
     """
 
     name: str
@@ -174,11 +170,7 @@ def _slice_of(name: str, whole: torch.Tensor, view: torch.Tensor, at: tuple[int,
 
 
 def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
-    """Return the file tensors that transformers would write for a model.
-
-    Returns:
-        By key in the file. A model tensor may be in several file tensors (experts), and the other way around.
-    """
+    """Return what transformers would write, by key in the file; a model tensor may be in several (experts)."""
     if not _is_of_transformers(module):
         return {name: FileTensor.of(name, shape) for name, shape in shapes.items()}
     from transformers.core_model_loading import revert_weight_conversion
@@ -189,11 +181,7 @@ def file_tensors(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Return the names to which transformers renames keys of older files.
-
-    Returns:
-        From key to name in the model.
-    """
+    """Return the names in the model to which transformers renames keys of older files, by key."""
     if not _is_of_transformers(module):
         return {}
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -207,10 +195,7 @@ def other_file_keys(module: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def key_variants(module: nn.Module, key: str) -> tuple[str, ...]:
-    """Return the keys of a tensor: as it is, and with or without the prefix of the base model.
-
-    A checkpoint of `LlamaModel` has `layers.0...`, one of `LlamaForCausalLM` `model.layers.0...`.
-    """
+    """Return the keys of a tensor: as it is, and with or without the prefix of the base model (as of `LlamaModel`)."""
     prefix = getattr(module, "base_model_prefix", "")
     if not isinstance(prefix, str) or not prefix:
         return (key,)

@@ -209,11 +209,7 @@ class FolderReader:
         self._file: Any = None
 
     def read(self, tensor: StoredTensor, box: Box) -> torch.Tensor:
-        """Read the elements of one box; only their pages of the file are touched.
-
-        Returns:
-            A view of the mapped file, of shape `box.lengths` and the stored dtype, on the CPU; not to be written to.
-        """
+        """Read one box as a view of the mapped file, not to be written to; only its pages are touched."""
         if self._name != tensor.file:
             self._file, self._name = _safe_open(self.folder / tensor.file), tensor.file
         values: torch.Tensor = self._file.get_slice(tensor.key)[box.indices]
@@ -239,8 +235,7 @@ class FileLayout:
 def lay_out_file(name: str, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> FileLayout:
     """Place tensors in a file, those of the widest elements first, so that each is aligned.
 
-    The library writes a file only from memory that holds all of it; with the header made here, its tensors can be
-    written as they arrive.
+    The library writes a file only from memory that holds all of it; here tensors are written as they arrive.
     """
     placed = [StoredTensor(key, name, dtype, tuple(shape)) for key, dtype, shape in tensors]
     placed.sort(key=lambda tensor: -tensor.dtype.itemsize)

@@ -60,7 +60,7 @@ class LiveTensor:
         return not isinstance(tensor, UnevenDTensor) or tensor.shard_frame.description.is_saved_here
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's boxes of the global tensor with views of their elements; none if it has no elements.
+        """Return this rank's non-empty boxes of the global tensor with views of their elements.
 
         Collective for DTensors that are not of this library.
         """
@@ -88,10 +88,7 @@ def keep_pieces(pieces: Sequence[Piece], full: torch.Tensor) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside of our wrapper, and of torch's wrappers for data parallelism.
-
-    Any other module is the model, also one whose only child is called `module`: that name belongs to its weights.
-    """
+    """Return the model inside of our wrapper and torch's; a model whose only child is called `module` is no wrapper."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
     while True:

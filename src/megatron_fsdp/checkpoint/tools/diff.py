@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_fsdp.checkpoint.archive import load_object_file
@@ -188,7 +189,8 @@ def compare_piece(a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Toleran
         largest = max(largest, float(gaps.max()) if gaps.numel() else 0.0)
     if first is None:
         return None
-    return ValueDifference(count, _index(first, box), (a[first].item(), b[first].item()), largest)
+    index = tuple(int(n) + at for n, at in zip(np.unravel_index(first, box.lengths), box.offsets, strict=True))
+    return ValueDifference(count, index, (a[first].item(), b[first].item()), largest)
 
 
 def _merged(a: ValueDifference | None, b: ValueDifference | None) -> ValueDifference | None:
@@ -213,12 +215,3 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.complex128 if values.dtype.is_complex else torch.float64)
-
-
-def _index(place: int, box: Box) -> tuple[int, ...]:
-    """Convert a place in the flattened box to an index of the global tensor."""
-    found = []
-    for offset, length in zip(reversed(box.offsets), reversed(box.lengths), strict=True):
-        place, here = divmod(place, length)
-        found.append(offset + here)
-    return tuple(reversed(found))

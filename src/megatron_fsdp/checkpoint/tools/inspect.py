@@ -38,10 +38,9 @@ BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Statistics of one tensor; of complex numbers, of their magnitudes.
+    """Statistics of one tensor, of its finite elements but for the counts; of complex numbers, of their magnitudes.
 
-    All but the counts are of the finite elements, None where there are none; mean and norm (the root of the sum of
-    squares) are computed in float64, None where they overflow.
+    None without finite elements; mean and norm (the root of the sum of squares) are in float64, None on overflow.
     """
 
     minimum: float | None
@@ -170,15 +169,17 @@ def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
         return []
     latest = RunFolder(root).latest()
     found = [
-        ListedCheckpoint(path.name, iteration_of(path.name), _nbytes(path), path == latest, is_whole(path))
+        ListedCheckpoint(
+            path.name,
+            iteration_of(path.name),
+            sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+            path == latest,
+            is_whole(path),
+        )
         for path in root.iterdir()
         if path.name == RELEASE or iteration_of(path.name) is not None
     ]
     return sorted(found, key=lambda item: -1 if item.iteration is None else item.iteration)
-
-
-def _nbytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -230,12 +231,8 @@ def _if_finite(value: float) -> float | None:
 class Shown:
     """One tensor, a part of one, or an object.
 
-    Attributes:
-        key: Its name.
-        nbytes: Of the whole tensor, or as the object is stored.
-        value: The part of the tensor, without dimensions that were asked for by one index; or the object, as data.
-        entry: What the metadata say of a tensor; None for an object.
-        box: The part that `value` is; None for an object.
+    `value` is the `box` of the tensor, without dimensions that were asked for by one index, or the object as data,
+    which has no `entry` and `box`; `nbytes` are those of the whole tensor, or of the stored object.
     """
 
     key: str
@@ -275,11 +272,7 @@ def _corner(entry: TensorEntry) -> Box:
 
 
 def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
-    """Read a part as Python writes indices: `0:2,:8`, `3`, `-1`, `...` at the end is not needed.
-
-    Returns:
-        The box, and the dimensions that were given as one index.
-    """
+    """Read a part as Python writes indices: `0:2,:8`, `3`, `-1`; also return the dimensions given as one index."""
     words = text.strip().strip("[]").split(",")
     if len(words) > len(shape):
         raise ConfigurationError(

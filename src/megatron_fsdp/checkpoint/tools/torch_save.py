@@ -244,11 +244,7 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def plain(value: Any, key: str, notes: list[str]) -> Any:
-    """Turn an object into one of plain containers, numbers, text and tensors.
-
-    Returns:
-        The object, copied where something changed.
-    """
+    """Turn an object into one of plain containers, numbers, text and tensors; copied where something changed."""
     if type(value) in _AS_IT_IS or isinstance(value, torch.Tensor):  # NumPy's float64 is a float, and not the same
         return value
     if isinstance(value, Mapping):
