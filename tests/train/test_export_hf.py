@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.tokenizer import IdVocabulary
 from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.options.command_line import parse_options
@@ -16,7 +15,7 @@ from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.results import export
 from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
-from tests.support.train_program import job_of, refusal, this_rank, write_text
+from tests.support.train_program import refusal, this_rank, write_text
 from tests.support.train_program import train as train_whole
 from tests.train.engines.runs import IDS, LLAMA, MIXTRAL, SMALL_SHAPE, NoCheckpoints, Silent, prepare, whole_weights
 
@@ -97,8 +96,3 @@ def test_a_tuned_model_takes_along_what_lies_beside_its_weights(run_ranks: RunRa
 
 def train_words(*words: str) -> None:
     run_job(resolve(parse_options(words), World(1, "cpu")), this_rank())
-
-
-def test_the_decoder_of_this_package_is_not_exported() -> None:
-    with pytest.raises(ConfigurationError, match="transformers has no class for the decoder of this package"):
-        job_of("--export-hf", "x")

@@ -123,13 +123,12 @@ def test_torchrun_is_told_a_sentence_and_no_traceback(
     assert capsys.readouterr().err == ""
 
 
-def test_words_are_told_on_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_are_told_on_a_line_of_their_own_and_closed_streams_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tell("one\ntwo\n\n")
     assert capsys.readouterr().err == "one\ntwo\n"
-
-
-def test_a_stream_that_was_closed_from_the_start_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "stderr", None)  # closed from the start
     monkeypatch.setattr(sys, "stdout", None)
     tell("one")
     let_go()

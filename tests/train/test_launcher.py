@@ -21,14 +21,13 @@ def test_more_ranks_than_accelerators_are_refused() -> None:
         choose_ranks(3, num_accelerators=2, num_cores=64)
 
 
-def test_ranks_share_the_cores() -> None:
+def test_ranks_share_the_cores_and_the_environment_of_the_user_is_left_alone() -> None:
     assert rank_environment({}, ranks=2, num_cores=8)["OMP_NUM_THREADS"] == "4"
     assert rank_environment({}, ranks=4, num_cores=2)["OMP_NUM_THREADS"] == "1"
-
-
-def test_environment_of_the_user_is_left_alone() -> None:
     given = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
     assert rank_environment(given, ranks=2, num_cores=8) == {}
+    assert is_rank({"RANK": "0", "WORLD_SIZE": "1"})
+    assert not is_rank({"PATH": "x"})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface has another name elsewhere")
@@ -37,17 +36,8 @@ def test_traffic_stays_on_this_machine() -> None:
     assert (added["GLOO_SOCKET_IFNAME"], added["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
-def test_a_rank_is_known_by_the_environment_of_torchrun() -> None:
-    assert is_rank({"RANK": "0", "WORLD_SIZE": "1"})
-    assert not is_rank({"PATH": "x"})
-
-
-def test_cpu_is_always_a_device() -> None:
-    assert find_device_type("cpu") == "cpu"
-
-
 def test_missing_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
-    assert find_device_type("auto") == "cpu"
+    assert find_device_type("auto") == find_device_type("cpu") == "cpu"
     with pytest.raises(ConfigurationError, match="--device cuda is not available here: use --device cpu"):
         find_device_type("cuda")

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
@@ -22,7 +21,6 @@ from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.measure import (
     Evaluation,
     ExposedCommunication,
-    Progress,
     Speed,
     StepRecord,
     compare,
@@ -33,24 +31,10 @@ from megatron_fsdp.train.measure import (
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.ranks import Rank
 from tests.conftest import RunRanks
 from tests.support.array_tokens import feed_of, token_data
-
-
-def group(unit: int, numel: int, *, outer_ranks: int = 1, outer_shares: bool = False) -> GroupFootprint:
-    return GroupFootprint(
-        outer_ranks=outer_ranks,
-        outer_shares=outer_shares,
-        unit=unit,
-        numel=numel,
-        num_shards=2,
-        compute=torch.bfloat16,
-        main_params=torch.float32,
-        main_grads=torch.float32,
-        grad_comm=torch.bfloat16,
-        requires_grad=True,
-    )
+from tests.support.train_program import this_rank
+from tests.train.engines.runs import NoCheckpoints, Silent
 
 
 def formulas(
@@ -61,9 +45,20 @@ def formulas(
     outer_ranks: int = 1,
     outer_shares: bool = False,
 ) -> list[int]:
-    sizes = (100, 400, 400, 400)
     groups = tuple(
-        group(unit, numel, outer_ranks=outer_ranks, outer_shares=outer_shares) for unit, numel in enumerate(sizes)
+        GroupFootprint(
+            outer_ranks=outer_ranks,
+            outer_shares=outer_shares,
+            unit=unit,
+            numel=numel,
+            num_shards=2,
+            compute=torch.bfloat16,
+            main_params=torch.float32,
+            main_grads=torch.float32,
+            grad_comm=torch.bfloat16,
+            requires_grad=True,
+        )
+        for unit, numel in enumerate((100, 400, 400, 400))
     )
     model: Any = SimpleNamespace(
         memory=lambda: MemoryUse(1, 0, 0, 2, 0),
@@ -87,20 +82,14 @@ def test_fully_sharded_formulas_are_worked_out_by_hand() -> None:
     ]
 
 
-def test_pairwise_exchange_takes_one_more_bucket() -> None:
+def test_what_takes_more_is_in_the_formulas() -> None:
+    """A pairwise exchange takes one more bucket; each microbatch reduces again where gradients are sharded."""
     plain = formulas(ShardingStrategy.optim_grads_params)
     pairwise = formulas(ShardingStrategy.optim_grads_params, exchanges_pairwise=True)
     assert [after - before for before, after in zip(plain, pairwise, strict=True)] == [0, 0, 896]
-
-
-def test_each_microbatch_reduces_again() -> None:
     once, thrice = (formulas(ShardingStrategy.optim_grads, microbatches=number) for number in (1, 3))
     assert thrice[1] - once[1] == 2 * 1300
-
-
-def test_where_gradients_are_not_sharded_microbatches_are_reduced_together() -> None:
-    once, thrice = (formulas(ShardingStrategy.optim, microbatches=number) for number in (1, 3))
-    assert once == thrice
+    assert formulas(ShardingStrategy.optim) == formulas(ShardingStrategy.optim, microbatches=3)
 
 
 def test_the_outer_axis_is_counted_too() -> None:
@@ -129,27 +118,13 @@ def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:
 def test_speeds_of_a_step_of_half_a_second() -> None:
     speed = Speed(tokens=1000, flops=6e12, ranks=4, peak_tflops=12.0)
     assert (speed.tokens_per_s(0.5), speed.tflops(0.5), speed.mfu(0.5)) == (2000.0, 3.0, 0.25)
-
-
-def test_what_is_not_known_makes_nothing_known() -> None:
     assert math.isnan(Speed(1000).tflops(0.5))
     assert math.isnan(Speed(1000, flops=1e12).mfu(0.5))
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA B200", 2250.0),
-    ],
-)
-def test_peaks_go_by_the_name_of_the_device(name: str, tflops: float) -> None:
-    assert peak_by_name(name) == tflops
-
-
-def test_peaks_of_other_devices_and_dtypes_are_not_known() -> None:
+def test_peaks_go_by_the_name_of_the_device_and_others_are_not_known() -> None:
+    peaks = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA B200": 2250}
+    assert {name: peak_by_name(name) for name in peaks} == peaks
     assert math.isnan(peak_by_name("NVIDIA RTX A1000"))
     job = resolve(parse_options(["--preset", "tiny"]), World(2, "cpu"))
     told = resolve(parse_options(["--preset", "tiny", "--peak-tflops", "2.5"]), World(2, "cpu"))
@@ -175,49 +150,20 @@ BUCKETS = (
 )
 
 
-class Notes:
-    """A watcher and a keeper that only take notes."""
-
-    is_interrupted = False
+class Notes(Silent):
+    """A watcher that keeps what belongs together."""
 
     def __init__(self) -> None:
-        self.began: list[int] = []
+        super().__init__()
         self.calls: list[list[StepRecord]] = []
-
-    def start(self, progress: Progress | None = None) -> Any:
-        if progress is not None:
-            self.began.append(progress.steps)
-        return Progress()
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         self.calls.append(list(records))
 
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Not looked at."""
 
-    def say(self, text: str) -> None:
-        raise AssertionError(text)
-
-    def lacks_evaluation(self, step: int) -> bool:  # noqa: ARG002
-        return False
-
-    def is_due(self, step: int) -> bool:  # noqa: ARG002
-        return False
-
-    def save(self, progress: Progress) -> None:
-        """Nothing."""
-
-
-class HereRank(Rank):
-    """A rank whose launcher is not looked for."""
-
-    def require_launcher(self) -> None:
-        """It lives."""
-
-
-def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], int, list[torch.Tensor]]:
+def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], int, list[torch.Tensor]]:
     """What a run tells its watcher, how often it recorded, and this rank's weights at its end."""
-    rank = HereRank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), 0)
+    rank = this_rank()
     job = resolve(parse_options([*FLAGS, *flags]), World(rank.count, "cpu"))
     tokens = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
     data = token_data(tokens, tokens[:400], 400)
@@ -226,9 +172,10 @@ def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], in
     notes = Notes()
     speed = Speed(job.tokens_per_step, flops=2e9, ranks=rank.count, peak_tflops=0.5)
     with patch.object(Recorder, "start", autospec=True, side_effect=Recorder.start) as started:
-        train(Run(job, built, data, feed, rank, speed), notes, notes)
+        train(Run(job, built, data, feed, rank, speed), notes, NoCheckpoints())
+    assert notes.said == []
     weights = [parameter.to_local().detach().clone() for parameter in built.model.parameters()]  # type: ignore[operator]
-    return notes.calls, notes.began, started.call_count, weights
+    return notes.calls, started.call_count, weights
 
 
 @pytest.mark.full(short=["units"])
@@ -236,9 +183,8 @@ def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], list[int], in
 def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: RunRanks, flags: tuple[str, ...]) -> None:
     measured = run_ranks(2, trained, flags)
     plain = run_ranks(2, trained, (*flags, "--no-log-exposed-communication"))
-    calls, began, recordings, _ = measured[0]
-    assert began == [0]
-    assert (recordings, plain[0][2]) == (3, 0)
+    calls, recordings, _ = measured[0]
+    assert (recordings, plain[0][1]) == (3, 0)
     steps = [[record.step for record in call] for call in calls]
     shares = {record.step: record.exposed_share for call in calls for record in call}
     assert steps == [[1, 2, 3], [4, 5, 6], [7]]

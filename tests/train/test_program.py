@@ -17,22 +17,16 @@ from tests.support.train_program import (
     start,
     steps_done,
     wait_for,
-    write_text,
 )
 
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks and sockets")
 FOREVER = ("--train-iters", "1000000", "--exit-duration-in-mins", "60")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_text(tmp_path_factory.mktemp("data") / "text.txt"))
-
-
 @pytest.mark.full(short=["1"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_run_ends_well_and_shows_everything(text: str, tmp_path: Path, ranks: int) -> None:
-    shown, errors = run("--nproc", str(ranks), "--data-path", text, "--out", str(tmp_path))
+def test_run_ends_well_and_shows_everything(text_file: Path, tmp_path: Path, ranks: int) -> None:
+    shown, errors = run("--nproc", str(ranks), "--data-path", str(text_file), "--out", str(tmp_path))
     for part in ("8/8", "held-out loss", "the model writes", "gathers per step"):
         assert shown.count(part) >= 1, part
     assert (errors, [record["step"] for record in metrics(tmp_path)]) == ("", list(range(1, 9)))
@@ -63,8 +57,8 @@ def listening(pids: list[int], *, inherited_from: int | None = None) -> set[str]
     return found
 
 
-def started_forever(text: str, out: Path, *options: str) -> Program:
-    process = start("--data-path", text, "--out", str(out), *FOREVER, *options)
+def started_forever(text_file: Path, out: Path, *options: str) -> Program:
+    process = start("--data-path", str(text_file), "--out", str(out), *FOREVER, *options)
     wait_for(lambda: steps_done(out) >= 2, process)
     return process
 
@@ -72,9 +66,9 @@ def started_forever(text: str, out: Path, *options: str) -> Program:
 @pytest.mark.full
 @only_linux
 def test_nothing_listens_to_the_outside_and_an_interrupt_ends_all_without_a_traceback(
-    text: str, tmp_path: Path
+    text_file: Path, tmp_path: Path
 ) -> None:
-    process = started_forever(text, tmp_path)
+    process = started_forever(text_file, tmp_path)
     ranks = children_of(process.pid)
     assert len(ranks) == 2
     assert listening([process.pid]) == set()
@@ -100,8 +94,8 @@ def is_asked_to_end(pid: int) -> bool:
 
 @pytest.mark.full
 @only_linux
-def test_a_second_ctrl_c_ends_at_once(text: str, tmp_path: Path) -> None:
-    process = started_forever(text, tmp_path / "out", "--save", str(tmp_path / "saved"))
+def test_a_second_ctrl_c_ends_at_once(text_file: Path, tmp_path: Path) -> None:
+    process = started_forever(text_file, tmp_path / "out", "--save", str(tmp_path / "saved"))
     ranks = children_of(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)  # so that no step can end
     wait_for(lambda: is_stopped(ranks[1]), process)  # else a later SIGTERM may come first
@@ -115,8 +109,8 @@ def test_a_second_ctrl_c_ends_at_once(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @only_linux
-def test_a_killed_rank_ends_the_run_with_its_own_code(text: str, tmp_path: Path) -> None:
-    process = started_forever(text, tmp_path)
+def test_a_killed_rank_ends_the_run_with_its_own_code(text_file: Path, tmp_path: Path) -> None:
+    process = started_forever(text_file, tmp_path)
     ranks = children_of(process.pid)
     os.kill(ranks[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=LIMIT_S)
@@ -126,8 +120,8 @@ def test_a_killed_rank_ends_the_run_with_its_own_code(text: str, tmp_path: Path)
 
 
 @only_linux
-def test_a_rank_that_crashes_leaves_its_stacks(text: str, tmp_path: Path) -> None:
-    process = started_forever(text, tmp_path)
+def test_a_rank_that_crashes_leaves_its_stacks(text_file: Path, tmp_path: Path) -> None:
+    process = started_forever(text_file, tmp_path)
     os.kill(children_of(process.pid)[1], signal.SIGSEGV)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 7

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train import ranks
@@ -18,11 +17,7 @@ from megatron_fsdp.train.ranks import Rank, goes_on_without_others, is_first_her
 from tests.conftest import RunRanks
 from tests.support.forked_programs import children_of
 from tests.support.hosts import start_agent, two_hosts
-from tests.support.train_program import LIMIT_S, by_step, differences, metrics, run, wait_for, write_text
-
-
-def this_rank() -> Rank:
-    return Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), os.getppid())
+from tests.support.train_program import LIMIT_S, by_step, differences, metrics, run, this_rank, wait_for, write_text
 
 
 def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tuple[bool, str | None]:
@@ -49,11 +44,8 @@ def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tupl
     return bool(done), None
 
 
-def test_the_first_rank_of_each_machine_works(run_ranks: RunRanks) -> None:
+def test_the_first_rank_of_each_machine_works_and_all_wait_longer_than_a_beat(run_ranks: RunRanks) -> None:
     assert run_ranks(3, on_two_machines, "0,1,0", 0.0, {}) == [(True, None), (False, None), (True, None)]
-
-
-def test_all_wait_longer_than_a_beat(run_ranks: RunRanks) -> None:
     assert run_ranks(3, on_two_machines, "0,1,2", 0.4, {}) == [(True, None), (False, None), (False, None)]
 
 

@@ -14,9 +14,6 @@ import pytest
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.checkpoints import in_options
-from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.resolve import resolve
 from tests.conftest import RunRanks
 from tests.support.chaos import Chaos
 from tests.support.forked_programs import children_of
@@ -33,16 +30,10 @@ from tests.support.train_program import (
     steps_done,
     train,
     wait_for,
-    write_text,
 )
 
 POINTER = "latest_checkpointed_iteration.txt"
 NUMBERS = ("loss", "grad_norm", "learning_rate", "samples", "data_checksum")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return "--data-path", str(write_text(tmp_path_factory.mktemp("data") / "text.txt"))
 
 
 def saved(folder: Path) -> list[str]:
@@ -214,21 +205,6 @@ def test_an_error_names_options_and_no_arguments() -> None:
         raise CheckpointError("as it is")
 
 
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ("--save-interval does nothing without --save", ("--save-interval", "3")),
-        ("--verify-integrity does nothing without --load", ("--no-verify-integrity",)),
-        ("invalid --keep-last 0: give 1 or more", ("--save", "a", "--keep-last", "0")),
-        ("--ckpt-format torch_dist is not written or read", ("--ckpt-format", "torch_dist")),
-        ("--max-restarts does nothing without --save", ("--max-restarts", "2")),
-    ],
-)
-def test_options_that_do_nothing_or_do_not_exist_are_refused(words: str, options: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        resolve(parse_options([*OPTIONS, *options]), World(2, "cpu"))
-
-
 @pytest.mark.full
 def test_an_interrupted_run_is_saved_and_goes_on(run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path) -> None:
     folder, first = tmp_path / "saved", tmp_path / "first"
@@ -270,67 +246,32 @@ def test_one_rank_that_is_asked_to_end_is_enough(data: tuple[str, str], tmp_path
 
 # ---- ranks that are killed at random moments, also while they save --------------------------------------------------
 
-STEPS = 200
-LAST = f"iter_{STEPS:07}"
-KILLS = 2
-
-
-@pytest.fixture(scope="module")
-def long_data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    text = write_text(tmp_path_factory.mktemp("data") / "text.txt")
-    return "--data-path", str(text), "--train-iters", str(STEPS), "--save-interval", "10", "--keep-last", "3"
-
-
-@pytest.fixture(scope="module")
-def quiet(long_data: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbs."""
-    place = tmp_path_factory.mktemp("quiet")
-    run(*long_data, "--save", str(place / "saved"), "--out", str(place / "out"))
-    return place
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
-@pytest.mark.parametrize(("seed", "background"), [(1, ()), (2, ("--async-save",))])
-def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
-    long_data: tuple[str, ...], quiet: Path, tmp_path: Path, seed: int, background: tuple[str, ...]
-) -> None:
-    out, saved = tmp_path / "out", tmp_path / "saved"
-    options = (*long_data, *background, "--save", str(saved), "--out", str(out), "--max-restarts", str(KILLS))
-    program = start(*options)
-    chaos = Chaos(seed, kills=KILLS, during_saves=1)
-    chaos.torment(program, out, saved)
-    _, errors = program.communicate(timeout=LIMIT_S)
-    assert program.returncode == 0, errors
-    assert errors.count("starting all ranks again") == len(chaos.killed) == KILLS
-    assert any(chaos.killed)
-    assert by_step(out, *NUMBERS) == by_step(quiet / "out", *NUMBERS)
-    assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
-    assert differences(saved / LAST, quiet / "saved" / LAST) == []
-    assert sorted(path.name for path in saved.iterdir()) == sorted(path.name for path in (quiet / "saved").iterdir())
-
-
-FEW_STEPS = 12
-LAST_OF_FEW = f"iter_{FEW_STEPS:07}"
-FEW = ("--nproc", "2", "--train-iters", str(FEW_STEPS), "--save-interval", "4", "--keep-last", "3", "--async-save")
+ASYNC = ("--async-save",)
 STAGES = ("--transformer-impl", "transformers", "--use-torch-fsdp2", "--pipeline-model-parallel-size", "2")
 
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
-@pytest.mark.parametrize("more", [(), (*STAGES, "--num-layers", "2")], ids=["ranks", "stages"])
-def test_one_kill_while_a_checkpoint_is_saved_changes_nothing(
-    run_ranks: RunRanks, more: tuple[str, ...], tmp_path: Path
+@pytest.mark.parametrize(
+    ("seed", "steps", "kills", "more"),
+    [(1, 200, 2, ()), (2, 200, 2, ASYNC), (3, 12, 1, (*ASYNC, *STAGES, "--num-layers", "2"))],
+    ids=["ranks", "background", "stages"],
+)
+def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, seed: int, steps: int, kills: int, more: tuple[str, ...]
 ) -> None:
-    options = (*FEW, *more, "--data-path", str(write_text(tmp_path / "text.txt")))
-    run_ranks(2, train, *options, "--save", str(tmp_path / "quiet"), "--out", str(tmp_path / "quiet_out"))
-    out, saved = tmp_path / "out", tmp_path / "saved"
-    program = start(*options, "--save", str(saved), "--out", str(out), "--max-restarts", "1")
-    chaos = Chaos(3, kills=1, during_saves=1)
+    out, saved, quiet = tmp_path / "out", tmp_path / "saved", tmp_path / "quiet"
+    options = (*data, *more, "--train-iters", str(steps), "--save-interval", str(min(10, steps // 3)))
+    options = (*options, "--keep-last", "3")
+    run_ranks(2, train, *options, "--save", str(quiet), "--out", str(tmp_path / "quiet_out"))
+    program = start(*options, "--save", str(saved), "--out", str(out), "--max-restarts", str(kills))
+    chaos = Chaos(seed, kills=kills, during_saves=1)
     chaos.torment(program, out, saved)
     _, errors = program.communicate(timeout=LIMIT_S)
     assert program.returncode == 0, errors
-    assert errors.count("starting all ranks again") == len(chaos.killed) == 1
+    assert errors.count("starting all ranks again") == len(chaos.killed) == kills
+    assert any(chaos.killed)
     assert by_step(out, *NUMBERS) == by_step(tmp_path / "quiet_out", *NUMBERS)
-    assert list(by_step(out, "loss")) == list(range(1, FEW_STEPS + 1))
-    assert differences(saved / LAST_OF_FEW, tmp_path / "quiet" / LAST_OF_FEW) == []
+    assert list(by_step(out, "loss")) == list(range(1, steps + 1))
+    assert differences(saved / f"iter_{steps:07}", quiet / f"iter_{steps:07}") == []
+    assert sorted(path.name for path in saved.iterdir()) == sorted(path.name for path in quiet.iterdir())

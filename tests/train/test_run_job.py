@@ -12,7 +12,7 @@ from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.recorder import read_lines
 from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
-from tests.train.engines.runs import this_rank
+from tests.support.train_program import this_rank
 
 OPTIONS: dict[str, Any] = {
     "train_iters": 8,
@@ -30,13 +30,6 @@ def train(options: dict[str, Any]) -> None:
     rank = this_rank()
     layers = (Layer("preset tiny", find_preset("tiny"), gives_way=True), Layer("command line", options))
     run_job(resolve(assemble(layers), World(rank.count, "cpu")), rank)
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i} of the text\n" for i in range(800)))
-    return path
 
 
 @pytest.fixture(scope="module")

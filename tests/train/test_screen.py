@@ -19,21 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megatron_fsdp.train.measure import StepRecord
-from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World
-from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import read_lines
-from megatron_fsdp.train.run_job import run_job
 from tests.conftest import RunRanks
-from tests.support.source_tree import SOURCE
+from tests.support.train_program import LIMIT_S, environment, train
 
-LIMIT_S = 600.0  # only for a program that hangs
 COLUMNS, LINES = 80, 50
+HIDDEN = ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")
 QUICK = ("--preset", "tiny", "--device", "cpu", "--nproc", "2", "--seq-length", "16", "--eval-iters", "1")
 FIGURES = (
     r"^loss +\d+\.\d{3}  held-out loss +\d+\.\d{3}  grad norm +\d+\.\d\d$",
@@ -41,23 +34,6 @@ FIGURES = (
     r"^exposed comm +\d+\.\d%  memory peak +[\d.]+ [KM]iB  learning rate +\d\.\d\de-\d\d$",
     r"^skipped steps +\d+$",
 )
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i} of the text\n" for i in range(800)))
-    return path
-
-
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "megatron_fsdp.train", *QUICK, *options]
-
-
-def environment(**more: str) -> dict[str, str]:
-    hidden = ("RANK", "WORLD", "LOCAL_", "NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    return {**kept, "PYTHONPATH": str(SOURCE), **more}
 
 
 def _listen_to_the_terminal() -> None:
@@ -75,12 +51,13 @@ class Terminal:
         self.raw = b""
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        known = environment(TERM="xterm-256color")
         self.process = subprocess.Popen(
             argv,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env=environment(TERM="xterm-256color"),
+            env={name: value for name, value in known.items() if name not in HIDDEN},
             start_new_session=True,
             preexec_fn=_listen_to_the_terminal,
         )
@@ -120,7 +97,8 @@ class Terminal:
 
 @contextlib.contextmanager
 def on_a_terminal(*options: str) -> Iterator[Terminal]:
-    terminal = Terminal(command(*options), pytest.importorskip("pyte"))
+    command = [sys.executable, "-m", "megatron_fsdp.train", *QUICK, *options]
+    terminal = Terminal(command, pytest.importorskip("pyte"))
     try:
         yield terminal
     finally:
@@ -158,21 +136,18 @@ def test_a_terminal_shows_bar_and_figures_and_ctrl_c_leaves_it_in_order(text_fil
         assert sum(line.startswith("tokens/s") for line in lines) == 1  # the picture was drawn over itself
 
 
-def shown_by(flags: list[str]) -> str:
+def shown_by(*options: str) -> str:
     """What a rank prints where there is no terminal."""
-    rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), os.getppid())
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        run_job(resolve(parse_options(flags), World(rank.count, "cpu")), rank)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        train(*options)
     return text.getvalue()
 
 
 def test_a_pipe_gets_a_short_text_and_the_folder_everything(
-    run_ranks: RunRanks, text_file: Path, tmp_path: Path
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
 ) -> None:
     steps = ("--train-iters", "60", "--log-interval", "1", "--eval-interval", "3", "--global-batch-size", "5")
-    flags = [*QUICK, *steps, "--data-path", str(text_file), "--out", str(tmp_path)]
-    text, nothing = run_ranks(2, shown_by, flags)
+    text, nothing = run_ranks(2, shown_by, *steps, *data, "--out", str(tmp_path))
     assert nothing == ""
     assert "\x1b" not in text
     lines = text.splitlines()
@@ -180,7 +155,7 @@ def test_a_pipe_gets_a_short_text_and_the_folder_everything(
     assert 20 <= len([line for line in shown if "tokens/s" in line]) <= 21
     assert len([line for line in shown if " held-out loss " in line]) >= 20
     assert shown[-1].startswith("step    60/60  held-out loss ")
-    assert "global 5 = 2 ranks x 1 microbatch x 4 - 3 that only fill up" in text
+    assert "global 5 = 2 ranks x 2 microbatches x 2 - 3 that only fill up" in text
     assert len(lines) < 100
 
     records = read_lines(tmp_path / "metrics.jsonl", StepRecord)

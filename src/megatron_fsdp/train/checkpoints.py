@@ -323,27 +323,24 @@ class RunCheckpoints:
         self._state.progress = decided_by_first(lambda: progress, "saving")  # clocks differ, and any rank may write it
         if self._is_saving:
             self._await()
+        options, trained = self._options, self._trained
         try:
             with in_options():
-                path = self._start_saving(self._checkpointer, progress)
+                path = self._checkpointer.save(
+                    progress.steps,
+                    trained.model,
+                    None if options.no_save_optim else trained.optimizer,
+                    extra=self._extra(),
+                    with_rng=not options.no_save_rng,
+                    overwrite=progress.steps in self._replaceable,
+                )
         except CheckpointError as error:
             self._note_failed(error)
             return
-        self._saved, self._is_saving = progress.steps, self._options.async_save
+        self._saved, self._is_saving = progress.steps, options.async_save
         if not self._is_saving:
             self._failed_saves, self._problem = 0, None
         self._say(f"step {progress.steps:>5}: saving {path}" if self._is_saving else f"saved {path}")
-
-    def _start_saving(self, checkpointer: Checkpointer, progress: Progress) -> Path:
-        options, trained = self._options, self._trained
-        return checkpointer.save(
-            progress.steps,
-            trained.model,
-            None if options.no_save_optim else trained.optimizer,
-            extra=self._extra(),
-            with_rng=not options.no_save_rng,
-            overwrite=progress.steps in self._replaceable,
-        )
 
     def _await(self) -> None:
         """Wait for the save in the background and record its result."""
@@ -362,10 +359,8 @@ class RunCheckpoints:
         self._failed_saves, self._problem, self._saved = self._failed_saves + 1, error, -1
         limit = self._job.options.recovery.max_failed_saves
         if self._failed_saves > limit:
-            raise NotSavedError(
-                f"{error}: {self._failed_saves} saves in a row failed, and --max-failed-saves is {limit}; what was "
-                f"saved before is as it was. Make room in {self._options.save}, or give another folder, and go on with "
-                f"--load {self._options.save}"
+            raise self._not_saved(
+                f"{error}: {self._failed_saves} saves in a row failed, and --max-failed-saves is {limit}"
             ) from error
         self._say(
             f"WARNING: {error}: {self._failed_saves} of at most {limit} saves in a row failed; training goes on, and "
@@ -380,10 +375,14 @@ class RunCheckpoints:
             self._await()
         self._checkpointer.close()
         if self._problem is not None:
-            raise NotSavedError(
-                f"the last save failed: {self._problem}; what was saved before is as it was. Make room in "
-                f"{self._options.save}, or give another folder, and go on with --load {self._options.save}"
-            ) from self._problem
+            raise self._not_saved(f"the last save failed: {self._problem}") from self._problem
+
+    def _not_saved(self, what: str) -> NotSavedError:
+        folder = self._options.save
+        return NotSavedError(
+            f"{what}; what was saved before is as it was. Make room in {folder}, or give another folder, and go on "
+            f"with --load {folder}"
+        )
 
     def _meet_later_ones(self, newest: int, steps: int) -> None:
         """Decide about checkpoints of later steps than this run begins at."""

@@ -218,11 +218,11 @@ class ConsoleWatcher:
         cells = figures(self._last, self._evaluation)
         if self._console.width < _NAME_WIDTH + _VALUE_WIDTH:
             return Group(bar, *(Text(f"{name} {value}", overflow="fold") for name, value in cells))
-        return Group(bar, Columns([_cell(*cell) for cell in cells], padding=(0, 2)))
-
-
-def _cell(name: str, value: str) -> Text:
-    return Text.assemble((f"{name:<{_NAME_WIDTH}}", "dim"), (f"{value:>{_VALUE_WIDTH}}", "bold"), no_wrap=True)
+        shown = [
+            Text.assemble((f"{name:<{_NAME_WIDTH}}", "dim"), (f"{value:>{_VALUE_WIDTH}}", "bold"), no_wrap=True)
+            for name, value in cells
+        ]
+        return Group(bar, Columns(shown, padding=(0, 2)))
 
 
 def figures(record: StepRecord, evaluation: Evaluation | None) -> list[tuple[str, str]]:

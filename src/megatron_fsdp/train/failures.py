@@ -119,11 +119,10 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def write_failure(error: BaseException, path: Path) -> None:
-    """Write an error in the format of torchrun's error files, with a finer time than torchrun's whole seconds.
+    """Write an error in the format of torchrun's error files.
 
-    When one rank fails, its peers fail within milliseconds because the connection is gone; the finer time tells cause
-    from consequence. An error with an exit code of its own is written as a sentence in place of the traceback, which
-    torchrun shows.
+    Peers of a failed rank fail within milliseconds, so a finer time than torchrun's seconds tells cause from
+    consequence. An error with an exit code of its own is a sentence in place of the traceback, which torchrun shows.
     """
     now_ns, code = time.time_ns(), exit_code_of(error)
     extra = {

@@ -32,61 +32,34 @@ from megatron_fsdp.train.options.job import Job
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is, earlier runs included.
+    """How far training is, earlier runs included."""
 
-    Attributes:
-        steps: Steps that were done, skipped ones included.
-        samples: Samples that were consumed.
-        skipped: Steps that were skipped, since their loss or gradient was not finite.
-        elapsed_s: Seconds in training steps; evaluations and saves not counted.
-    """
-
-    steps: int = 0
+    steps: int = 0  # done, skipped ones included
     samples: int = 0
-    skipped: int = 0
-    elapsed_s: float = 0.0
+    skipped: int = 0  # since loss or gradient was not finite
+    elapsed_s: float = 0.0  # in steps; no evaluations and saves
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step; NaN stands for what is not known or was not asked for.
+    """One optimizer step; NaN stands for what is not known or was not asked for."""
 
-    Attributes:
-        step: Number of the step, from 1.
-        samples: Samples consumed so far.
-        loss: Over all ranks and microbatches, in nats per token.
-        grad_norm: Norm of the whole gradient before clipping.
-        learning_rate: What the optimizer used.
-        skipped: Steps skipped so far, since their loss or gradient was not finite.
-        data_checksum: Of the samples of this step, the same for any number of ranks.
-        tokens_per_s: Tokens of all ranks per second, in this step.
-        step_s: Seconds of this step.
-        peak_bytes: Largest peak of memory of any rank so far.
-        elapsed_s: Seconds of training, earlier runs included.
-        tflops: 10^12 floating point operations per second and rank, in this step.
-        mfu: Model FLOPs utilization: the share of what the hardware could do.
-        exposed_share: The share of this step's time in which ranks waited for communication.
-        loss_scale: What the loss was multiplied by for backward.
-        params_norm: Norm of all weights after this step.
-        num_zeros_in_grad: Elements of the gradients that are zero.
-    """
-
-    step: int
-    samples: int
-    loss: float
-    grad_norm: float
+    step: int  # from 1
+    samples: int  # consumed so far
+    loss: float  # over all ranks and microbatches, in nats per token
+    grad_norm: float  # of the whole gradient before clipping
     learning_rate: float
-    skipped: int
-    data_checksum: int
-    tokens_per_s: float
+    skipped: int  # steps so far, since their loss or gradient was not finite
+    data_checksum: int  # the same for any number of ranks
+    tokens_per_s: float  # of all ranks, in this step
     step_s: float
-    peak_bytes: int
-    elapsed_s: float
-    tflops: float = math.nan
-    mfu: float = math.nan
-    exposed_share: float = math.nan
-    loss_scale: float = 1.0
-    params_norm: float = math.nan
+    peak_bytes: int  # largest peak of any rank so far
+    elapsed_s: float  # earlier runs included
+    tflops: float = math.nan  # per rank, in this step
+    mfu: float = math.nan  # model FLOPs utilization: the share of what the hardware could do
+    exposed_share: float = math.nan  # of the time of this step, in which ranks waited for communication
+    loss_scale: float = 1.0  # factor of the loss for backward
+    params_norm: float = math.nan  # of all weights after this step
     num_zeros_in_grad: float = math.nan
 
 
@@ -105,19 +78,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Speed:
-    """The work of a step and the hardware's peak, to compute speeds from the time of a step.
+    """The work of a step and the hardware's peak, to compute speeds from the time of a step."""
 
-    Attributes:
-        tokens: Of all ranks in one optimizer step, without those that only fill up.
-        flops: Operations that these tokens take, forward and backward, over all ranks; NaN: not known.
-        ranks: All ranks, whatever they cut.
-        peak_tflops: What one rank could do, in 10^12 operations per second; NaN: not known.
-    """
-
-    tokens: int
-    flops: float = math.nan
-    ranks: int = 1
-    peak_tflops: float = math.nan
+    tokens: int  # of all ranks, without those that only fill up
+    flops: float = math.nan  # of these tokens, forward and backward, over all ranks; NaN: not known
+    ranks: int = 1  # all, whatever they cut
+    peak_tflops: float = math.nan  # of one rank; NaN: not known
 
     def tokens_per_s(self, step_s: float) -> float:
         """Return tokens of all ranks per second, for a step of `step_s` seconds."""

@@ -153,9 +153,7 @@ def choose_ranks(requested: int | None, *, num_accelerators: int, num_cores: int
 
 def count_cores() -> int:
     """Return the number of CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def rank_environment(environment: Mapping[str, str], ranks: int, num_cores: int) -> dict[str, str]:

@@ -24,7 +24,7 @@ from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.console import ConsoleWatcher
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord
-from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.job import BatchPlan, Job
 from megatron_fsdp.train.options.options import DDP_FIELDS, OPTIONS, Options, flag_for
 from megatron_fsdp.train.ranks import Rank
 
@@ -71,12 +71,20 @@ def applied_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Spe
     peak = "not known; --peak-tflops tells it, for MFU"
     if not math.isnan(speed.peak_tflops):
         peak = f"{speed.peak_tflops:.3g} TFLOP/s per rank"
+    sizes, found = asdict(job.sizes), job.precision
+    dtypes = {
+        "compute": found.compute,
+        "main weights": found.main_params,
+        "main gradients": found.main_grads,
+        "gradient communication": found.grad_comm,
+    }
+    cut = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
     said = [(origin, words) for origin, words in _said(job.options).items() if not origin.startswith(_PRESET)]
     return [
         ("engine", engine_words(job)),
-        ("ranks", f"{rank.count} on {rank.device.type}{_sizes_words(job)}"),
-        ("batch", _batch_words(job)),
-        ("dtypes", _dtype_words(job)),
+        ("ranks", f"{rank.count} on {rank.device.type}" + ("" if job.sizes.is_data_only else f": {cut}")),
+        ("batch", _batch_words(job.batch)),
+        ("dtypes", ", ".join(f"{name} {_word(dtype)}" for name, dtype in dtypes.items())),
         ("text", str(job.options.data.data_path or "source of the Python standard library")),
         ("tokens", f"{data.training.count:,} to train on, {data.held_out.count:,} held out"),
         ("steps", f"{job.train_iters:,} of {job.tokens_per_step:,} tokens{flops}"),
@@ -130,30 +138,12 @@ def _value_of(options: Options, name: str) -> Any:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def _sizes_words(job: Job) -> str:
-    """Describe the parallel sizes, if there is more than data parallelism."""
-    if job.sizes.is_data_only:
-        return ""
-    sizes = asdict(job.sizes)
-    return ": " + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
-
-
-def _batch_words(job: Job) -> str:
+def _batch_words(batch: BatchPlan) -> str:
     """Return the arithmetic of the batch, such as `global 8 = 2 ranks x 1 microbatch x 4`."""
-    batch = job.batch
     ranks = "1 rank" if batch.ranks == 1 else f"{batch.ranks} ranks"
     microbatches = "1 microbatch" if batch.microbatches == 1 else f"{batch.microbatches} microbatches"
     filled = f" - {batch.filled} that only fill up" if batch.filled else ""
     return f"global {batch.total} = {ranks} x {microbatches} x {batch.micro}{filled}"
-
-
-def _dtype_words(job: Job) -> str:
-    """Describe the dtypes of everything that has one."""
-    found = job.precision
-    return (
-        f"compute {_word(found.compute)}, main weights {_word(found.main_params)}, main gradients "
-        f"{_word(found.main_grads)}, gradient communication {_word(found.grad_comm)}"
-    )
 
 
 def _word(value: Any) -> str:
@@ -340,18 +330,15 @@ class _Tracker(Writer):
     """A writer of scalars; constructors import packages, so only those that were asked for."""
 
     @abstractmethod
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log scalars by name."""
+    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Log the scalars of steps by name."""
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            self.log(record.step, step_scalars(record))
+        self.log([(record.step, step_scalars(record)) for record in records])
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.log(
-            evaluation.step,
-            {"lm loss validation": evaluation.loss, "lm loss validation ppl": evaluation.perplexity},
-        )
+        scalars = {"lm loss validation": evaluation.loss, "lm loss validation ppl": evaluation.perplexity}
+        self.log([(evaluation.step, scalars)])
 
 
 class _TensorBoard(_Tracker):
@@ -364,16 +351,10 @@ class _TensorBoard(_Tracker):
         # TensorBoard itself hides what an earlier run wrote of later steps.
         self._writer = make(log_dir=str(folder), purge_step=progress.steps + 1)
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-
-    def on_steps(self, records: Sequence[StepRecord]) -> None:
-        super().on_steps(records)
-        self._writer.flush()
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        super().on_evaluation(evaluation)
+    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, scalars in values:
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -406,8 +387,9 @@ class _Wandb(_Tracker):
         self._run.define_metric(_WANDB_STEP)
         self._run.define_metric("*", step_metric=_WANDB_STEP)
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log({**scalars, _WANDB_STEP: step})
+    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, scalars in values:
+            self._run.log({**scalars, _WANDB_STEP: step})
 
     def close(self) -> None:
         self._run.finish()
@@ -433,17 +415,15 @@ class _Mlflow(_Tracker):
         for name, value in config.items():
             self._client.log_param(self._run_id, name, str(value)[:_MLFLOW_VALUE])
 
-    def on_steps(self, records: Sequence[StepRecord]) -> None:
-        for first in range(0, len(records), _MLFLOW_STEPS):
-            self._send([(each.step, step_scalars(each)) for each in records[first : first + _MLFLOW_STEPS]])
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._send([(step, scalars)])
-
-    def _send(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self._metric(name, value, now_ms, step) for step, found in values for name, value in found.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        for first in range(0, len(values), _MLFLOW_STEPS):
+            metrics = [
+                self._metric(name, value, now_ms, step)
+                for step, scalars in values[first : first + _MLFLOW_STEPS]
+                for name, value in scalars.items()
+            ]
+            self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

@@ -171,7 +171,11 @@ def conclude(run: Run, outcome: Outcome) -> Results:
     if run.data.held_out_bytes:
         bits = loss / math.log(2) * run.data.held_out.count / run.data.held_out_bytes
     peaks = gather_objects(peak_bytes(run.trained))
-    return Results(loss, bits, write_sample(run), compared(run, outcome), tuple(peaks), describe_peak(run.trained))
+    model, optimizer, traffic = run.trained.inside, run.trained.optimizer, outcome.last_traffic
+    rows: tuple[Row, ...] = ()
+    if model is not None and traffic is not None:
+        rows = compare(model, optimizer, traffic, run.job.batch.microbatches)
+    return Results(loss, bits, write_sample(run), rows, tuple(peaks), describe_peak(run.trained))
 
 
 def write_sample(run: Run) -> str:
@@ -214,14 +218,6 @@ def generate(
         probabilities = torch.softmax(logits / TEMPERATURE, dim=-1)
         ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return ids
-
-
-def compared(run: Run, outcome: Outcome) -> tuple[Row, ...]:
-    """Compare measured values with the formulas; empty with an engine that does not count."""
-    model = run.trained.inside
-    if model is None or outcome.last_traffic is None:
-        return ()
-    return compare(model, run.trained.optimizer, outcome.last_traffic, run.job.batch.microbatches)
 
 
 def save(

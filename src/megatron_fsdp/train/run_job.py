@@ -55,7 +55,10 @@ def run_job(job: Job, rank: Rank) -> bool:
     console = make_console(is_first=rank.is_first)
     say = partial(print_message, console)
     require_packages(job.options)
-    seed_generators(job.options.training.seed)
+    seed = job.options.training.seed
+    random.seed(seed)  # every generator whose state a checkpoint holds, so that equal runs leave equal ones
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
     with telling_of_memory(lambda error: memory_told(error, job, rank, step=0)), ExitStack() as held:
         claim_saves(job, held)
         origin = find_origin(job, say)
@@ -144,10 +147,3 @@ def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
     found = applied(run.job)
     attempt("what was applied", lambda: (folder / APPLIED_FILE).write_text(to_json(found, 2) + "\n"), display.say)
     return Recorder(display, folder, find_writers(run.job, folder, found["options"]))
-
-
-def seed_generators(seed: int) -> None:
-    """Seed every generator whose state a checkpoint holds, so that equal runs leave equal checkpoints."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

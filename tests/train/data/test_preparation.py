@@ -333,28 +333,18 @@ def test_wrong_sources_are_refused(folder: Path, pair: Path, tmp_path: Path) -> 
     assert "is text, and --tokenizer-type NullTokenizer takes token ids" in refused(folder, out, *null)
     assert "holds token ids, and --tokenizer-type byte takes text" in refused(pair, out)
     assert "--json-key body does nothing, since --data-path" in refused(folder, out, "--json-key", "body")
-    assert [path.name for path in out.iterdir()] == []
-
-
-def test_a_split_that_leaves_all_aside_is_refused(folder: Path, tmp_path: Path) -> None:
-    said = refused(folder, tmp_path / "out", "--split", "1,1,999998")
+    said = refused(folder, out, "--split", "1,1,999998")
     assert said.startswith(f"--split 1,1,999998 leaves all texts of --data-path {folder} aside: give a smaller third")
-
-
-def test_a_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
+    assert [path.name for path in out.iterdir()] == []
     (tmp_path / "file").write_text("")
     assert "where it cannot be written, give another --data-cache-path or --out" in refused(folder, tmp_path / "file")
 
 
-@pytest.mark.parametrize(("length", "side", "count"), [(2000, "training", "1,901"), (100, "held-out", "100")])
-def test_a_too_small_text_is_refused_with_the_numbers(tmp_path: Path, length: int, side: str, count: str) -> None:
-    (tmp_path / "a.txt").write_text("0123456789" * 200)
-    said = refused(tmp_path / "a.txt", tmp_path / "out", "--seq-length", str(length))
-    assert said.startswith(f"the {side} text has {count} tokens and one sample needs {length + 1:,}: give --data-path")
-
-
-def test_the_smallest_text_that_is_enough_passes(tmp_path: Path) -> None:
+def test_a_too_small_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0123456789" * 200)  # 2,001 tokens, of which 100 are held out
+    for length, begin in ((2000, "the training text has 1,901 tokens"), (100, "the held-out text has 100 tokens")):
+        said = refused(tmp_path / "a.txt", tmp_path / "out", "--seq-length", str(length))
+        assert said.startswith(f"{begin} and one sample needs {length + 1:,}: give --data-path")
     assert prepare(job_of(tmp_path / "a.txt", "--seq-length", "99"), tmp_path / "out").held_out.count == 100
 
 
@@ -384,16 +374,14 @@ def prepare_on_ranks(paths: list[Path], outs: list[Path], local: str) -> tuple[s
     return data.checksum, data.training.count
 
 
-def test_ranks_of_a_machine_share_what_its_first_one_made(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
-    found = run_ranks(2, prepare_on_ranks, [folder] * 2, [tmp_path / "out"] * 2, "01")
-    assert found[0] == found[1]
-    assert len(found[0][0]) == 32
-
-
-def test_machines_without_a_shared_folder_make_their_own(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
+def test_ranks_of_a_machine_share_what_its_first_one_made_and_others_make_their_own(
+    run_ranks: RunRanks, folder: Path, tmp_path: Path
+) -> None:
     outs = [tmp_path / "one", tmp_path / "two"]
-    found = run_ranks(2, prepare_on_ranks, [folder] * 2, outs, "00")
-    assert found[0] == found[1]
+    for places, local in (([tmp_path / "out"] * 2, "01"), (outs, "00")):
+        found = run_ranks(2, prepare_on_ranks, [folder] * 2, places, local)
+        assert found[0] == found[1]
+        assert len(found[0][0]) == 32
     assert [len(list(out.iterdir())) for out in outs] == [1, 1]
 
 
@@ -451,15 +439,12 @@ def test_training_and_held_out_texts_are_disjoint_and_complete(tmp_path: Path) -
     assert found.notes == ()
 
 
-def test_the_split_depends_on_content_and_not_on_order(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+def test_the_split_depends_on_content_and_copies_of_a_text_lie_on_one_side(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
     one, other = encode(DOCUMENTS, SPLIT, tmp_path / "a"), encode(DOCUMENTS[::-1], SPLIT, tmp_path / "b")
     assert set(texts_in(one.held_out)) == set(texts_in(other.held_out))
-
-
-def test_copies_of_a_text_lie_on_one_side(tmp_path: Path) -> None:
-    found = encode([f"text number {i % 200}" for i in range(400)], SPLIT, tmp_path)
+    found = encode([f"text number {i % 200}" for i in range(400)], SPLIT, tmp_path / "c")
     training, held_out = texts_in(found.training), texts_in(found.held_out)
     assert set(training) & set(held_out) == set()
     assert all(side.count(text) == 2 for side in (training, held_out) for text in side)
@@ -471,11 +456,7 @@ def test_a_third_share_is_left_aside(tmp_path: Path) -> None:
     assert 160 <= counts[0] <= 240
     assert 70 <= counts[1] <= 130
     assert 70 <= 400 - sum(counts) <= 130
-
-
-def test_of_a_few_documents_none_is_left_aside() -> None:
-    found = list(pieces(documents(DOCUMENTS[:99]), parse_split("1,1,98")))
-    assert len(found) == 99
+    assert len(list(pieces(documents(DOCUMENTS[:99]), parse_split("1,1,98")))) == 99  # of a few none is left aside
     assert len(list(pieces(documents(DOCUMENTS[:100]), parse_split("1,1,98")))) < 10
 
 
@@ -486,6 +467,8 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
     assert bytes(found.held_out.open().tolist()) == b"6789\0"
     assert found.held_out_bytes == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["training.bin"]
+    found = encode(["", ""], SPLIT, tmp_path)
+    assert (found.training.count, found.held_out.count, found.held_out_bytes) == (0, 0, 0)
 
 
 def test_a_huge_document_is_not_held_out_whole(tmp_path: Path) -> None:
@@ -501,11 +484,6 @@ def test_shares_may_be_off_by_a_factor_of_four(tmp_path: Path, held_out: int, is
     sides = {side: [text for text in LINES if side_of(text, SPLIT) == side] for side in ("training", "held_out")}
     chosen = [*sides["training"][: 100 - held_out], *sides["held_out"][:held_out]]
     assert encode(chosen, SPLIT, tmp_path).notes == ((CUT,) if is_cut else ())
-
-
-def test_no_text_at_all_is_no_tokens(tmp_path: Path) -> None:
-    found = encode(["", ""], SPLIT, tmp_path)
-    assert (found.training.count, found.held_out.count, found.held_out_bytes) == (0, 0, 0)
 
 
 @given(cuts=st.lists(st.integers(1, 6), min_size=1, max_size=6), batch=st.integers(1, 9))
@@ -531,11 +509,8 @@ def test_a_sample_for_a_tokenizer_is_spread_bounded_and_without_held_out_texts()
     assert sample_texts(documents(DOCUMENTS), SPLIT, size, limit=size) == [
         text for text in DOCUMENTS if text not in held_out
     ]
-
-
-def test_a_sample_of_held_out_texts_only_has_them() -> None:
-    text = next(text for text in DOCUMENTS if side_of(text, SPLIT) == "held_out")
-    assert sample_texts(documents([text]), SPLIT, 10) == [text]
+    (text, *_) = held_out
+    assert sample_texts(documents([text]), SPLIT, 10) == [text]  # there is nothing else
 
 
 def test_bytes_of_tokens_are_counted_or_projected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

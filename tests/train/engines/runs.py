@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
 from megatron_fsdp.train.data.batches import Feed
 from megatron_fsdp.train.data.preparation import TokenData
@@ -29,8 +29,8 @@ from megatron_fsdp.train.options.checks import uses_transformers
 from megatron_fsdp.train.options.command_line import Layer, assemble
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.ranks import Rank
 from tests.support.array_tokens import feed_of, token_data
+from tests.support.train_program import this_rank
 
 STEPS, LENGTH, IDS, MASKED_ID = 3, 8, 59, 7
 
@@ -134,10 +134,6 @@ def job_of(values: Mapping[str, Any], ranks: int) -> Job:
     return resolve(assemble((Layer("command line", dict(values)),)), World(ranks, "cpu"))
 
 
-def this_rank() -> Rank:
-    return Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), os.getppid())
-
-
 def some_data() -> TokenData:
     draw = np.random.default_rng(0)
     training, held_out = (draw.integers(IDS, size=size).astype(np.uint16) for size in (600, 90))
@@ -155,6 +151,18 @@ def prepare(values: Mapping[str, Any]) -> Run:
     job = job_of(values, rank.count)
     trained = build(job, IDS, rank)
     return Run(job, trained, some_data(), some_feed(job, trained.data_index), rank)
+
+
+def initial_weights(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return whole_weights(prepare(values).trained.model)
+
+
+def refusal_of_building(values: Mapping[str, Any]) -> str:
+    try:
+        prepare(values)
+    except ConfigurationError as error:
+        return str(error)
+    return "it was built"
 
 
 def train_here(values: Mapping[str, Any]) -> Results:

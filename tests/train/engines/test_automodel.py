@@ -13,21 +13,20 @@ from megatron_fsdp.train.engines.automodel import policy_of
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import TrainingOptions
 from tests.conftest import RunRanks
-from tests.train.engines.runs import DECODER, IDS, LLAMA, job_of, plain_model, prepare, whole_weights
+from tests.train.engines.runs import (
+    DECODER,
+    IDS,
+    LLAMA,
+    initial_weights,
+    job_of,
+    plain_model,
+    prepare,
+    refusal_of_building,
+)
 
 UNITS = {"use_megatron_fsdp": True}
 FSDP2 = {"use_torch_fsdp2": True}
 RUN = {name: LLAMA[name] for name in ("seq_length", "micro_batch_size", "train_iters", "lr")}
-
-
-def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
-    return whole_weights(prepare(values).trained.model)
-
-
-def refusal(values: dict[str, Any]) -> str:
-    with pytest.raises(Exception) as caught:
-        prepare(values)
-    return str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +67,9 @@ def test_weights_of_a_configuration_are_drawn_from_the_seed(
 
 def test_what_does_not_fit_is_refused_on_every_rank(run_ranks: RunRanks, folder: Path) -> None:
     assert IDS < 64
-    told = run_ranks(2, refusal, {**RUN, **UNITS, "hf_model": str(folder), "seq_length": 9})
+    told = run_ranks(2, refusal_of_building, {**RUN, **UNITS, "hf_model": str(folder), "seq_length": 9})
     assert [text.split(":")[0] for text in told] == ["--seq-length 9 is more than the 8 positions of the model"] * 2
-    told = run_ranks(2, refusal, {**LLAMA, **UNITS, "tensor_model_parallel_size": 2, "num_query_groups": 1})
+    told = run_ranks(2, refusal_of_building, {**LLAMA, **UNITS, "tensor_model_parallel_size": 2, "num_query_groups": 1})
     assert told[0] == told[1]
     heads = "the model has num_key_value_heads=1, which 2 tensor-parallel ranks cannot share evenly"
     assert all(text.startswith(heads) for text in told)

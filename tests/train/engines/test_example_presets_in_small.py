@@ -13,6 +13,7 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from tests.conftest import RunRanks
+from tests.support.train_program import this_rank
 from tests.train.engines.runs import (
     IDS,
     SMALL_SHAPE,
@@ -20,7 +21,6 @@ from tests.train.engines.runs import (
     Silent,
     some_data,
     some_feed,
-    this_rank,
     train_plainly,
 )
 

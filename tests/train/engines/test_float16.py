@@ -10,7 +10,16 @@ from megatron_fsdp.train.engines.trained import GROWTH_INTERVAL, LossScale
 from megatron_fsdp.train.failures import NonFiniteStepError
 from megatron_fsdp.train.loop import train
 from tests.conftest import RunRanks
-from tests.train.engines.runs import DECODER, LLAMA, NoCheckpoints, Silent, expected, prepare, whole_weights
+from tests.train.engines.runs import (
+    DECODER,
+    LLAMA,
+    NoCheckpoints,
+    Silent,
+    expected,
+    initial_weights,
+    prepare,
+    whole_weights,
+)
 
 HALF = {"fp16": True, "initial_loss_scale": 2.0**10}
 UNITS = {"use_megatron_fsdp": True}
@@ -61,10 +70,6 @@ def test_overflow_halves_the_scale_and_is_no_failure(run_ranks: RunRanks) -> Non
         assert all(torch.equal(start[name], value) for name, value in weights.items())
 
 
-def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
-    return whole_weights(prepare(values).trained.model)
-
-
 def train_with_a_broken_weight(values: dict[str, Any]) -> str:
     run = prepare(values)
     with torch.no_grad():
@@ -80,24 +85,19 @@ def test_loss_that_is_not_finite_is_a_failure_at_any_scale(run_ranks: RunRanks) 
         assert message.startswith("step 1 has loss nan")
 
 
-def test_scale_doubles_after_many_good_steps_and_is_restored() -> None:
-    scale = LossScale(8.0)
+def test_scale_doubles_after_many_good_steps_is_restored_and_does_not_fall_below_one() -> None:
+    scale, other = LossScale(8.0), LossScale(1.5)
+    assert other.has_overflowed(2.0, float("inf"))
+    assert not other.has_overflowed(2.0, 3.0)
+    assert not other.has_overflowed(float("nan"), float("nan"))
+    other.shrink()
+    assert other.value == 1.0
+    assert not other.has_overflowed(2.0, float("inf"))
     for _ in range(GROWTH_INTERVAL - 1):
         scale.grow()
-    other = LossScale(1.0)
     other.load_state_dict(scale.state_dict())
     assert (other.value, other.good_steps) == (8.0, GROWTH_INTERVAL - 1)
     other.grow()
     assert (other.value, other.good_steps) == (16.0, 0)
     scale.shrink()
     assert (scale.value, scale.good_steps) == (4.0, 0)
-
-
-def test_scale_does_not_fall_below_one_where_overflow_is_a_failure() -> None:
-    scale = LossScale(1.5)
-    assert scale.has_overflowed(2.0, float("inf"))
-    assert not scale.has_overflowed(2.0, 3.0)
-    assert not scale.has_overflowed(float("nan"), float("nan"))
-    scale.shrink()
-    assert scale.value == 1.0
-    assert not scale.has_overflowed(2.0, float("inf"))

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.train.engines.runs import (
     DECODER,
@@ -13,7 +12,7 @@ from tests.train.engines.runs import (
     MIXTRAL,
     TIED,
     assert_equal_to_one_process,
-    prepare,
+    refusal_of_building,
     train_here,
 )
 
@@ -119,16 +118,8 @@ def test_tied_ends_in_two_stages_stay_one(run_ranks: RunRanks, engine: dict[str,
         assert_equal_to_one_process(found, values)
 
 
-def refusal(values: dict[str, Any]) -> str:
-    try:
-        prepare(values)
-    except ConfigurationError as error:
-        return str(error)
-    return "it was built"
-
-
 def test_tied_ends_that_would_be_cut_differently_are_refused(run_ranks: RunRanks) -> None:
-    told = run_ranks(4, refusal, {**TIED, **EVERYTHING, "pipeline_model_parallel_size": 2})
+    told = run_ranks(4, refusal_of_building, {**TIED, **EVERYTHING, "pipeline_model_parallel_size": 2})
     assert told == told[:1] * 4
     assert told[0].startswith("the embeddings and the head of LlamaForCausalLM are tied, and lie in two stages")
     assert "give --untie-embeddings-and-output-weights" in told[0]

@@ -11,6 +11,7 @@ from tests.train.engines.runs import (
     DECODER,
     LLAMA,
     MIXTRAL,
+    TIED,
     Results,
     expected,
     train_plainly,
@@ -22,29 +23,50 @@ UNITS = {"use_megatron_fsdp": True}
 
 
 def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
-    """Three steps that are saved after the second, and the third once more from there."""
-    whole = train_with_checkpoints({**values, "save": folder, "save_interval": 2, "lr_decay_iters": 3})
-    return whole, train_with_checkpoints({**values, "load": f"{folder}/iter_0000002", "lr_decay_iters": 3})
+    """Steps that are saved after the first half (or the second of three), and the rest once more from there."""
+    half = (values["train_iters"] + 1) // 2
+    values = {**values, "lr_decay_iters": values["train_iters"]}
+    whole = train_with_checkpoints({**values, "save": folder, "save_interval": half})
+    return whole, train_with_checkpoints({**values, "load": f"{folder}/iter_{half:07}", "save": f"{folder}-2"})
 
 
-@pytest.mark.full(short=["values1"])
+PIPELINE = {"pipeline_model_parallel_size": 2}
+EIGHT = {"train_iters": 8}
+
+
+@pytest.mark.full(short=["2-values1"])
 @pytest.mark.parametrize(
-    "values",
+    ("ranks", "values"),
     [
-        {**DECODER, **FSDP2},
-        {**DECODER, **UNITS, "fp16": True, "initial_loss_scale": 64.0},
-        {**LLAMA, **FSDP2},
-        {**LLAMA, **FSDP2, "tensor_model_parallel_size": 2},
-        {**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2},
-        {**LLAMA, **UNITS, "tensor_model_parallel_size": 2},
-        {**LLAMA, **UNITS, "context_parallel_size": 2},
+        (2, {**DECODER, **FSDP2}),
+        (2, {**DECODER, **UNITS, "fp16": True, "initial_loss_scale": 64.0}),
+        (2, {**LLAMA, **FSDP2}),
+        (2, {**LLAMA, **FSDP2, "tensor_model_parallel_size": 2}),
+        (2, {**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2}),
+        (2, {**LLAMA, **UNITS, "tensor_model_parallel_size": 2}),
+        (2, {**LLAMA, **UNITS, "context_parallel_size": 2}),
+        (2, {**LLAMA, **FSDP2, **PIPELINE, **EIGHT}),
+        (2, {**TIED, **FSDP2, **PIPELINE, **EIGHT, "async_save": True}),
+        (4, {**TIED, **FSDP2, **PIPELINE, **EIGHT}),
+        (4, {**TIED, **FSDP2, **PIPELINE, **EIGHT, "context_parallel_size": 2}),
+        (2, {**TIED, **UNITS, **PIPELINE, **EIGHT}),
+        (4, {**LLAMA, **UNITS, **PIPELINE, **EIGHT, "async_save": True}),
+        (4, {**LLAMA, **UNITS, **PIPELINE, **EIGHT, "context_parallel_size": 2}),
+        (4, {**LLAMA, **UNITS, **PIPELINE, **EIGHT, "tensor_model_parallel_size": 2}),
+        (4, {**LLAMA, **PIPELINE, **EIGHT, "overlap_grad_reduce": True}),
+        (4, {**MIXTRAL, **UNITS, **PIPELINE, **EIGHT, "expert_model_parallel_size": 2}),
+        (2, {**MIXTRAL, **UNITS, **EIGHT, "expert_model_parallel_size": 2}),
     ],
 )
-def test_third_step_is_the_same_from_a_checkpoint(run_ranks: RunRanks, values: dict[str, Any], tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(2, train_twice, values, str(tmp_path / "saved")):
-        assert resumed.losses == whole.losses[2:]
-        assert resumed.norms == whole.norms[2:]
+def test_the_rest_is_the_same_from_a_checkpoint(
+    run_ranks: RunRanks, ranks: int, values: dict[str, Any], tmp_path: Path
+) -> None:
+    for whole, resumed in run_ranks(ranks, train_twice, values, str(tmp_path / "saved")):
+        half = (values["train_iters"] + 1) // 2
+        assert resumed.losses == whole.losses[half:]
+        assert resumed.norms == whole.norms[half:]
         assert resumed.held_out == whole.held_out
+        assert resumed.weights.keys() == whole.weights.keys()
         assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
 
 

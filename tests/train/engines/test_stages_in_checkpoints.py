@@ -9,7 +9,7 @@ import torch
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from tests.conftest import RunRanks
-from tests.train.engines.runs import LLAMA, MIXTRAL, TIED, Results, prepare, train_plainly, train_with_checkpoints
+from tests.train.engines.runs import LLAMA, MIXTRAL, TIED, prepare, train_plainly, train_with_checkpoints
 
 FSDP2 = {"use_torch_fsdp2": True}
 STAGES = {**FSDP2, "pipeline_model_parallel_size": 2}
@@ -18,39 +18,6 @@ OWN_STAGES = {**OWN, "pipeline_model_parallel_size": 2}
 OWN_EXPERTS = {**OWN, "expert_model_parallel_size": 2}
 BUCKETS = {"overlap_grad_reduce": True, "pipeline_model_parallel_size": 2}
 STEPS = 8
-
-
-def train_twice(values: dict[str, Any], folder: str) -> tuple[Results, Results]:
-    """Eight steps that are saved after the fourth, and the last four once more from there."""
-    values = {**values, "train_iters": STEPS}
-    whole = train_with_checkpoints({**values, "save": folder, "save_interval": 4})
-    return whole, train_with_checkpoints({**values, "load": f"{folder}/iter_0000004", "save": f"{folder}-2"})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("ranks", "values"),
-    [
-        (2, {**LLAMA, **STAGES}),
-        (2, {**TIED, **STAGES, "async_save": True}),
-        (4, {**TIED, **STAGES}),
-        (4, {**TIED, **STAGES, "context_parallel_size": 2}),
-        (2, {**TIED, **OWN_STAGES}),
-        (4, {**LLAMA, **OWN_STAGES, "async_save": True}),
-        (4, {**LLAMA, **OWN_STAGES, "context_parallel_size": 2}),
-        (4, {**LLAMA, **OWN_STAGES, "tensor_model_parallel_size": 2}),
-        (4, {**LLAMA, **BUCKETS}),
-        (4, {**MIXTRAL, **OWN_STAGES, "expert_model_parallel_size": 2}),
-        (2, {**MIXTRAL, **OWN_EXPERTS}),
-    ],
-)
-def test_stages_go_on_bit_for_bit(run_ranks: RunRanks, ranks: int, values: dict[str, Any], tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(ranks, train_twice, values, str(tmp_path / "saved")):
-        assert resumed.losses == whole.losses[4:]
-        assert resumed.norms == whole.norms[4:]
-        assert resumed.held_out == whole.held_out
-        assert resumed.weights.keys() == whole.weights.keys()
-        assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
 
 
 def keys_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], set[str], Any]:

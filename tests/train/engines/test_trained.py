@@ -10,8 +10,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatron_fsdp.train.engines.trained import build_optimizer, token_losses
+from megatron_fsdp.train.options.options import OptimizerOptions
 from tests.conftest import RunRanks
-from tests.train.engines.runs import DECODER, LLAMA, job_of, plain_model, prepare, some_feed, train_here, whole_weights
+from tests.train.engines.runs import (
+    DECODER,
+    LLAMA,
+    initial_weights,
+    job_of,
+    plain_model,
+    prepare,
+    some_feed,
+    train_here,
+)
 
 
 class _Copies(TorchFunctionMode):
@@ -63,10 +73,6 @@ OTHER = {
 UNTIED = {**DECODER, "untie_embeddings_and_output_weights": True}
 
 
-def initial_weights(values: dict[str, Any]) -> dict[str, Tensor]:
-    return whole_weights(prepare(values).trained.model)
-
-
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("model", [OTHER, UNTIED])
 @pytest.mark.parametrize(
@@ -89,6 +95,21 @@ def test_initial_weights_are_the_same_bit_for_bit(
         assert all(torch.equal(built[name], value) for name, value in drawn.items())
     drawn = meta[0]["blocks.1.feed_forward.output.weight"]
     assert drawn.std().item() == pytest.approx(0.1 / 2, rel=0.1)  # the root of 2 * 2 layers
+
+
+def test_options_of_the_optimizer_are_those_of_its_groups() -> None:
+    model = nn.Linear(2, 2)
+    for options, values in (
+        (
+            OptimizerOptions(lr=0.5, weight_decay=0.25, adam_beta1=0.1, adam_beta2=0.2, adam_eps=0.3),
+            {"lr": 0.5, "betas": (0.1, 0.2), "eps": 0.3},
+        ),
+        (OptimizerOptions("sgd", lr=0.5, weight_decay=0.25, sgd_momentum=0.4), {"lr": 0.5, "momentum": 0.4}),
+    ):
+        groups = build_optimizer(model, options).param_groups
+        assert [group["params"] for group in groups] == [[model.weight], [model.bias]]
+        assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+        assert all(group[name] == value for group in groups for name, value in values.items())
 
 
 RANKS = 2

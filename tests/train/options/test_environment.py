@@ -35,6 +35,7 @@ def job_of(words: str, world: World = CUDA) -> Job:
 )
 def test_what_is_right_is_not_mentioned(environment: Mapping[str, str], words: str, world: World) -> None:
     assert check_environment(environment, job_of(words, world), world) == ()
+    assert check_environment(ONE, job_of(UNITS, CPU), CPU) == ("CUDA_DEVICE_MAX_CONNECTIONS=1 has no effect on cpu",)
 
 
 @pytest.mark.parametrize(("words", "flag"), [(UNITS, "--use-megatron-fsdp"), (FSDP2, "--use-torch-fsdp2")])
@@ -45,7 +46,3 @@ def test_one_connection_is_refused_with_full_sharding(words: str, flag: str) -> 
         "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all kernels into one queue, where gathers and reductions of "
         f"{flag} wait behind compute: `unset CUDA_DEVICE_MAX_CONNECTIONS`, or give 8 or more"
     )
-
-
-def test_one_connection_has_no_effect_on_a_cpu() -> None:
-    assert check_environment(ONE, job_of(UNITS, CPU), CPU) == ("CUDA_DEVICE_MAX_CONNECTIONS=1 has no effect on cpu",)

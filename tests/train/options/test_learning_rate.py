@@ -60,47 +60,36 @@ def rates(schedule: Schedule) -> list[float]:
     return [schedule.rate(step) for step in range(schedule.decay_steps)]
 
 
-def test_cosine_falls_from_the_peak_to_the_end() -> None:
+def test_each_style_has_its_shape() -> None:
     values = rates(Schedule(2.0, 0.2, "cosine", 4, 24))[3:]
     assert all(later < earlier for earlier, later in pairwise(values))
     assert values[-1] == pytest.approx(0.2)
     assert values[10] == pytest.approx(1.1)  # half way between 2.0 and 0.2
-
-
-def test_a_line_falls_by_the_same_each_step() -> None:
     assert rates(Schedule(1.0, 0.0, "linear", 0, 4)) == pytest.approx([0.75, 0.5, 0.25, 0.0])
-
-
-def test_the_inverse_root_follows_the_step() -> None:
-    values = Schedule(1.0, 0.1, "inverse-square-root", 4, 1000)
-    assert values.rate(15) == pytest.approx(0.5)  # the square root of 4 over 16
-    assert values.rate(998) == 0.1
-
-
-def test_wsd_stays_at_the_peak_and_falls_at_the_end() -> None:
+    root = Schedule(1.0, 0.1, "inverse-square-root", 4, 1000)
+    assert root.rate(15) == pytest.approx(0.5)  # the square root of 4 over 16
+    assert root.rate(998) == 0.1
     assert rates(Schedule(1.0, 0.0, "WSD", 2, 8, 4)) == pytest.approx([0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    risen = rates(Schedule(1.0, 0.0, "constant", 4, 6, initial=0.2))
+    assert risen == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
 
 
-def test_the_job_has_the_schedule_of_the_flags() -> None:
-    words = (
-        "--preset tiny --lr 0.2 --min-lr 0.02 --lr-decay-style WSD --lr-decay-iters 24 --lr-warmup-iters 5 "
-        "--lr-wsd-decay-iters 7"
-    )
-    assert resolve(parse_options(words.split()), World(1, "cpu")).schedule == Schedule(0.2, 0.02, "WSD", 5, 24, 7)
-
-
-def test_a_share_that_comes_out_even_is_not_rounded_down() -> None:
-    words = "--preset tiny --train-iters 100 --lr-warmup-fraction 0.58"
-    assert resolve(parse_options(words.split()), World(1, "cpu")).schedule.warmup_steps == 58
-
-
-def test_a_share_of_the_decay_is_rounded_down() -> None:
-    words = "--preset tiny --train-iters 29"
-    assert resolve(parse_options(words.split()), World(1, "cpu")).schedule.warmup_steps == 2
-
-
-def test_a_warmup_rises_from_its_first_rate() -> None:
-    assert rates(Schedule(1.0, 0.0, "constant", 4, 6, initial=0.2)) == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--lr 1 --min-lr 0.02 --lr-decay-style WSD --lr-decay-iters 24 --lr-warmup-iters 5 --lr-wsd-decay-iters 7",
+            Schedule(1, 0.02, "WSD", 5, 24, 7),
+        ),
+        (
+            "--train-iters 100 --lr-warmup-fraction 0.58",
+            Schedule(3e-3, 3e-3 / 10, "cosine", 58, 100),
+        ),  # not rounded down
+        ("--train-iters 29", Schedule(3e-3, 3e-3 / 10, "cosine", 2, 29)),  # a tenth, rounded down
+    ],
+)
+def test_the_job_has_the_schedule_of_the_flags(words: str, expected: Schedule) -> None:
+    assert resolve(parse_options(["--preset", "tiny", *words.split()]), World(1, "cpu")).schedule == expected
 
 
 def test_samples_say_what_steps_say_and_may_end_within_a_step() -> None:

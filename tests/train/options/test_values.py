@@ -6,11 +6,12 @@ import torch
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.command_line import PRESETS, parse_options
-from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.job import Job, Split, World, parse_split
 from megatron_fsdp.train.options.options import OPTIONS, in_flags
 from megatron_fsdp.train.options.resolve import resolve
 
 RUN = "--preset tiny"
+IDS = "--tokenizer-type NullTokenizer --data-path ids"
 OWN = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1 --train-iters 9"
 
 
@@ -42,10 +43,6 @@ def test_options_win_over_the_preset() -> None:
     assert job.options.origins["hidden_size"] == "preset tiny"
 
 
-def test_a_run_without_time_limit_is_possible() -> None:
-    assert job_of(f"{RUN} --exit-duration-in-mins inf").options.training.exit_duration_in_mins == float("inf")
-
-
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_each_strategy_has_a_name_and_a_number(strategy: ShardingStrategy) -> None:
     for word in (strategy.name, str(strategy.value)):
@@ -59,98 +56,118 @@ def test_each_preset_trains_on_any_ranks_without_a_notice(preset: str, ranks: in
     assert job_of(f"--preset {preset}", ranks).notices == ()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--micro-batch-size 0", "invalid --micro-batch-size 0: give 1 or more"),
-        ("--global-batch-size -1", "invalid --global-batch-size -1: give 1 or more"),
-        ("--nproc 0", "invalid --nproc 0: give 1 or more"),
-        ("--lr 0", "invalid --lr 0: give a finite number above 0"),
-        ("--lr nan", "invalid --lr nan: give a finite number"),
-        ("--clip-grad inf", "invalid --clip-grad inf: give a finite number, 0 or more"),
-        ("--weight-decay -0.1", "invalid --weight-decay -0.1: give a finite number, 0 or more"),
-        ("--adam-beta1 1", "invalid --adam-beta1 1: give 0 or more, and less than 1"),
-        ("--exit-duration-in-mins 0", "invalid --exit-duration-in-mins 0: give a number above 0"),
-        (
-            "--distributed-timeout-minutes 1e9",
-            "invalid --distributed-timeout-minutes 1e9: give at most",
-        ),
-        ("--hang-timeout-minutes 600000", "invalid --hang-timeout-minutes 600000: give at most 525600"),
-        ("--train-iters many", "invalid --train-iters many: give a whole number"),
-        ("--train-iters 1_", "invalid --train-iters 1_: give a whole number"),
-        (f"--train-iters {'9' * 50}", "invalid --train-iters 999999"),
-        (f"--hidden-size {2**63}", f"invalid --hidden-size {2**63}: give less than 2^63"),
-        ("--train-iters 1.5", "invalid --train-iters 1.5: give a whole number"),
-        ("--optimizer lion", "invalid --optimizer lion: give one of adam, sgd"),
-        ("--lr-warmup-iters 30", "--lr-warmup-iters 30 does not end within 30 steps"),
-        ("--min-lr 1", "--min-lr 1.0 is more than --lr 0.003: give less"),
-        ("--train-samples 15", "--train-samples 15 is less than the 16 of one step: give more"),
-        ("--train-samples 320 --lr-warmup-samples 320", "--lr-warmup-samples 320 does not end within 320 samples"),
-        ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is more than --lr 0.003: give less"),
-        ("--lr-warmup-init 1e-4 --lr-warmup-iters 0", "--lr-warmup-init does nothing without a warmup"),
-        ("--lr-decay-style WSD", "--lr-wsd-decay-iters and --lr-decay-style WSD belong together"),
-        ("--global-batch-size 2", "--global-batch-size 2 is less than --micro-batch-size 4"),
-        ("--tensor-model-parallel-size 3", "4 ranks cannot be cut into tensor 3 x pipeline 1 x context 1 = 3"),
-        ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3 does not divide the 4"),
-        ("--ckpt-format torch", "--ckpt-format torch is not written or read in training"),
-        (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-            "--recompute-method uniform --recompute-num-layers 2 is not possible",
-        ),
-    ],
-)
-def test_what_is_not_possible_is_refused_by_its_flag(words: str, message: str) -> None:
-    assert refusal(f"{RUN} {words}").startswith(message)
+REFUSED = {
+    "--micro-batch-size 0": "invalid --micro-batch-size 0: give 1 or more",
+    "--global-batch-size -1": "invalid --global-batch-size -1: give 1 or more",
+    "--lr 0": "invalid --lr 0: give a finite number above 0",
+    "--lr nan": "invalid --lr nan: give a finite number",
+    "--clip-grad inf": "invalid --clip-grad inf: give a finite number, 0 or more",
+    "--adam-beta1 1": "invalid --adam-beta1 1: give 0 or more, and less than 1",
+    "--exit-duration-in-mins 0": "invalid --exit-duration-in-mins 0: give a number above 0",
+    "--distributed-timeout-minutes 1e9": "invalid --distributed-timeout-minutes 1e9: give at most",
+    "--hang-timeout-minutes 600000": "invalid --hang-timeout-minutes 600000: give at most 525600",
+    "--train-iters many": "invalid --train-iters many: give a whole number",
+    "--train-iters 1_": "invalid --train-iters 1_: give a whole number",
+    f"--train-iters {'9' * 50}": "invalid --train-iters 999999",
+    f"--hidden-size {2**63}": f"invalid --hidden-size {2**63}: give less than 2^63",
+    "--train-iters 1.5": "invalid --train-iters 1.5: give a whole number",
+    "--keep-last 0 --save a": "invalid --keep-last 0: give 1 or more",
+    "--optimizer lion": "invalid --optimizer lion: give one of adam, sgd",
+    "--lr-warmup-iters 30": "--lr-warmup-iters 30 does not end within 30 steps",
+    "--min-lr 1": "--min-lr 1.0 is more than --lr 0.003: give less",
+    "--train-samples 15": "--train-samples 15 is less than the 16 of one step: give more",
+    "--train-samples 320 --lr-warmup-samples 320": "--lr-warmup-samples 320 does not end within 320 samples",
+    "--lr-warmup-init 1": "--lr-warmup-init 1.0 is more than --lr 0.003: give less",
+    "--lr-warmup-init 1e-4 --lr-warmup-iters 0": "--lr-warmup-init does nothing without a warmup",
+    "--lr-decay-style WSD": "--lr-wsd-decay-iters and --lr-decay-style WSD belong together",
+    "--global-batch-size 2": "--global-batch-size 2 is less than --micro-batch-size 4",
+    "--tensor-model-parallel-size 3": "4 ranks cannot be cut into tensor 3 x pipeline 1 x context 1 = 3",
+    "--num-distributed-optimizer-instances 3": "--num-distributed-optimizer-instances 3 does not divide the 4",
+    "--ckpt-format torch": "--ckpt-format torch is not written or read in training",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2": (
+        "--recompute-method uniform --recompute-num-layers 2 is not possible"
+    ),
+    # what does nothing
+    "--moe-router-topk 2": "--moe-router-topk does nothing without --num-experts",
+    "--expert-model-parallel-size 2": "the decoder of this package is not cut over",
+    "--torch-fsdp2-no-reshard-after-forward": (
+        "--torch-fsdp2-no-reshard-after-forward does nothing without --use-torch-fsdp2"
+    ),
+    "--lr-warmup-samples 64": "--lr-warmup-samples does nothing without --train-samples",
+    "--lr-decay-samples 64": "--lr-decay-samples does nothing without --train-samples",
+    "--initial-loss-scale 8": "--initial-loss-scale does nothing without --fp16",
+    "--recompute-num-layers 1": "--recompute-num-layers does nothing without --recompute-granularity full",
+    "--sequence-parallel": "--sequence-parallel does nothing with --tensor-model-parallel-size 1",
+    "--optimizer sgd --adam-eps 1e-6": "--adam-eps does nothing without --optimizer adam",
+    "--sgd-momentum 0.5": "--sgd-momentum does nothing without --optimizer sgd",
+    "--lr-decay-style constant --min-lr 1e-5": "--min-lr does nothing without --lr-decay-style linear",
+    "--json-key text": "--json-key does nothing without --data-path",
+    "--save-interval 5": "--save-interval does nothing without --save",
+    "--max-restarts 2": "--max-restarts does nothing without --save",
+    "--async-save": "--async-save does nothing without --save",
+    "--finetune": "--finetune does nothing without --load",
+    "--no-strict-fsdp-dtensor-load": "--strict-fsdp-dtensor-load does nothing without --load",
+    "--no-verify-integrity": "--verify-integrity does nothing without --load",
+    "--wandb-exp-name first": "--wandb-exp-name does nothing without --wandb-project: give both, or leave it out",
+    "--no-use-megatron-fsdp --init-model-with-meta-device": "--init-model-with-meta-device does nothing where every",
+    "--data-parallel-sharding-strategy no_shard --init-model-with-meta-device": (
+        "--init-model-with-meta-device does nothing where every rank holds the whole model"
+    ),
+    "--fsdp-manual-registration": "--fsdp-manual-registration has no effect without --use-nccl-ub",
+    "--fsdp-db-use-persist-buf-on-alloc-fail": "--fsdp-db-use-persist-buf-on-alloc-fail has no effect without",
+    "--ddp-num-buckets 2": "--ddp-num-buckets 2 has no effect with --use-megatron-fsdp; leave it out",
+    "--no-use-megatron-fsdp --data-parallel-sharding-strategy optim_grads": (
+        "--data-parallel-sharding-strategy optim_grads has no effect without --use-megatron-fsdp"
+    ),
+    "--no-use-megatron-fsdp --align-param-gather": "--align-param-gather has no effect without",
+    "--use-torch-fsdp2 --fsdp-double-buffer": "--fsdp-double-buffer does nothing with --use-torch-fsdp2",
+    "--no-grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation": (
+        "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients travel in float32"
+    ),
+    "--outer-dp-sharding-strategy optim": "--outer-dp-sharding-strategy optim has no effect with",
+    "--export-hf x": "--export-hf x: transformers has no class for the decoder of this package",
+    # text
+    "--split 1": "invalid --split 1: give",
+    "--tokenizer-type HuggingFaceTokenizer": (
+        "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: give a tokenizer.json"
+    ),
+    "--tokenizer-model x": "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer",
+    "--tokenizer-type bpe --tokenizer-model x": (
+        "--tokenizer-model does nothing without --tokenizer-type HuggingFaceTokenizer"
+    ),
+    "--tokenizer-type NullTokenizer --data-path x": "--tokenizer-type NullTokenizer needs --vocab-size: give how many",
+    "--tokenizer-type NullTokenizer --vocab-size 9": (
+        "--tokenizer-type NullTokenizer needs --data-path: give the prefix"
+    ),
+    "--vocab-size 300": "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer",
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --vocab-size 9": (
+        "--vocab-size does nothing without --tokenizer-type bpe or NullTokenizer"
+    ),
+    "--tokenizer-type bpe --vocab-size 256": "--vocab-size 256 is less than the 256 bytes and the end of a text",
+    f"{IDS} --vocab-size {2**31 + 1}": f"invalid --vocab-size {2**31 + 1}: give at most {2**31}",
+    f"{IDS} --vocab-size 9 --eod-mask-loss": "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer",
+    f"{IDS} --vocab-size 9 --prompt def": "--prompt 'def' is no token ids below --vocab-size 9",
+    f"{IDS} --vocab-size 9 --prompt 9": "--prompt '9' is no token ids below --vocab-size 9",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_possible_or_does_nothing_is_refused_by_its_flag(words: str) -> None:
+    assert refusal(f"{RUN} {words}").startswith(REFUSED[words])
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        ("--moe-router-topk 2", "--moe-router-topk does nothing without --num-experts"),
-        ("--expert-model-parallel-size 2", "the decoder of this package is not cut over"),
-        (
-            "--torch-fsdp2-no-reshard-after-forward",
-            "--torch-fsdp2-no-reshard-after-forward does nothing without --use-torch-fsdp2",
-        ),
-        ("--lr-warmup-samples 64", "--lr-warmup-samples does nothing without --train-samples"),
-        ("--lr-decay-samples 64", "--lr-decay-samples does nothing without --train-samples"),
-        ("--initial-loss-scale 8", "--initial-loss-scale does nothing without --fp16"),
-        ("--recompute-num-layers 1", "--recompute-num-layers does nothing without --recompute-granularity full"),
-        ("--sequence-parallel", "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
-        ("--optimizer sgd --adam-eps 1e-6", "--adam-eps does nothing without --optimizer adam"),
-        ("--sgd-momentum 0.5", "--sgd-momentum does nothing without --optimizer sgd"),
-        (
-            "--lr-decay-style constant --min-lr 1e-5",
-            "--min-lr does nothing without --lr-decay-style linear",
-        ),
-        ("--json-key text", "--json-key does nothing without --data-path"),
-        ("--save-interval 5", "--save-interval does nothing without --save"),
-        ("--async-save", "--async-save does nothing without --save"),
-        ("--finetune", "--finetune does nothing without --load"),
-        ("--no-strict-fsdp-dtensor-load", "--strict-fsdp-dtensor-load does nothing without --load"),
-        ("--no-use-megatron-fsdp --init-model-with-meta-device", "--init-model-with-meta-device does nothing where"),
-        (
-            "--data-parallel-sharding-strategy no_shard --init-model-with-meta-device",
-            "--init-model-with-meta-device does nothing where every rank holds the whole model",
-        ),
-        ("--fsdp-manual-registration", "--fsdp-manual-registration has no effect without --use-nccl-ub"),
-        ("--fsdp-db-use-persist-buf-on-alloc-fail", "--fsdp-db-use-persist-buf-on-alloc-fail has no effect without"),
-        ("--ddp-num-buckets 2", "--ddp-num-buckets 2 has no effect with --use-megatron-fsdp; leave it out"),
-        (
-            "--no-use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
-            "--data-parallel-sharding-strategy optim_grads has no effect without --use-megatron-fsdp",
-        ),
-        ("--no-use-megatron-fsdp --align-param-gather", "--align-param-gather has no effect without"),
-        ("--use-torch-fsdp2 --fsdp-double-buffer", "--fsdp-double-buffer does nothing with --use-torch-fsdp2"),
-        (
-            "--no-grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
-            "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients travel in float32",
-        ),
-        ("--outer-dp-sharding-strategy optim", "--outer-dp-sharding-strategy optim has no effect with"),
+        "--tokenizer-type byte --eod-mask-loss",
+        "--tokenizer-type bpe --vocab-size 257",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder",
+        f"{IDS} --vocab-size 10 --prompt 9",
+        "--exit-duration-in-mins inf",
     ],
 )
-def test_what_does_nothing_is_refused(words: str, message: str) -> None:
-    assert refusal(f"{RUN} {words}").startswith(message)
+def test_what_goes_together_passes(words: str) -> None:
+    assert job_of(f"{RUN} {words}").train_iters == 30
 
 
 @pytest.mark.parametrize(
@@ -285,3 +302,25 @@ def test_messages_about_fields_speak_of_flags(message: str, expected: str) -> No
 def test_a_seed_is_what_generators_take() -> None:
     assert job_of(f"{RUN} --seed {2**63 - 1}").options.training.seed == 2**63 - 1
     assert refusal(f"{RUN} --seed {2**63}") == f"invalid --seed {2**63}: give 0 to {2**63 - 1}"
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("95,5", Split(0.95, 0.05)),
+        ("1,3", Split(0.25, 0.75)),
+        ("0.5, 0.25, 0.25", Split(0.5, 0.25, 0.25)),
+        ("969,30,1", Split(0.969, 0.03, 0.001)),
+    ],
+)
+def test_splits_are_shares(text: str, split: Split) -> None:
+    assert parse_split(text) == split
+
+
+NO_SPLITS = "|95|95,|95,five|100,0|0,1|1,2,3,4|-1,2|nan,1|inf,1|1,1,-1|1e308,1e308,1e308|1,1e-320,1e308"
+
+
+@pytest.mark.parametrize("text", NO_SPLITS.split("|"))
+def test_other_splits_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"invalid --split {text}: give two numbers above 0"):
+        parse_split(text)

@@ -38,8 +38,7 @@ class Permutation:
     """A bijection of 0 ... count - 1 that looks random and is computed value by value, without memory.
 
     A balanced Feistel network (Luby and Rackoff 1988) permutes the smallest power of four that is not below `count`;
-    what falls outside goes through again until it falls inside (cycle walking; Black and Rogaway 2002), at most four
-    times on average. `key`, of at most 64 bytes, says which of the permutations.
+    what falls outside goes through again (cycle walking; Black and Rogaway 2002). `key` has at most 64 bytes.
     """
 
     count: int
@@ -96,24 +95,13 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of one rank.
+    """One microbatch of one rank."""
 
-    Attributes:
-        inputs: [samples, length] int64 token ids.
-        targets: [samples, length] int64, the token after each input.
-        weights: [samples, length] float32: 1 where the target is learned, 0 where it is not; all 0 for a sample that
-            only fills the microbatch up.
-        checksum: Sum over the samples that count of a 32-bit checksum of their tokens; sums over ranks and microbatches
-            are the same for any cut of the same samples.
-        dropout_seed: From the seed of the run and the number of the first sample only, so that microbatches of one size
-            drop the same on any number of ranks.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    weights: Tensor
-    checksum: int = 0
-    dropout_seed: int = 0
+    inputs: Tensor  # [samples, length] int64 token ids
+    targets: Tensor  # [samples, length] int64, the token after each input
+    weights: Tensor  # [samples, length] float32: 1 where the target is learned, else 0, as in all that only fills up
+    checksum: int = 0  # of tokens that count; sums over ranks are the same for any cut of the same samples
+    dropout_seed: int = 0  # of the run and the first sample, so that any ranks drop the same
 
     @property
     def counts(self) -> Tensor:
@@ -169,10 +157,7 @@ class Microbatches(Dataset[Batch]):
 
 
 class Feed:
-    """Gives a rank its microbatches through torch's `DataLoader`, with workers that prefetch, and pinned memory.
-
-    Consecutive steps are prefetched; after a jump, workers restart at the new place.
-    """
+    """Gives a rank its microbatches through torch's `DataLoader`, whose workers prefetch consecutive steps."""
 
     def __init__(self, microbatches: Microbatches, *, num_workers: int, pins: bool) -> None:
         """Prefetch in `num_workers` processes (0: none, batches are made on demand), into pinned memory if `pins`."""

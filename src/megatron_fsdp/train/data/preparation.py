@@ -54,23 +54,14 @@ Piece = tuple[str, Side, bool]
 
 @dataclass(frozen=True)
 class TokenData:
-    """The text as token ids, in files that ranks of a machine map into the same memory.
-
-    Attributes:
-        training: Ids to train on.
-        held_out: Ids to evaluate on.
-        held_out_bytes: UTF-8 bytes that the held-out ids stand for, ends of texts counted as one; 0: not known.
-        vocabulary: From text to ids and back.
-        checksum: Of all ids, in hex; the same for the same tokens.
-        notes: What a person should know of the preparation, in words.
-    """
+    """The text as token ids, in files that ranks of a machine map into the same memory."""
 
     training: TokenFile
     held_out: TokenFile
-    held_out_bytes: int
+    held_out_bytes: int  # of UTF-8, ends of texts counted as one; 0: not known
     vocabulary: Vocabulary
-    checksum: str
-    notes: tuple[str, ...] = ()
+    checksum: str  # of all ids, whatever their dtype
+    notes: tuple[str, ...] = ()  # what a person should know of the preparation
 
 
 def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:

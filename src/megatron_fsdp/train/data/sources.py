@@ -36,20 +36,12 @@ Document = Iterator[str]
 
 @dataclass(frozen=True)
 class Source:
-    """The files or data set that `--data-path` names.
+    """The files or data set that `--data-path` names."""
 
-    Attributes:
-        kind: `texts`: files of text or of JSON; `dataset`: a folder that `datasets` wrote; `indexed`: Megatron's pair
-            of token files; `npy`: an array of token ids.
-        root: What was named; of a pair, its prefix.
-        files: All files, in an order that depends on names only; of texts some may turn out not to be text.
-        left_out: Folders of results of earlier runs.
-    """
-
-    kind: Literal["texts", "dataset", "indexed", "npy"]
-    root: Path
-    files: tuple[Path, ...]
-    left_out: tuple[Path, ...] = ()
+    kind: Literal["texts", "dataset", "indexed", "npy"]  # `dataset`: a folder that `datasets` wrote
+    root: Path  # what was named; of a pair, its prefix
+    files: tuple[Path, ...]  # in an order that depends on names only
+    left_out: tuple[Path, ...] = ()  # folders of earlier runs
 
     @property
     def has_ids(self) -> bool:
@@ -143,25 +135,19 @@ def _library() -> Source:
 
 @dataclass
 class Documents:
-    """The documents of files or of a data set; can be iterated again.
-
-    Attributes:
-        source: Where they are; not token ids.
-        json_key: Field, or column, that holds the text.
-        skipped: Files that were not UTF-8 text in the last iteration.
-        uses_key: Whether the last iteration met anything that has fields.
-    """
+    """The documents of files or of a data set; can be iterated again."""
 
     source: Source
-    json_key: str
-    skipped: list[Path] = field(default_factory=list)
-    uses_key: bool = False
+    json_key: str  # field, or column, of the text
+    skipped: list[Path] = field(default_factory=list)  # no UTF-8, in the last iteration
+    uses_key: bool = False  # the last iteration met something with fields
 
     def __iter__(self) -> Iterator[Document]:
         """Yield documents in the order of the names of files."""
         self.skipped, self.uses_key = [], self.source.kind == "dataset"
         if self.source.kind == "dataset":
-            yield from map(_pieces_of, _dataset_texts(self.source.root, self.json_key))
+            for rows in _dataset_column(self.source.root, self.json_key).iter(batch_size=_ROWS):
+                yield from (_pieces_of(text) for text in rows[self.json_key] if text is not None)
             return
         for file in self.source.files:
             yield from self._of_file(file)
@@ -252,20 +238,20 @@ def _json_texts(file: Path, key: str) -> Iterator[str]:
     try:
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
-                if line.strip():
-                    yield _text_in(line, key, f"line {number} of {file}")
+                if not line.strip():
+                    continue
+                place = f"line {number} of {file}"
+                try:
+                    found = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ConfigurationError(f"{place} is not JSON ({error}): give one object a line") from None
+                if not isinstance(found, dict):
+                    raise ConfigurationError(
+                        f"{place} is {type(found).__name__} and no object: give objects with a field {key!r}"
+                    )
+                yield _text_of(found, key, place)
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read ({error.strerror}): mend it, or leave it out") from None
-
-
-def _text_in(line: bytes, key: str, place: str) -> str:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{place} is not JSON ({error}): give one object a line") from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{place} is {type(found).__name__} and no object: give objects with a field {key!r}")
-    return _text_of(found, key, place)
 
 
 def _text_of(found: dict[str, Any] | str, key: str, place: str) -> str:
@@ -279,11 +265,6 @@ def _text_of(found: dict[str, Any] | str, key: str, place: str) -> str:
 
 def _one_of(names: Iterable[str]) -> str:
     return "with one of " + ", ".join(map(repr, names)) if names else "with a field that holds text"
-
-
-def _dataset_texts(folder: Path, key: str) -> Iterator[str]:
-    for rows in _dataset_column(folder, key).iter(batch_size=_ROWS):
-        yield from (text for text in rows[key] if text is not None)
 
 
 def _dataset_column(folder: Path, key: str) -> Any:

@@ -115,19 +115,12 @@ def idx_of(prefix: Path) -> Path:
 
 @dataclass(frozen=True)
 class Indexed:
-    """A pair of files that fit together.
-
-    Attributes:
-        tokens: All ids, document after document.
-        lengths: [S] int32, tokens of each sequence; in memory only where it is looked at.
-        pointers: [S] int64, byte at which each begins.
-        ends: [D] int64, sequences before each document; the last entry is S.
-    """
+    """A pair of files that fit together."""
 
     tokens: TokenFile
-    lengths: NDArray[np.int32]
-    pointers: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    lengths: NDArray[np.int32]  # [S] tokens of each sequence
+    pointers: NDArray[np.int64]  # [S] byte at which each begins
+    ends: NDArray[np.int64]  # [D] sequences before each document; the last is S
 
     @property
     def documents(self) -> int:

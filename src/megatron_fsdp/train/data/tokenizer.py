@@ -112,9 +112,11 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     Settings beside it may say which token ends a text. A folder with a vocabulary only is read by transformers.
     """
     file = tokenizer_files(path)[0]
-    read = _read_by_transformers if file.name in _OLDER else _read_alone
     try:
-        tokenizer, ends = read(file)
+        if file.name in _OLDER:
+            tokenizer, ends = _read_by_transformers(file)
+        else:
+            tokenizer, ends = Tokenizer.from_file(str(file)), [_said_end(file.with_name(name)) for name in _SETTINGS]
     except MissingPackageError:
         raise
     except Exception as error:  # noqa: BLE001  # the libraries raise nothing more special
@@ -140,10 +142,6 @@ def tokenizer_files(path: Path) -> list[Path]:
         )
     used = found[:1] if found[0].name not in _OLDER else found
     return used + [folder / name for name in _SETTINGS if (folder / name).is_file()]
-
-
-def _read_alone(file: Path) -> tuple[Tokenizer, list[str | None]]:
-    return Tokenizer.from_file(str(file)), [_said_end(file.with_name(name)) for name in _SETTINGS]
 
 
 def _read_by_transformers(file: Path) -> tuple[Tokenizer, list[str | None]]:

@@ -70,16 +70,11 @@ _EP = "ep"
 
 
 class LossInOrder:
-    """The loss function of the schedule, which calls it for the microbatches in their order.
-
-    Attributes:
-        factors: [samples, length] of each microbatch to come; if empty, all losses count alike.
-        seen: [samples, length] losses of each microbatch so far, without gradients.
-    """
+    """The loss function of the schedule, which calls it for the microbatches in their order."""
 
     def __init__(self) -> None:
-        self.factors: list[Tensor] = []
-        self.seen: list[Tensor] = []
+        self.factors: list[Tensor] = []  # [samples, length] of each microbatch to come; empty: all count alike
+        self.seen: list[Tensor] = []  # [samples, length] losses so far, without gradients
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the sum over tokens of factor times loss."""

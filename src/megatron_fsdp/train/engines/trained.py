@@ -52,9 +52,8 @@ def call_transformers(model: nn.Module, tokens: Tensor, positions: Tensor | None
 class LossScale:
     """The factor of the loss in float16, so that small gradients do not vanish (Micikevicius 2018).
 
-    It is halved by an overflow, and doubled after `GROWTH_INTERVAL` steps without one. `torch.amp.GradScaler` looks for
-    infinity in the gradients of each rank and optimizer; here all ranks know the norm of all gradients anyway, so
-    nothing is looked for twice, and every engine, pipelines included, is scaled alike.
+    `torch.amp.GradScaler` looks for infinity in the gradients of each rank; here all ranks know the norm of all
+    gradients anyway, and every engine, pipelines included, is scaled alike.
     """
 
     value: float
@@ -142,17 +141,11 @@ class Place:
 class Trained(ABC):
     """A model over ranks and its optimizer. Every method is called by all ranks together.
 
-    Attributes:
-        model: What checkpoints and `describe` take.
-        optimizer: Of the model's parameters; its groups take the learning rate.
-        inside: The wrapper of this package, which knows memory, traffic and phases; None with another engine.
-        device: Where this rank computes.
-        data_index: Which data-parallel rank this is; ranks that share it (tensor, pipeline, context) get equal batches.
-        data_size: Data-parallel ranks.
-        scale: Of the loss, in float16; None in other dtypes, whose range is that of float32. Part of a checkpoint.
+    `model` is what checkpoints take; `scale` is that of the loss, and None but in float16. Ranks that share a
+    `data_index` (tensor, pipeline, context), of `data_size`, get equal batches.
     """
 
-    inside: DistributedDataParallel | None = None
+    inside: DistributedDataParallel | None = None  # which knows memory, traffic and phases; None with another engine
 
     def __init__(self, job: Job, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take a sharded model with its weights, and its optimizer."""

@@ -18,43 +18,24 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes and switches that define a decoder.
-
-    Attributes:
-        vocab_size: Number of tokens.
-        num_layers: Blocks.
-        dim: Width of the residual stream.
-        num_heads: Heads of queries.
-        hidden_dim: Width of the feed-forward layer.
-        num_query_groups: Heads of keys and values, which query heads share; None: as many as there are heads.
-        kv_channels: Width of a head; None: `dim` by the number of heads.
-        learned_positions: Positions that have a learned vector; 0: positions are rotary.
-        rotary_base: Base of the rotary frequencies.
-        normalization: Kind of all norms.
-        norm_epsilon: Added to the variance.
-        normalizes_query_key: Queries and keys are normalised, head by head.
-        is_gated: The feed-forward layer is gated with SiLU, in place of GELU.
-        has_bias: Linear layers but the last have a bias.
-        ties_embeddings: The output layer uses the matrix of the embeddings.
-        init_std: Standard deviation of initial matrices.
-    """
+    """The sizes and switches that define a decoder."""
 
     vocab_size: int
     num_layers: int
-    dim: int
+    dim: int  # width of the residual stream
     num_heads: int
-    hidden_dim: int
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    learned_positions: int = 0
+    hidden_dim: int  # width of the feed-forward layer
+    num_query_groups: int | None = None  # heads of keys and values; None: as many as of queries
+    kv_channels: int | None = None  # width of a head; None: `dim` by the heads
+    learned_positions: int = 0  # positions that have a vector; 0: they are rotary
     rotary_base: float = 10_000.0
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     norm_epsilon: float = 1e-5
     normalizes_query_key: bool = True
-    is_gated: bool = True
-    has_bias: bool = False
+    is_gated: bool = True  # by SiLU, in place of GELU
+    has_bias: bool = False  # linear layers but the last
     ties_embeddings: bool = False
-    init_std: float = 0.02
+    init_std: float = 0.02  # of initial matrices
 
     def __post_init__(self) -> None:
         if self.kv_channels is None and self.dim % self.num_heads != 0:

@@ -287,24 +287,14 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Layer:
-    """Values from one origin.
+    """Values from one origin."""
 
-    Attributes:
-        origin: Such as `command line`.
-        values: By the name of the option, with dashes or underscores; fields of `DistributedDataParallelConfig` by the
-            name of the field or of its flag.
-        gives_way: Whether values that fit no value of a later layer are dropped, as those of a preset are.
-        place: What messages about its values begin with, such as the name of a file and a colon.
-        places: The same of single values, with the line, by key.
-        problems: What is wrong besides, in words.
-    """
-
-    origin: str
-    values: Mapping[str, Any]
-    gives_way: bool = False
-    place: str = ""
-    places: Mapping[str, str] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    origin: str  # such as `command line`
+    values: Mapping[str, Any]  # by option, or field of the configuration; dashes or underscores
+    gives_way: bool = False  # values that fit no value of a later layer are dropped
+    place: str = ""  # what messages begin with, such as a file and a colon
+    places: Mapping[str, str] = field(default_factory=dict)  # the same with the line, by key
+    problems: tuple[str, ...] = ()  # what is wrong besides
 
     def at(self, key: str) -> str:
         """Return how a message about the value of a key begins."""

@@ -120,26 +120,15 @@ def parse_split(text: str) -> Split:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate rises and falls.
+    """How the learning rate rises and falls."""
 
-    Attributes:
-        peak: Largest rate.
-        final: Rate at the end of the decay.
-        style: `constant`, `linear`, `cosine`, `inverse-square-root` or `WSD`.
-        warmup_steps: Steps in which it rises; fewer than `decay_steps`. Those that were said in samples may be no whole
-            number.
-        decay_steps: Steps after which it has fallen all the way.
-        wsd_steps: With style WSD, the steps of the linear fall at the end.
-        initial: Rate that the warmup rises from.
-    """
-
-    peak: float
-    final: float
+    peak: float  # largest rate
+    final: float  # rate at the end of the decay
     style: str
-    warmup_steps: float
+    warmup_steps: float  # fewer than `decay_steps`; said in samples, perhaps no whole number
     decay_steps: float
-    wsd_steps: float = 0
-    initial: float = 0.0
+    wsd_steps: float = 0  # of the linear fall at the end
+    initial: float = 0.0  # rate that the warmup rises from
 
     def rate(self, step: int) -> float:
         """Return the learning rate of step `step` (0-based).

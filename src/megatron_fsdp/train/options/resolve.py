@@ -28,9 +28,10 @@ def resolve(options: Options, world: World) -> Job:
     engine: EngineName = "megatron_fsdp" if options.ddp.use_megatron_fsdp else "ddp"
     engine = "torch_fsdp2" if options.parallel.use_torch_fsdp2 else engine
     sizes = _sizes(options, world)
-    dtype = _dtype(options)
-    micro = _require(options.training.micro_batch_size, "--micro-batch-size", "samples per rank and microbatch")
-    batch = plan_batch(micro, options.training.global_batch_size, sizes.data)
+    training = options.training
+    dtype = torch.float16 if training.fp16 else torch.bfloat16 if training.bf16 else torch.float32
+    micro = _require(training.micro_batch_size, "--micro-batch-size", "samples per rank and microbatch")
+    batch = plan_batch(micro, training.global_batch_size, sizes.data)
     train_iters = _train_iters(options, batch)
     notices += idle_notices(options, train_iters)
     nproc = options.parallel.nproc
@@ -38,8 +39,10 @@ def resolve(options: Options, world: World) -> Job:
         notices.append(f"--nproc {nproc} has no effect: {world.ranks} ranks were started")
     notices += batch.notices()
     checkpoint = options.checkpoint
+    if training.recompute_method == "uniform":  # which recomputes all blocks one by one
+        options = replace(options, training=replace(training, recompute_num_layers=None))
     return Job(
-        options=_with_uniform_recompute(options),
+        options=options,
         engine=engine,
         ddp=_engine_config(options, dtype, engine, sizes, notices),
         sizes=sizes,
@@ -85,13 +88,6 @@ def _require(value: int | None, flag: str, meaning: str) -> int:
     return value
 
 
-def _with_uniform_recompute(options: Options) -> Options:
-    """Drop the number of layers under the uniform method, which recomputes all blocks one by one."""
-    if options.training.recompute_method != "uniform":
-        return options
-    return replace(options, training=replace(options.training, recompute_num_layers=None))
-
-
 def check_backend(options: Options, device_type: str) -> None:
     """Check that the requested backend supports the devices; torchrun's ranks call this before they join."""
     if options.parallel.distributed_backend == "nccl" and device_type == "cpu":
@@ -119,13 +115,6 @@ def _sizes(options: Options, world: World) -> Sizes:
         )
     check_sizes(options, sizes)
     return sizes
-
-
-def _dtype(options: Options) -> torch.dtype:
-    training = options.training
-    if training.fp16:
-        return torch.float16
-    return torch.bfloat16 if training.bf16 else torch.float32
 
 
 # ---- steps and the learning rate -------------------------------------------------------------------------------------
