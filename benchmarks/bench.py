@@ -29,19 +29,12 @@ _DISAGREEMENT = 1
 
 @dataclass(frozen=True)
 class Run:
-    """One process of the benchmark.
+    """One process of the benchmark."""
 
-    Attributes:
-        name: Of its file of results, unique.
-        script: In this folder.
-        arguments: Without the one that says where the results go.
-        limit_s: When it is given up.
-    """
-
-    name: str
-    script: str
-    arguments: tuple[str, ...]
-    limit_s: float = 600
+    name: str  # of its file of results, unique
+    script: str  # in this folder
+    arguments: tuple[str, ...]  # without the one that says where the results go
+    limit_s: float = 600  # when it is given up
 
 
 # ---- which runs there are --------------------------------------------------------------------------------------------
@@ -50,12 +43,7 @@ EVERYBODY = ("ours-0", "ours-1", "ours-2", "ours-3", "mddp", "mddp-optim", "fsdp
 
 
 def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:
-    """Return all runs on the CPU, most important first; about 15 minutes on two quiet cores, or 4.
-
-    Args:
-        is_quick: Few rounds and one model.
-        rounds: Measured steps of each; None: as each has them.
-    """
+    """Return all runs on the CPU, most important first; about 15 minutes on two quiet cores, or 4."""
     few = rounds or 3
     if is_quick:
         return (_compared("many-small", 2, few, *EVERYBODY), *_phases(few), _ablation("many-small", few))
@@ -116,17 +104,9 @@ def perform(run: Run, folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> tuple[int, str] | None:
-    """Run a program that starts processes of its own, and leave none of them behind.
+    """Run a program that starts processes, and leave none behind; its exit code and stderr, None where it is given up.
 
     Ranks that outlive a program that was given up would take time from every run that follows.
-
-    Args:
-        command: The program and its arguments.
-        environment: All its variables.
-        limit_s: When to give it up.
-
-    Returns:
-        The exit code and what it wrote to its standard error; None where it was given up.
     """
     with subprocess.Popen(
         command,

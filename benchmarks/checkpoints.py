@@ -7,9 +7,9 @@ import sys
 import tempfile
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from megatron_fsdp.checkpoint import Checkpointer
 OURS_NOW = "ours"
 OURS_BACKGROUND = "ours, in the background"
 PEER = "fsdp2, dcp"
-SAVERS = (OURS_NOW, OURS_BACKGROUND, PEER)
 EXIT_DISAGREEMENT = 1
 _ITERATION = 1
 
@@ -43,85 +42,51 @@ _ITERATION = 1
 # ---- who saves and loads ---------------------------------------------------------------------------------------------
 
 
-class Saver(ABC):
-    """One way to save a trained model with its optimizer, and to load it again.
+@dataclass(frozen=True)
+class Saver:
+    """One way to save a trained model with its optimizer, and to load it again."""
 
-    Attributes:
-        job: Model and optimizer.
-        folder: Where to save; all ranks share it.
-    """
-
-    def __init__(self, job: Contender, folder: Path) -> None:
-        self.job = job
-        self.folder = folder
-
-    @abstractmethod
-    def save(self) -> None:
-        """Save; returns when training may go on."""
-
-    @abstractmethod
-    def load(self) -> None:
-        """Load what was saved."""
-
-    def finish(self) -> None:  # noqa: B027  most have nothing to finish
-        """Wait until what was saved is on the disk."""
-
-    def close(self) -> None:  # noqa: B027
-        """Let go of what is kept between saves."""
+    job: Contender
+    save: Callable[[], object]  # returns when training may go on
+    load: Callable[[], object]
+    finish: Callable[[], object] = lambda: None  # waits until what was saved is on the disk
+    close: Callable[[], object] = lambda: None  # lets go of what is kept between saves
 
 
-class OursSaver(Saver):
-    """`Checkpointer`, which verifies, publishes and prunes."""
+def our_saver(job: Contender, folder: Path, *, in_background: bool) -> Saver:
+    """Save with `Checkpointer`, which verifies, publishes and prunes."""
+    checkpoints = Checkpointer(folder, in_background=in_background)
 
-    def __init__(self, job: Contender, folder: Path, in_background: bool = False) -> None:
-        super().__init__(job, folder)
-        self._checkpoints = Checkpointer(folder, in_background=in_background)
+    def load() -> None:
+        assert checkpoints.load(job.model, job.optimizer).is_complete
 
-    def save(self) -> None:
-        """As `Saver` says."""
-        self._checkpoints.save(_ITERATION, self.job.model, self.job.optimizer, overwrite=True)
-
-    def finish(self) -> None:
-        """As `Saver` says."""
-        self._checkpoints.wait()
-
-    def load(self) -> None:
-        """As `Saver` says."""
-        report = self._checkpoints.load(self.job.model, self.job.optimizer)
-        assert report.is_complete
-
-    def close(self) -> None:
-        """As `Saver` says."""
-        self._checkpoints.close()
+    save = partial(checkpoints.save, _ITERATION, job.model, job.optimizer, overwrite=True)
+    return Saver(job, save, load, checkpoints.wait, checkpoints.close)
 
 
-class NamedSaver(Saver):
-    """torch's `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`: what its documentation tells to do."""
+def dcp_saver(job: Contender, folder: Path) -> Saver:
+    """Save with torch's `get_state_dict`, `dcp.save`, `dcp.load` and `set_state_dict`, as its documentation tells."""
 
-    def save(self) -> None:
-        """As `Saver` says."""
-        model, optimizer = get_state_dict(self.job.model, self.job.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=self.folder)
+    def state() -> dict[str, Any]:
+        model, optimizer = get_state_dict(job.model, job.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
-    def load(self) -> None:
-        """As `Saver` says."""
-        model, optimizer = get_state_dict(self.job.model, self.job.optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=self.folder)
-        set_state_dict(
-            self.job.model, self.job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+    def load() -> None:
+        found = state()
+        dcp.load(found, checkpoint_id=folder)
+        set_state_dict(job.model, job.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+    return Saver(job, lambda: dcp.save(state(), checkpoint_id=folder), load)
 
 
-def build_savers(names: list[str], setting: Setting, batch: Microbatch, folder: Path) -> dict[str, Saver]:
+def build_savers(setting: Setting, batch: Microbatch, folder: Path) -> dict[str, Saver]:
     """Train one job of this library and one of FSDP2 for a step, and make every way to save them; collective."""
     ours, theirs = (_trained(name, setting, batch) for name in (OURS[3], FSDP2))
-    makers = {
-        OURS_NOW: lambda where: OursSaver(ours, where),
-        OURS_BACKGROUND: lambda where: OursSaver(ours, where, in_background=True),
-        PEER: lambda where: NamedSaver(theirs, where),
+    return {
+        OURS_NOW: our_saver(ours, folder / "now", in_background=False),
+        OURS_BACKGROUND: our_saver(ours, folder / "background", in_background=True),
+        PEER: dcp_saver(theirs, folder / "peer"),
     }
-    return {name: makers[name](folder / str(position)) for position, name in enumerate(names)}
 
 
 def _trained(name: str, setting: Setting, batch: Microbatch) -> Contender:
@@ -168,53 +133,31 @@ def differences(job: Contender, expected: dict[str, Tensor]) -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """What to run.
-
-    Attributes:
-        model: Name of a workload.
-        ranks: Number of processes.
-        rounds: Measured saves and loads of everybody.
-        savers: Names, in table order.
-        folder: Where to save.
-    """
+    """What to run."""
 
     model: str
     ranks: int
-    rounds: int
-    savers: tuple[str, ...]
+    rounds: int  # measured saves and loads of everybody
     folder: Path
 
 
 @dataclass
 class Act:
-    """What one rank measured of saving, or of loading.
+    """What one rank measured of saving, or of loading."""
 
-    Attributes:
-        wall_s: Per round, until control returns.
-        cpu_s: Per round, of all threads of the process.
-        counts: Of one act.
-    """
-
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
+    wall_s: list[float] = field(default_factory=list)  # per round, until control returns
+    cpu_s: list[float] = field(default_factory=list)  # per round, of all threads of the process
+    counts: Counts = field(default_factory=Counts)  # of one act
 
 
 @dataclass
 class Reading:
-    """What one rank measured of one way.
+    """What one rank measured of one way."""
 
-    Attributes:
-        payload_bytes: Of this rank's weights and optimizer state.
-        save: Saving.
-        load: Loading.
-        problems: Keys that did not come back bit for bit.
-    """
-
-    payload_bytes: int
+    payload_bytes: int  # of this rank's weights and optimizer state
     save: Act = field(default_factory=Act)
     load: Act = field(default_factory=Act)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # keys that did not come back bit for bit
 
 
 def measure_here(request: Request, device: torch.device, mesh: DeviceMesh) -> dict[str, Reading]:
@@ -222,11 +165,10 @@ def measure_here(request: Request, device: torch.device, mesh: DeviceMesh) -> di
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # of the round before, to be replaced
     setting = Setting(WORKLOADS[request.model], torch.float32, device, mesh)
     batch = make_batch(setting.workload, device, dist.get_rank())
-    savers = build_savers(list(request.savers), setting, batch, request.folder)
+    savers = build_savers(setting, batch, request.folder)
     readings = {name: _prepare(saver) for name, saver in savers.items()}
     for turn in range(request.rounds):
-        for position in turns(len(savers), turn):
-            name = request.savers[position]
+        for name in (list(savers)[position] for position in turns(len(savers), turn)):
             _timed(readings[name].save, savers[name].save, savers[name].finish)
             forget(savers[name])
             _timed(readings[name].load, savers[name].load)
@@ -250,14 +192,13 @@ def _prepare(saver: Saver) -> Reading:
     return reading
 
 
-def _timed(note: Act, act: Callable[[], None], finish: Callable[[], None] | None = None) -> None:
+def _timed(note: Act, act: Callable[[], object], finish: Callable[[], object] = lambda: None) -> None:
     dist.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     act()
     note.wall_s.append(time.perf_counter() - wall_s)
     note.cpu_s.append(time.process_time() - cpu_s)
-    if finish is not None:
-        finish()
+    finish()
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -271,7 +212,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, Path | None]:
     parser.add_argument("--rounds", type=int, choices=range(1, 101), default=5, metavar="N", help="1 to 100")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
     given = parser.parse_args(argv)
-    return Request(given.model, given.ranks, given.rounds, SAVERS, Path()), given.out
+    return Request(given.model, given.ranks, given.rounds, Path()), given.out
 
 
 def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
@@ -280,7 +221,7 @@ def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
         asked = replace(request, folder=Path(folder) / "saved")
         everyone: list[dict[str, Reading]] = measure_on_ranks(measure_here, asked, request.ranks, threads=1)
     facts = describe_machine("cpu", request.ranks) | {"command": f"python benchmarks/checkpoints.py {' '.join(argv)}"}
-    told = {name: [asdict(readings[name]) for readings in everyone] for name in request.savers}
+    told = {name: [asdict(readings[name]) for readings in everyone] for name in everyone[0]}
     asked_for = {"model": request.model, "ranks": request.ranks}
     return {"what": "checkpoints", "facts": facts, "request": asked_for, "readings": told}
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks.contenders import DDP, FLOOR, FSDP2, NAMES, OURS
 from benchmarks.launching import describe_machine, measure_on_ranks, write_document
 from benchmarks.page import ablation_table, comparison_table, notes
-from benchmarks.report import TOLERANCES, Request, RunReading, document, summarise
+from benchmarks.report import TOLERANCES, Request, RunReading, document
 from benchmarks.variants import OPTIMISATIONS, ablation
 from benchmarks.worker import measure_here
 from benchmarks.workloads import WORKLOADS
@@ -86,7 +86,7 @@ def measure(request: Request, argv: Sequence[str] = ()) -> dict[str, Any]:
         "threads per rank": os.environ["OMP_NUM_THREADS"],
         "tokens per rank and step": str(tokens_per_rank(request)),
     }
-    found = document(summarise(reading, request.contenders), request, reading, facts)
+    found = document(reading, request, facts)
     if set(ablation()) <= set(request.contenders):
         listed = [(each.name, each.title, each.base) for each in OPTIMISATIONS]
         found |= {"what": "ablation", "optimisations": listed}

@@ -44,23 +44,14 @@ _MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders of a run share.
+    """What all contenders of a run share."""
 
-    Attributes:
-        workload: Model and batch shape.
-        dtype: Of weights, gradients and optimizer state alike.
-        device: Of this rank.
-        mesh: One-dimensional, over all ranks.
-        bucket_mib: Gradients that close a bucket, in MiB, of all that cut them by size.
-        comm_dtype: Of gradients on the wire; None: as `dtype`.
-    """
-
-    workload: Workload
-    dtype: torch.dtype
+    workload: Workload  # model and batch shape
+    dtype: torch.dtype  # of weights, gradients and optimizer state alike
     device: torch.device
-    mesh: DeviceMesh
-    bucket_mib: float = 25.0
-    comm_dtype: torch.dtype | None = None
+    mesh: DeviceMesh  # one-dimensional, over all ranks
+    bucket_mib: float = 25.0  # gradients that close a bucket, in MiB, of all that cut them by size
+    comm_dtype: torch.dtype | None = None  # of gradients on the wire; None: as `dtype`
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
@@ -75,21 +66,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model and its optimizer, ready to train.
+    """A model and its optimizer, ready to train."""
 
-    Attributes:
-        name: One of `NAMES`.
-        model: Called with tokens.
-        optimizer: AdamW, or that inside of ZeRO's.
-        deferring: Surrounds every microbatch of a step but the last.
-        around: Surrounds every step.
-    """
-
-    name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    name: str  # one of `NAMES`
+    model: nn.Module  # called with tokens
+    optimizer: torch.optim.Optimizer  # AdamW, or that inside of ZeRO's
+    # surrounds every microbatch of a step but the last
     deferring: Callable[[], AbstractContextManager[None]] = nullcontext
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # surrounds every step
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Train on one step's microbatches of this rank; returns this rank's mean loss, a scalar, detached."""

@@ -16,23 +16,14 @@ from torch.distributed import distributed_c10d
 
 @dataclass
 class Counts:
-    """What one rank has asked for.
+    """What one rank has asked for."""
 
-    Attributes:
-        collectives: Of all process groups, those that torch makes to send one object counted one by one.
-        object_bytes: Pickled to be sent, by this rank.
-        opened: Files opened through `pathlib` or `io`.
-        read_bytes: From these files; what buffering reads ahead is included.
-        written_bytes: To these files.
-        synced: Files and folders forced to the disk.
-    """
-
-    collectives: int = 0
-    object_bytes: int = 0
-    opened: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    synced: int = 0
+    collectives: int = 0  # of all process groups, those that torch makes to send one object counted one by one
+    object_bytes: int = 0  # pickled to be sent, by this rank
+    opened: int = 0  # files opened through `pathlib` or `io`
+    read_bytes: int = 0  # from these files; what buffering reads ahead is included
+    written_bytes: int = 0  # to these files
+    synced: int = 0  # files and folders forced to the disk
 
 
 @contextlib.contextmanager

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import spawn
 
-from megatron_fsdp.comm.groups import bound_device
+from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.program import count_cores, rank_environment
 
-_PATIENCE = timedelta(minutes=5)
-"""How long ranks wait for one that is gone."""
+_LIMIT_S = 3600.0
+"""Of a whole measurement; who runs it has a shorter limit."""
 
 RankFunction = Callable[[Any, torch.device, DeviceMesh], Any]
 """Is called on every rank with the request, the rank's device and a mesh of one dimension, "dp"; returns a reading."""
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What every rank is given; see `measure_on_ranks`."""
-
-    function: RankFunction
-    request: Any
-    ranks: int
-    threads: int
-    device_type: str
-    simulated_ranks: int
-    store_port: int
-    folder: Path
 
 
 def measure_on_ranks(
@@ -53,53 +35,35 @@ def measure_on_ranks(
     device_type: str = "cpu",
     simulated_ranks: int = 0,
 ) -> list[Any]:
-    """Run a function on every rank and wait for them.
+    """Run a function on every rank and return what each returned.
 
-    Args:
-        function: At the top of a module.
-        request: What to measure; travels as a pickle.
-        ranks: Number of processes.
-        threads: Of each; None: a fair share of the cores.
-        device_type: "cpu" or "cuda".
-        simulated_ranks: The size of the job that one process pretends to be the first rank of; 0: none.
-
-    Returns:
-        What each rank returned.
+    The function is at the top of a module and the request travels as a pickle; None `threads`: a fair share of the
+    cores. `simulated_ranks` is the size of the job that one process pretends to be the first rank of; 0: none.
     """
     os.environ.update(rank_environment(os.environ, ranks, count_cores()))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop are no news
     share = int(os.environ["OMP_NUM_THREADS"]) if threads is None else threads
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        job = _Job(function, request, ranks, share, device_type, simulated_ranks, store.port, Path(folder))
-        spawn(_run_rank, (job,), nprocs=ranks)
-        return [pickle.loads((job.folder / str(rank)).read_bytes()) for rank in range(ranks)]
+    job = (function, request, share, simulated_ranks)
+    return run_on_local_ranks(_measure_here, job, ranks, device_type, _LIMIT_S)
 
 
-def _run_rank(rank: int, job: _Job) -> None:
-    """Join the ranks, or pretend to be the first of many, measure, and write the reading."""
-    torch.set_num_threads(job.threads)
-    torch.set_flush_denormal(bool(job.simulated_ranks))  # what simulated ranks receive is whatever lies in memory
+def _measure_here(job: tuple[RankFunction, Any, int, int], device_type: str) -> list[Any]:
+    """Measure on this rank, or as the first of many whose collectives send nothing."""
+    function, request, threads, simulated_ranks = job
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(bool(simulated_ranks))  # what simulated ranks receive is whatever lies in memory
     device = torch.device("cpu")
-    if job.device_type != "cpu":
-        device = torch.device(job.device_type, rank)
-        torch.accelerator.set_device_index(rank)
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.accelerator.current_device_index())
         torch.empty(0, device=device)  # a mesh of more ranks than devices is taken only from a device in use
-    if job.simulated_ranks:
+    if simulated_ranks:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.simulated_ranks)
-    else:
-        store, backend = TCPStore("127.0.0.1", job.store_port), dist.get_default_backend_for_device(device)
-        bound = bound_device(backend, device)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=job.ranks, timeout=_PATIENCE, device_id=bound
-        )
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=simulated_ranks)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    reading = job.function(job.request, device, mesh)
-    (job.folder / str(rank)).write_bytes(pickle.dumps(reading))
-    dist.barrier()  # nobody leaves while a peer still needs the connection
-    dist.destroy_process_group()
+    reading = function(request, device, mesh)
+    return [reading] if simulated_ranks else gather_objects(reading)
 
 
 def describe_machine(device_type: str, ranks: int) -> dict[str, str]:

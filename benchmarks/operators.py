@@ -26,36 +26,22 @@ ENGINE = "megatron_fsdp."
 
 @dataclass(frozen=True)
 class Moved:
-    """Of one step on one rank.
+    """Of one step on one rank."""
 
-    Attributes:
-        issued: Collectives.
-        sent_bytes: By algorithms that reach the minimum (ring or pairwise); broadcasts are shared out evenly, since
-            their senders take turns.
-        gloo_bytes: The same where a reduce-scatter moves what an all-reduce does, as gloo's.
-        copied_numel: Elements of the results of copies, casts and multiplications into other memory.
-        copies: How many operators did that.
-        reduced_bytes: Of `sent_bytes` those of reductions.
-        copied_by: Of `copied_numel` those by the module that asked for them, torch's own passed over.
-    """
-
-    issued: int
+    # by algorithms that reach the minimum (ring or pairwise); broadcasts are shared out evenly, since their senders
+    # take turns
     sent_bytes: int
-    gloo_bytes: int
-    copied_numel: int
-    copies: int
-    reduced_bytes: int = 0
+    gloo_bytes: int  # the same where a reduce-scatter moves what an all-reduce does, as gloo's
+    copied_numel: int  # elements of the results of copies, casts and multiplications into other memory
+    reduced_bytes: int = 0  # of `sent_bytes` those of reductions
+    # of `copied_numel` those by the module that asked for them, torch's own passed over
     copied_by: Mapping[str, int] = field(default_factory=dict)
 
 
 def ring_bytes(name: str, inputs_bytes: int, outputs_bytes: int, num_ranks: int) -> int | None:
     """Count the bytes that one rank sends in a c10d collective; None for those that carry no tensors of a model.
 
-    Args:
-        name: Of the operator, without its library.
-        inputs_bytes: Of the tensors that this rank gives; in-place collectives give what they take.
-        outputs_bytes: Of the tensors that it takes.
-        num_ranks: Of the group.
+    In-place collectives give what they take.
     """
     if name in _TO_ALL:
         return outputs_bytes - outputs_bytes // num_ranks
@@ -93,39 +79,27 @@ def asking_module() -> str:
 
 
 def engine_copies(copied_by: Mapping[str, int]) -> int:
-    """Count the elements that the engine's own code copies, outside of collectives.
-
-    Args:
-        copied_by: As in `Moved`.
-    """
+    """Count the elements that the engine's own code copies, outside of collectives."""
     return sum(numel for name, numel in copied_by.items() if name.startswith(ENGINE))
 
 
 class MovedModel(TorchDispatchMode):
-    """Counts inside the block; operators that run inside those of tensor subclasses are not seen.
-
-    Args:
-        num_ranks: Of the group that everything goes over.
-    """
+    """Counts inside the block; operators that run inside those of tensor subclasses are not seen."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self._num_ranks = num_ranks
-        self._collectives: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._copied: Counter[str] = Counter()
-        self._copies = 0
 
     @property
     def moved(self) -> Moved:
         """So far."""
         sent = self._bytes.total()
         return Moved(
-            self._collectives.total(),
             sent,
             sent + sum(self._bytes[name] for name in _ONCE),
             self._copied.total(),
-            self._copies,
             sum(self._bytes[name] for name in _ONCE | _EXCHANGED | _REDUCED),
             dict(self._copied),
         )
@@ -138,13 +112,11 @@ class MovedModel(TorchDispatchMode):
             outputs, inputs = _outputs_and_inputs(name, args)
             sent = ring_bytes(name, inputs, outputs, self._num_ranks)
             if sent is not None:
-                self._collectives[name] += 1
                 self._bytes[name] += sent
         else:
             numel = copied_numel(name, func._overloadname, args, kwargs, result)
             if numel > 0:
                 self._copied[asking_module()] += numel
-                self._copies += 1
         return result
 
 

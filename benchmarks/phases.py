@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 if __name__ == "__main__":
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.contenders import FLOOR, FSDP2, OURS, Contender, Setting, build_contender
 from benchmarks.launching import describe_machine, measure_on_ranks, write_document
 from benchmarks.page import phase_table
-from benchmarks.report import Spread
+from benchmarks.report import ratios, spread_of
 from benchmarks.worker import finish_queued_work, live_bytes, turns
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp import MegatronFSDP
@@ -37,44 +38,26 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "whole step"
 
 @dataclass(frozen=True)
 class PhaseRequest:
-    """What to measure.
-
-    Attributes:
-        model: Name of a workload.
-        ranks: Processes; 1 for a host's time.
-        rounds: Turns of everybody, at least 1.
-        warmup: Turns before them.
-        contenders: The first is who the others are set against.
-        what: "step" (optimizer and clipping), "start" (wrapping and first step), or "host" (forward and backward).
-        simulated_ranks: The size of the job that one process pretends to be the first rank of; 0: none.
-        device_type: "cpu" or "cuda".
-        dtype: Of weights, gradients and optimizer state, "float32" or "bfloat16".
-    """
+    """What to measure."""
 
     model: str
-    ranks: int
-    rounds: int
-    warmup: int
-    contenders: tuple[str, ...]
-    what: str
-    simulated_ranks: int = 0
-    device_type: str = "cpu"
-    dtype: str = "float32"
+    ranks: int  # processes; 1 for a host's time
+    rounds: int  # turns of everybody, at least 1
+    warmup: int  # turns before them
+    contenders: tuple[str, ...]  # the first is who the others are set against
+    what: str  # "step" (optimizer and clipping), "start" (wrapping and first step), or "host" (forward and backward)
+    simulated_ranks: int = 0  # the size of the job that one process pretends to be the first rank of; 0: none
+    device_type: str = "cpu"  # "cpu" or "cuda"
+    dtype: str = "float32"  # of weights, gradients and optimizer state, "float32" or "bfloat16"
 
 
 @dataclass
 class PhaseNotes:
-    """Seconds per turn of one contender on one rank, by phase.
-
-    Attributes:
-        wall_s: By the clock.
-        cpu_s: Of all threads of the process.
-        peak: Live bytes at the peak of a step; 0 where it was not asked.
-    """
+    """Seconds per turn of one contender on one rank, by phase."""
 
     wall_s: dict[str, list[float]] = field(default_factory=dict)
-    cpu_s: dict[str, list[float]] = field(default_factory=dict)
-    peak: int = 0
+    cpu_s: dict[str, list[float]] = field(default_factory=dict)  # of all threads of the process
+    peak: int = 0  # live bytes at the peak of a step; 0 where it was not asked
 
     def add(self, phase: str, wall_s: float, cpu_s: float) -> None:
         """Note one turn."""
@@ -82,81 +65,42 @@ class PhaseNotes:
         self.cpu_s.setdefault(phase, []).append(cpu_s)
 
 
-@dataclass(frozen=True)
-class PhaseRow:
-    """One phase of one contender.
+def phase_rows(names: Sequence[str], notes: Mapping[str, Sequence[PhaseNotes]]) -> list[dict[str, Any]]:
+    """Make a row per phase and contender, by the order of names; ratios within a turn are to the first of them.
 
-    Attributes:
-        phase: Such as "optimizer.step".
-        name: The contender.
-        wall_s: Of the slowest rank.
-        cpu_s: Mean of the ranks.
-        wall_over: Over that of the contender that was named first, in the same turn.
-        cpu_over: The same for CPU time.
-        peak: Live bytes at the peak; 0 where it was not asked.
+    Wall time is that of the slowest rank, CPU time the mean of all.
     """
-
-    phase: str
-    name: str
-    wall_s: Spread
-    cpu_s: Spread
-    wall_over: Spread
-    cpu_over: Spread
-    peak: int
-
-
-def phase_rows(request: PhaseRequest, notes: Mapping[str, Sequence[PhaseNotes]]) -> list[PhaseRow]:
-    """Make one row per phase and contender.
-
-    Args:
-        request: For the order.
-        notes: By contender, one entry per rank.
-    """
-    first = request.contenders[0]
     rows = []
-    for phase in notes[first][0].wall_s:
-        walls = {name: [max(turn) for turn in _turns(ranks, "wall_s", phase)] for name, ranks in notes.items()}
-        cpus = {
-            name: [sum(turn) / len(turn) for turn in _turns(ranks, "cpu_s", phase)] for name, ranks in notes.items()
-        }
+    for phase in notes[names[0]][0].wall_s:
+        walls = {name: list(map(max, _turns(ranks, "wall_s", phase))) for name, ranks in notes.items()}
+        cpus = {name: list(map(mean, _turns(ranks, "cpu_s", phase))) for name, ranks in notes.items()}
         rows += [
-            PhaseRow(
-                phase,
-                name,
-                Spread.of(walls[name]),
-                Spread.of(cpus[name]),
-                Spread.of(_over(walls[name], walls[first])),
-                Spread.of(_over(cpus[name], cpus[first])),
-                max(rank.peak for rank in notes[name]),
-            )
-            for name in request.contenders
+            {
+                "phase": phase,
+                "name": name,
+                "wall_s": spread_of(walls[name]),
+                "cpu_s": spread_of(cpus[name]),
+                "wall_over": spread_of(ratios(walls[name], walls[names[0]])),
+                "cpu_over": spread_of(ratios(cpus[name], cpus[names[0]])),
+                "peak": max(rank.peak for rank in notes[name]),
+            }
+            for name in names
         ]
     return rows
 
 
-def host_microseconds_by_pass(rows: Sequence[PhaseRow], floor: str, units: int) -> dict[str, dict[str, float]]:
-    """Return the CPU time per unit that each contender adds to the bare model, in microseconds, by pass and contender.
-
-    Args:
-        rows: With the phases "forward" and "backward".
-        floor: The contender that is the bare model.
-        units: Of the model, the root left out.
-    """
+def host_microseconds_by_pass(rows: Sequence[Mapping[str, Any]], units: int) -> dict[str, dict[str, float]]:
+    """Return the CPU time per unit that each contender adds to the floor, in microseconds, by pass and contender."""
     found = {}
-    for phase in {row.phase for row in rows}:
-        medians = {row.name: row.cpu_s.median for row in rows if row.phase == phase}
-        found[phase] = {
-            name: (seconds - medians[floor]) / units * 1e6 for name, seconds in medians.items() if name != floor
-        }
+    for phase in {row["phase"] for row in rows}:
+        medians = {row["name"]: row["cpu_s"]["median"] for row in rows if row["phase"] == phase}
+        bare = medians.pop(FLOOR)
+        found[phase] = {name: (seconds - bare) / units * 1e6 for name, seconds in medians.items()}
     return found
 
 
 def _turns(ranks: Sequence[PhaseNotes], kind: str, phase: str) -> list[tuple[float, ...]]:
     return list(zip(*(getattr(rank, kind)[phase] for rank in ranks), strict=True))
-
-
-def _over(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [value / other for value, other in zip(values, others, strict=True)]
 
 
 Notes = dict[str, PhaseNotes]
@@ -278,11 +222,11 @@ def measure(request: PhaseRequest) -> dict[str, Any]:
         device_type=request.device_type,
         simulated_ranks=request.simulated_ranks,
     )
-    rows = phase_rows(request, {name: [notes[name] for notes in everyone] for name in request.contenders})
+    rows = phase_rows(request.contenders, {name: [notes[name] for notes in everyone] for name in request.contenders})
     facts = describe_machine(request.device_type, request.ranks)
-    found: dict[str, Any] = {"facts": facts, "request": asdict(request), "rows": [asdict(row) for row in rows]}
+    found: dict[str, Any] = {"facts": facts, "request": asdict(request), "rows": rows}
     if request.what == "host":
-        found["host_us_by_pass"] = host_microseconds_by_pass(rows, FLOOR, WORKLOADS[request.model].layers)
+        found["host_us_by_pass"] = host_microseconds_by_pass(rows, WORKLOADS[request.model].layers)
     return found
 
 

@@ -21,17 +21,11 @@ FUSED = "ours-3-fused"
 
 @dataclass(frozen=True)
 class Variant:
-    """Strategy 3 with something changed.
+    """Strategy 3 with something changed."""
 
-    Attributes:
-        options: Further arguments of `fully_shard`.
-        around: Surrounds building and every step.
-        defers: Whether only the last of several microbatches is reduced.
-    """
-
-    options: Mapping[str, object] = field(default_factory=dict)
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    defers: bool = False
+    options: Mapping[str, object] = field(default_factory=dict)  # further arguments of `fully_shard`
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # surrounds building and every step
+    defers: bool = False  # whether only the last of several microbatches is reduced
 
 
 PLAIN: Mapping[str, Variant] = {
@@ -43,19 +37,12 @@ PLAIN: Mapping[str, Variant] = {
 
 @dataclass(frozen=True)
 class Optimisation:
-    """One thing that is done to be fast or small.
+    """One thing that is done to be fast or small."""
 
-    Attributes:
-        name: Of the contender that goes without it.
-        title: What it is.
-        without: That contender; None: the engine as it is, since the optimisation is off by default.
-        base: The contender with it; both differ in nothing else.
-    """
-
-    name: str
+    name: str  # of the contender that goes without it
     title: str
-    without: Variant | None
-    base: str = MAIN
+    without: Variant | None  # that contender; None: the engine as it is, since the optimisation is off by default
+    base: str = MAIN  # the contender with it; both differ in nothing else
 
 
 def _nothing(*_: object) -> None:

@@ -6,7 +6,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -19,13 +19,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.contenders import Contender, Setting, build_contender, make_optimizer
 from benchmarks.counting import collectives_by_group
 from benchmarks.operators import Moved, MovedModel
-from benchmarks.report import LiveBytes, RankReading, Request, RunReading, SentPerStep
+from benchmarks.report import LiveBytes, RankReading, Request, RunReading
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp.comm.axis import Traffic
 
 _MEASURED_STEP = "benchmark: the step whose peak counts"
-_BACKWARD_NODE = "autograd::engine::evaluate_function"
-"""How the profiler's names of what backward does begin."""
 
 
 @dataclass
@@ -76,10 +74,8 @@ def measure_here(request: Request, device: torch.device, mesh: DeviceMesh) -> Ru
     }
     everyone: list[dict[str, RankReading]] = [{} for _ in range(request.ranks)]
     dist.all_gather_object(everyone, mine)
-    params = list(contenders[0].model.parameters())
     return RunReading(
-        sum(param.numel() for param in params),
-        len(params),
+        sum(param.numel() for param in contenders[0].model.parameters()),
         reference,
         {name: tuple(one[name] for one in everyone) for name in live},
         absent,
@@ -200,14 +196,11 @@ def reference_losses(request: Request, setting: Setting) -> tuple[float, ...]:
     return tuple(losses)
 
 
-def _sent(contender: Contender, before: Traffic | None, steps: int) -> SentPerStep | None:
+def _sent(contender: Contender, before: Traffic | None, steps: int) -> Traffic | None:
     after = contender.traffic()
     if after is None or before is None:
         return None
-    sent = after.since(before)
-    return SentPerStep(
-        sent.gathers // steps, sent.reductions // steps, sent.gather_bytes // steps, sent.reduce_bytes // steps
-    )
+    return Traffic(*(count // steps for count in astuple(after.since(before))))
 
 
 def live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
@@ -248,21 +241,14 @@ def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microba
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    held = peak = allocations = allocated = before_backward = 0
+    held = peak = 0
     measuring = False
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
         measuring = measuring or event.name() == _MEASURED_STEP
-        if measuring and not before_backward and event.name().startswith(_BACKWARD_NODE):
-            before_backward = held
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            if measuring and event.nbytes() > 0:
-                allocations += 1
-                allocated += event.nbytes()
+        held += event.nbytes() if event.name() == "[memory]" else 0
         peak = max(peak, held) if measuring else held
     missed = max(held - alive, 0)
-    activations = before_backward - held  # the step left nothing behind, or its memory would grow from step to step
-    return LiveBytes(held - missed, peak - missed, allocations, allocated, activations)
+    return LiveBytes(held - missed, peak - missed)
 
 
 def _bytes_of_tensors() -> int:

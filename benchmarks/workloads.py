@@ -18,26 +18,16 @@ Microbatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model's shape and what one rank computes on in one microbatch.
-
-    Attributes:
-        layers: Blocks.
-        features: Width of the residual stream.
-        heads: Attention heads; half as many for keys and values in Hugging Face's models.
-        vocabulary: Number of tokens.
-        samples: Sequences per microbatch and rank.
-        tokens: Length of a sequence.
-        kind: Whose model it is.
-        wide: Features inside of a feed-forward layer (in each expert, for mixtral); None: four times `features`.
-    """
+    """A model's shape and what one rank computes on in one microbatch."""
 
     layers: int
     features: int
-    heads: int
+    heads: int  # attention heads; half as many for keys and values in Hugging Face's models
     vocabulary: int
-    samples: int
+    samples: int  # sequences per microbatch and rank
     tokens: int
-    kind: Literal["decoder", "llama", "mixtral"] = "decoder"
+    kind: Literal["decoder", "llama", "mixtral"] = "decoder"  # whose model it is
+    # features inside of a feed-forward layer (in each expert, for mixtral); None: four times `features`
     wide: int | None = None
 
     @property

@@ -31,19 +31,11 @@ class _Block(nn.Module):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one optimizer step after the first, on one rank.
+    """Of one optimizer step after the first, on one rank."""
 
-    Attributes:
-        held_bytes: Held between two microbatches beyond what is held between two steps.
-        gathers: All-gathers.
-        reductions: Reduce-scatters or all-reduces.
-        gather_bytes: Sent in them.
-        reduce_bytes: Sent in those.
-    """
-
-    held_bytes: int
+    held_bytes: int  # held between two microbatches beyond what is held between two steps
     gathers: int
-    reductions: int
+    reductions: int  # reduce-scatters or all-reduces
     gather_bytes: int
     reduce_bytes: int
 

@@ -24,9 +24,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,19 +46,12 @@ LEAST_S = 5.0
 
 @dataclass
 class Session:
-    """Where a section runs and what it notes.
+    """Where a section runs and what it notes."""
 
-    Attributes:
-        device: "cuda", or "cpu" for a rehearsal.
-        out: Folder of results.
-        part: 1 to 3.
-        section: Name of the section that runs.
-    """
-
-    device: torch.device
+    device: torch.device  # "cuda", or "cpu" for a rehearsal
     out: Path
     part: int
-    section: str = ""
+    section: str = ""  # name of the section that runs
 
     @property
     def is_gpu(self) -> bool:
@@ -144,6 +137,26 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().square().mean()
 
 
+def small(session: Session, dtype: torch.dtype, **arguments: Any) -> tuple[nn.Module, Any]:
+    """Shard small layers, trained by SGD unless told otherwise."""
+    from megatron_fsdp import fully_shard
+
+    model = layers(REHEARSAL, session.device, dtype)
+    optimizer = arguments.pop("optimizer", partial(torch.optim.SGD, lr=0.1))(model.parameters())
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], **arguments)
+
+
+def stepping(model: nn.Module, optimizer: Any, x: Tensor) -> Callable[[], None]:
+    """Return a function that trains a step."""
+
+    def step() -> None:
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def start_alone(device: torch.device, world_size: int = 1) -> None:
     """Make this process one rank; of several, the first of a job whose collectives send nothing."""
     if world_size > 1:
@@ -225,7 +238,6 @@ def batches_of(sizes: Sizes, device: torch.device, dtype: torch.dtype, part: sli
 
 def alone(session: Session) -> None:
     """Compare every strategy at world size 1 with plain torch, and with itself under injected delays, bit for bit."""
-    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
     from megatron_fsdp.debug.delays import inject_delays
 
     start_alone(session.device)
@@ -236,18 +248,8 @@ def alone(session: Session) -> None:
         for strategy in range(4):
             runs = []
             for delays in (False, True):
-                model = layers(REHEARSAL, session.device, dtype)
-                sharded, optimizer = fully_shard(
-                    model,
-                    torch.optim.SGD(model.parameters(), lr=0.1),
-                    fsdp_unit_modules=[Layer],
-                    zero_dp_strategy=strategy,
-                    mixed_precision_policy=MixedPrecisionPolicy(),
-                )
-                if delays:
-                    with inject_delays(sharded, seed=strategy, up_to_s=0.002):
-                        runs.append(train(sharded, optimizer, batches))
-                else:
+                sharded, optimizer = small(session, dtype, zero_dp_strategy=strategy)
+                with inject_delays(sharded, seed=strategy, up_to_s=0.002) if delays else nullcontext():
                     runs.append(train(sharded, optimizer, batches))
             session.finish()
             undelayed, delayed = runs
@@ -280,8 +282,6 @@ def rank_of_shared_gpu(session: Session, rank: int, ranks: int, store: str) -> N
     """Train on one of the ranks that share the GPU, and compare with the whole batch in this process."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     own = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
     plain = layers(REHEARSAL, session.device, torch.float32)
@@ -293,14 +293,7 @@ def rank_of_shared_gpu(session: Session, rank: int, ranks: int, store: str) -> N
     hybrid = {"device_mesh": mesh, "dp_shard_dim": "shard", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
     cases += [("hybrid", hybrid), ("fully hybrid", {**hybrid, "outer_dp_sharding_strategy": 1})]
     for name, arguments in cases:
-        model = layers(REHEARSAL, session.device, torch.float32)
-        sharded, optimizer = fully_shard(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            fsdp_unit_modules=[Layer],
-            mixed_precision_policy=MixedPrecisionPolicy(),
-            **arguments,
-        )
+        sharded, optimizer = small(session, torch.float32, **arguments)
         train(sharded, optimizer, batches_of(REHEARSAL, session.device, torch.float32, own))
         found = sharded.full_parameters()
         if rank == 0:
@@ -311,14 +304,11 @@ def rank_of_shared_gpu(session: Session, rank: int, ranks: int, store: str) -> N
 
 def no_synchronisation(session: Session) -> None:
     """Make any wait of the host for the device an error in steady steps."""
-    from megatron_fsdp import fully_shard
-
     start_alone(session.device)
     x = torch.randn(1, 64, REHEARSAL.dim, device=session.device, dtype=torch.bfloat16)
     for strategy in range(4):
-        model = layers(REHEARSAL, session.device, torch.bfloat16)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
-        sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+        adamw = partial(torch.optim.AdamW, fused=session.is_gpu)
+        sharded, optimizer = small(session, torch.bfloat16, optimizer=adamw, zero_dp_strategy=strategy)
         for step in range(5):
             if session.is_gpu:
                 torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
@@ -335,19 +325,14 @@ def no_synchronisation(session: Session) -> None:
 
 def out_of_memory(session: Session) -> None:
     """Run out of memory in a forward, reset, and compare the steps that follow with a run that never did."""
-    from megatron_fsdp import fully_shard
-
     start_alone(session.device)
     batches = batches_of(REHEARSAL, session.device, torch.float32)
     results = []
     for fails in (False, True):
-        model = layers(REHEARSAL, session.device, torch.float32)
-        sharded, optimizer = fully_shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Layer], zero_dp_strategy=3
-        )
+        sharded, optimizer = small(session, torch.float32, zero_dp_strategy=3)
         if fails:
             size = torch.cuda.get_device_properties(0).total_memory if session.is_gpu else 2**62
-            handle = model[1].register_forward_pre_hook(
+            handle = sharded.module[1].register_forward_pre_hook(
                 lambda *_, size=size: torch.empty(size, dtype=torch.uint8, device=session.device) and None
             )
             try:
@@ -427,33 +412,22 @@ def contenders(session: Session, sizes: Sizes) -> dict[str, Callable[[], tuple[n
     }
 
 
-@dataclass
-class Times:
-    """Milliseconds of each measured step."""
-
-    device: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
-
-
-def measure(session: Session, step: Callable[[], object], count: int) -> Times:
-    """Time steps on the device, and on the host until everything is queued."""
-    times = Times()
+def measure(session: Session, step: Callable[[], object], count: int) -> tuple[float, float]:
+    """Return the median milliseconds of steps on the device, and on the host until everything is queued."""
+    device, host = [], []
     for _ in range(count):
         session.finish()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if session.is_gpu else []
         begin = time.perf_counter()
-        if session.is_gpu:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            step()
-            times.host.append((time.perf_counter() - begin) * 1e3)
-            events[1].record()
-            session.finish()
-            times.device.append(events[0].elapsed_time(events[1]))
-        else:
-            step()
-            times.host.append((time.perf_counter() - begin) * 1e3)
-            times.device.append(times.host[-1])
-    return times
+        for event in events[:1]:
+            event.record()
+        step()
+        host.append((time.perf_counter() - begin) * 1e3)
+        for event in events[1:]:
+            event.record()
+        session.finish()
+        device.append(events[0].elapsed_time(events[1]) if events else host[-1])
+    return statistics.median(device), statistics.median(host)
 
 
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -496,22 +470,14 @@ def _compare(session: Session, world_size: int, names: list[str], rounds: int) -
             for name in names:
                 session.free()
                 model, optimizer = made[name]()
-
-                def step(model: nn.Module = model, optimizer: Any = optimizer, x: Tensor = x) -> None:
-                    loss_of(model, x).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-
+                step = stepping(model, optimizer, x)
                 for _ in range(3):
                     step()
                 session.finish()
                 if session.is_gpu:
                     torch.cuda.reset_peak_memory_stats()
-                times = measure(session, step, 5)
-                facts: dict[str, Any] = {
-                    "device ms": round(statistics.median(times.device), 3),
-                    "host ms": round(statistics.median(times.host), 3),
-                }
+                device_ms, host_ms = measure(session, step, 5)
+                facts: dict[str, Any] = {"device ms": round(device_ms, 3), "host ms": round(host_ms, 3)}
                 if session.is_gpu:
                     stats = torch.cuda.memory_stats()
                     facts |= {
@@ -565,22 +531,14 @@ def predicted(session: Session) -> None:
 
 def graphs(session: Session) -> None:
     """Try to capture a whole step of strategy 0, and compare its replay with the step itself."""
-    from megatron_fsdp import fully_shard
-
     start_alone(session.device)
     if not session.is_gpu:
         session.note("not run", reason="graphs need CUDA")
         return
-    model = layers(REHEARSAL, session.device, torch.bfloat16)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
-    sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer], zero_dp_strategy=0)
+    adamw = partial(torch.optim.AdamW, fused=True, capturable=True)
+    sharded, optimizer = small(session, torch.bfloat16, optimizer=adamw, zero_dp_strategy=0)
     x = torch.randn(1, 64, REHEARSAL.dim, device=session.device, dtype=torch.bfloat16)
-
-    def step() -> None:
-        loss_of(sharded, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = stepping(sharded, optimizer, x)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -590,8 +548,8 @@ def graphs(session: Session) -> None:
     with torch.cuda.graph(graph):
         step()
     session.note("captured", whole_step=True)
-    session.note("step", ms=statistics.median(measure(session, step, 5).device))
-    session.note("replay", ms=statistics.median(measure(session, graph.replay, 5).device))
+    session.note("step", ms=measure(session, step, 5)[0])
+    session.note("replay", ms=measure(session, graph.replay, 5)[0])
 
 
 def products(session: Session) -> None:
@@ -615,7 +573,7 @@ def products(session: Session) -> None:
     for name, run in tries.items():
         try:
             run()
-            session.note(name, ms=round(statistics.median(measure(session, run, 10).device), 4))
+            session.note(name, ms=round(measure(session, run, 10)[0], 4))
         except Exception as error:  # noqa: BLE001 (whether it exists is the question)
             session.note(name, error=f"{type(error).__name__}: {str(error)[:200]}")
 
@@ -657,15 +615,10 @@ def compiled(session: Session) -> None:
             layer.compile()
         optimizer: Any = torch.optim.AdamW(model.parameters(), fused=session.is_gpu)
         sharded, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Layer])
-
-        def step(sharded: nn.Module = sharded, optimizer: Any = optimizer) -> None:
-            loss_of(sharded, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        step = stepping(sharded, optimizer, x)
         for _ in range(3):
             step()
-        session.note("compiled" if compiles else "eager", ms=statistics.median(measure(session, step, 5).device))
+        session.note("compiled" if compiles else "eager", ms=measure(session, step, 5)[0])
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -728,21 +681,13 @@ def run_part(session: Session) -> int:
             code: int | str = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = f"stopped after {limit_s:.0f} s"
-        with _suppressed_lookup():
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # whatever it has started and left
         process.wait()
         failed += code != 0
         session.note("section", ended=code, seconds=round(time.monotonic() - begin, 1))
     write_page(session)
     return failed
-
-
-@contextmanager
-def _suppressed_lookup() -> Iterator[None]:
-    try:
-        yield
-    except ProcessLookupError:
-        return
 
 
 def _arguments(session: Session) -> list[str]:

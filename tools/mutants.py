@@ -39,28 +39,16 @@ _SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault.
-
-    Attributes:
-        name: In words.
-        file: Where it is planted, from the root of the project.
-        old: Text that occurs there once.
-        new: What takes its place.
-        tests: Files, folders or functions (`file::function`) that are run first.
-    """
+    """One fault."""
 
     name: str
     file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
+    old: str  # text that occurs there once
+    new: str  # what takes its place
+    tests: tuple[str, ...]  # files, folders or functions (`file::function`) that are run first
 
     def planted(self, root: Path) -> str:
-        """Return the text of the file with the fault in it.
-
-        Raises:
-            ValueError: The old text does not occur exactly once.
-        """
+        """Return the text of the file with the fault in it."""
         path = root / self.file
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if text.count(self.old) != 1:
@@ -106,9 +94,6 @@ def failing_test(root: Path, options: Sequence[str], limit_s: float) -> str | No
 
     Returns:
         The id of the test; None where all pass.
-
-    Raises:
-        RuntimeError: pytest has not run tests.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", _ASIDE, *options]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # may name the checkout

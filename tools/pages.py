@@ -33,9 +33,9 @@ from typing import Any
 
 from benchmarks.bench import published
 from benchmarks.page import render as render_performance
-from benchmarks.page import summary_table
+from benchmarks.page import summary_table, table
 from megatron_fsdp.cli.main import main as mfsdp
-from megatron_fsdp.plan.published import compare_published, published_row
+from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 from megatron_fsdp.train.failures import ENDS
 from tools import accumulation_costs, ddp_config_table, padding_table, precision_parity, training_flags_table
 from tools.on_ranks import on_ranks
@@ -55,17 +55,11 @@ GENERATED = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A generated part of a page.
-
-    Attributes:
-        page: The file.
-        asked: What generates it, as the marker says.
-        text: What stands there, without the markers and their indentation.
-    """
+    """A generated part of a page."""
 
     page: Path
-    asked: str
-    text: str
+    asked: str  # what generates it, as the marker says
+    text: str  # what stands there, without the markers and their indentation
 
     def generate(self) -> str:
         """Return what should stand there."""
@@ -151,11 +145,6 @@ def diff_of(origin: str) -> str:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Make a table in Markdown."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))
-
-
 def exit_codes() -> str:
     """Return how a run of the trainer ends."""
     return table(("code", "what happened"), [(str(code), told) for code, told in ENDS.items()])
@@ -163,8 +152,7 @@ def exit_codes() -> str:
 
 def published_runs() -> str:
     """Return plans of runs that others have measured, beside what they measured."""
-    head = ("run", "predicted", "published", "error", "predicted peak", "published peak", "unit", "source")
-    return table(head, [tuple(published_row(each)) for each in compare_published()])
+    return table(COLUMNS, [published_row(each) for each in compare_published()])
 
 
 def strategy_costs() -> str:
@@ -238,12 +226,7 @@ SLOW = ("table accumulation", "table presets", "table published_runs", "table st
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in docs/images.
-
-    Attributes:
-        caption: What it shows.
-        draw: Writes it.
-    """
+    """A picture in docs/images."""
 
     caption: str
     draw: Callable[[Path], object]

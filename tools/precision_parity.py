@@ -34,21 +34,13 @@ Losses = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Policy:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: For the table; unique.
-        dtype: What the model computes in.
-        policy: The other dtypes.
-        reference: Name of the run that this one is compared with; its own: it is a reference.
-        colour: In the picture; None: not drawn.
-    """
-
-    name: str
-    dtype: torch.dtype
-    policy: MixedPrecisionPolicy
-    reference: str
-    colour: str | None = None
+    name: str  # for the table; unique
+    dtype: torch.dtype  # what the model computes in
+    policy: MixedPrecisionPolicy  # the other dtypes
+    reference: str  # name of the run that this one is compared with; its own: it is a reference
+    colour: str | None = None  # in the picture; None: not drawn
 
 
 POLICIES = (

@@ -37,13 +37,7 @@ MOST_GROWTH = 32 << 20
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one process holds.
-
-    Attributes:
-        resident: Bytes.
-        files: Open descriptors.
-        threads: Python's.
-    """
+    """What one process holds."""
 
     resident: int
     files: int
@@ -52,20 +46,13 @@ class Footprint:
 
 @dataclass
 class Tally:
-    """What the soak has seen.
+    """What the soak has seen."""
 
-    Attributes:
-        killed: Ranks that were killed, and how many of them while a checkpoint was written.
-        disturbed: Programs whose ranks were killed.
-        in_process: Runs in ranks that live on.
-        footprints: Of every such rank, after every run.
-        problems: What went wrong.
-    """
-
+    # ranks that were killed, and how many of them while a checkpoint was written
     killed: list[bool] = field(default_factory=list)
-    disturbed: int = 0
-    in_process: int = 0
-    footprints: list[list[Footprint]] = field(default_factory=list)
+    disturbed: int = 0  # programs whose ranks were killed
+    in_process: int = 0  # runs in ranks that live on
+    footprints: list[list[Footprint]] = field(default_factory=list)  # of every such rank, after every run
     problems: list[str] = field(default_factory=list)
 
 

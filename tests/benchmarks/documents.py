@@ -16,18 +16,15 @@ def contender(name: str, *, over: dict[str, float], peak: int = 100, sent: int =
         "cpu_s": spread(0.5),
         "wall_over": {rival: spread(value) for rival, value in over.items()},
         "cpu_over": {rival: spread((1 + value) / 2) for rival, value in over.items()},
-        "live": {"persistent": 10, "peak": peak, "allocations": 7, "allocated": 400},
+        "live": {"persistent": 10, "peak": peak},
         "sent": None,
         "moved": {
-            "issued": 3,
             "sent_bytes": sent,
             "gloo_bytes": 2 * sent,
             "copied_numel": 100,
-            "copies": 4,
             "reduced_bytes": sent // 2,
             "copied_by": {"a_model": 40, "megatron_fsdp.engine.gradients": 60},
         },
-        "needed_bytes": sent,
         "disagrees": None,
     } | changed
 
@@ -44,7 +41,6 @@ def comparison(*contenders: dict[str, Any], **changed: Any) -> dict[str, Any]:
         },
         "request": {"model": "large", "ranks": 2, "microbatches": 1, "comm_dtype": "float32", "steps": 8},
         "parameter_numel": 100,
-        "parameter_tensors": 5,
         "absent": {},
         "contenders": list(contenders),
     } | changed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoints import OURS_NOW, SAVERS
+from benchmarks.checkpoints import OURS_BACKGROUND, OURS_NOW, PEER
 from benchmarks.page import checkpoint_table, saver_ratio
 from tests.support.source_tree import ROOT, SOURCE
 
@@ -37,7 +37,7 @@ def test_a_run_compares_values_and_counts(tmp_path: Path) -> None:
     assert document["what"] == "checkpoints"
     assert saver_ratio(document, OURS_NOW, "save") > 0
     found = document["readings"]
-    assert list(found) == list(SAVERS)
+    assert list(found) == [OURS_NOW, OURS_BACKGROUND, PEER]
     for ranks in found.values():
         assert len(ranks) == 2
         replicated = 65 * 4  # the step of each parameter, which only one rank writes

@@ -3,26 +3,18 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.compare import parse, tokens_per_rank
+from benchmarks.compare import main, parse
 from benchmarks.contenders import OURS, OURS_BY_BUCKETS, PEERS
 from benchmarks.operators import Moved
 from benchmarks.page import comparison_table, notes
-from benchmarks.report import (
-    LiveBytes,
-    RankReading,
-    RunReading,
-    SentPerStep,
-    Spread,
-    disagreements,
-    document,
-    needed_bytes,
-    summarise,
-)
+from benchmarks.report import LiveBytes, RankReading, RunReading, disagreements, document
 from benchmarks.worker import turns
+from megatron_fsdp.comm.axis import Traffic
 from tests.support.source_tree import ROOT, SOURCE
 
 TENSORS = 3 * 20 + 5
@@ -34,14 +26,12 @@ def reading(**losses: tuple[float, float]) -> RunReading:
     """Two ranks, two steps; rank 0 saw the losses given, rank 1 those plus 2; the reference is 3.0 and 2.0."""
     contenders: dict[str, tuple[RankReading, ...]] = {
         name: (
-            RankReading(
-                (2.0, 4.0), (1.0, 2.0), seen, LiveBytes(10, 30), SentPerStep(1, 2, 3, 4), 6.0, Moved(6, 7, 8, 9, 1)
-            ),
+            RankReading((2.0, 4.0), (1.0, 2.0), seen, LiveBytes(10, 30), Traffic(1, 2, 3, 4), 6.0, Moved(7, 8, 9)),
             RankReading((3.0, 1.0), (3.0, 4.0), (seen[0] + 2, seen[1] + 2), LiveBytes(20, 25), None, 6.0),
         )
         for name, seen in losses.items()
     }
-    return RunReading(100, 5, (3.0, 2.0), contenders)
+    return RunReading(100, (3.0, 2.0), contenders)
 
 
 @pytest.fixture(scope="module")
@@ -70,134 +60,102 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return json.loads(file.read_text()), finished.stdout
 
 
-@pytest.fixture
-def lines(tiny_run: Run) -> dict[str, dict[str, Any]]:
-    """The contenders of the tiny run by name."""
-    return {line["name"]: line for line in tiny_run[0]["contenders"]}
-
-
 @pytest.mark.full
-def test_everybody_takes_part_in_the_order_of_the_table(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
-    assert list(lines) == ["floor", *OURS, "mddp", "mddp-optim", "ours-3-deferred", *PEERS]
-    assert tiny_run[1].count("\n| tiny, 2 ranks | ") == 2 * len(lines)  # a table of times and one of costs
-
-
-@pytest.mark.full
-def test_losses_of_all_that_communicate_are_those_of_one_process(
-    tiny_run: Run, lines: dict[str, dict[str, Any]]
-) -> None:
-    expected = tiny_run[0]["reference_losses"]
+def test_losses_of_all_that_communicate_are_those_of_one_process(tiny_run: Run) -> None:
+    document, printed = tiny_run
+    losses = {line["name"]: line["losses"] for line in document["contenders"]}
+    assert list(losses) == ["floor", *OURS, "mddp", "mddp-optim", "ours-3-deferred", *PEERS]
+    assert printed.count("\n| tiny, 2 ranks | ") == 2 * len(losses)  # a table of times and one of costs
+    expected = document["reference_losses"]
     assert len(expected) == 4
-    for name in lines.keys() - {"floor"}:
-        assert lines[name]["losses"] == pytest.approx(expected, rel=1e-6), name
+    assert losses.pop("floor") != pytest.approx(expected, rel=1e-5)
+    for name, found in losses.items():
+        assert found == pytest.approx(expected, rel=1e-6), name
+
+
+NEEDED = {  # of gradients, and of weights, over a ring: an all-reduce is two, broadcasts of every part are one
+    "floor": (0, 0),
+    "ours-0": (2, 0),
+    "ours-1": (1, 1),
+    "ours-2": (2, 1),  # a reduce-scatter after each of two microbatches
+    "mddp": (2, 0),
+    "mddp-optim": (1, 1),
+    "ddp": (2, 0),
+    "ddp-zero": (2, 1),
+}
 
 
 @pytest.mark.full
-def test_losses_tell_a_contender_that_does_not_communicate(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
-    assert lines["floor"]["losses"] != pytest.approx(tiny_run[0]["reference_losses"], rel=1e-5)
-
-
-@pytest.mark.full
-def test_collectives_of_a_step_are_those_of_the_strategy(lines: dict[str, dict[str, Any]]) -> None:
-    sent = {name: line["sent"] for name, line in lines.items()}
+def test_what_is_sent_is_what_the_strategy_needs(tiny_run: Run) -> None:
+    lines = {line["name"]: line for line in tiny_run[0]["contenders"]}
+    sent, moved = ({name: line[key] for name, line in lines.items()} for key in ("sent", "moved"))
+    weights_bytes = 4 * tiny_run[0]["parameter_numel"]
     # Root and three blocks. Strategies 2 and 3 reduce after both microbatches, 0 and 1 once.
-    assert [sent[f"ours-{i}"]["reductions"] for i in range(4)] == [4, 4, 8, 8]
-    assert [sent[f"ours-{i}"]["gathers"] for i in range(3)] == [0, 4, 4]
+    assert [sent[name]["reductions"] for name in (*OURS, "ours-3-deferred")] == [4, 4, 8, 8, 4]
+    assert [sent[name]["gathers"] for name in OURS[:3]] == [0, 4, 4]
     assert sent["ours-3"]["gathers"] > 4
-    assert {name for name, counted in sent.items() if counted is None} == lines.keys() & {"floor", *PEERS}
-
-
-@pytest.mark.full
-def test_buckets_send_what_the_algorithm_needs(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
-    weights_bytes = 4 * tiny_run[0]["parameter_numel"]
-    replicated, sharded = lines["mddp"], lines["mddp-optim"]
     # A bucket is closed at 0.05 MiB of gradients: three are full, and the embeddings are left.
-    assert (replicated["sent"]["reductions"], replicated["sent"]["gathers"]) == (4, 0)
-    assert (sharded["sent"]["reductions"], sharded["sent"]["gathers"]) == (4, 4)
-    for line in (replicated, sharded):
-        assert line["sent"]["reduce_bytes"] + line["sent"]["gather_bytes"] == line["needed_bytes"] == weights_bytes
-
-
-@pytest.mark.full
-def test_what_is_seen_on_the_wire_is_what_is_needed(lines: dict[str, dict[str, Any]]) -> None:
-    for name in ("floor", "ours-0", "ours-1", "ours-2", "mddp", "mddp-optim", "ddp", "ddp-zero"):
-        moved = lines[name]["moved"]
-        assert moved["sent_bytes"] == moved["gloo_bytes"] == lines[name]["needed_bytes"], name
-    ours = lines["ours-3"]
-    assert ours["moved"]["sent_bytes"] == ours["sent"]["gather_bytes"] + ours["sent"]["reduce_bytes"]
-
-
-@pytest.mark.full
-def test_what_is_deferred_is_reduced_once(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
-    weights_bytes = 4 * tiny_run[0]["parameter_numel"]
-    reduced = {name: lines[name]["moved"]["reduced_bytes"] for name in lines}
-    assert (lines["ours-3"]["sent"]["reductions"], lines["ours-3-deferred"]["sent"]["reductions"]) == (8, 4)
+    assert [(sent[name]["reductions"], sent[name]["gathers"]) for name in ("mddp", "mddp-optim")] == [(4, 0), (4, 4)]
+    assert {name for name, counted in sent.items() if counted is None} == lines.keys() & {"floor", *PEERS}
+    for name, parts in NEEDED.items():
+        assert moved[name]["sent_bytes"] == moved[name]["gloo_bytes"] == sum(parts) * weights_bytes // 2, name
+    for name in (*OURS, "mddp", "mddp-optim"):
+        assert moved[name]["sent_bytes"] == sent[name]["gather_bytes"] + sent[name]["reduce_bytes"], name
+        assert lines[name]["collectives"] == sent[name]["gathers"] + sent[name]["reductions"], name
+    assert lines["floor"]["collectives"] == 0
+    assert 2 <= lines["ddp"]["collectives"] <= 4
+    assert lines["ddp-zero"]["collectives"] == lines["ddp"]["collectives"] + 2  # one broadcast by each rank
+    reduced = {name: moved[name]["reduced_bytes"] for name in lines}
     assert (reduced["ours-3"], reduced["ours-3-deferred"]) == (weights_bytes, weights_bytes // 2)
     assert reduced["ours-3-deferred"] <= reduced["fsdp2-deferred"] == reduced["fsdp2"] // 2
+    # A native reduce-scatter counts twice on gloo: half the model after each of two microbatches.
+    native = moved["fsdp2"]["gloo_bytes"] - moved["fsdp2"]["sent_bytes"]
+    assert weights_bytes <= native < 1.1 * weights_bytes
+    assert moved["ours-3"]["sent_bytes"] < moved["fsdp2"]["sent_bytes"]
+    assert moved["fsdp2"]["copied_numel"] - moved["floor"]["copied_numel"] > weights_bytes
 
 
 @pytest.mark.full
-def test_native_reduce_scatters_count_twice_on_gloo(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
+def test_memory_between_steps_holds_weights_and_optimizer_state(tiny_run: Run) -> None:
     weights_bytes = 4 * tiny_run[0]["parameter_numel"]
-    moved = lines["fsdp2"]["moved"]
-    reduced = moved["gloo_bytes"] - moved["sent_bytes"]
-    assert weights_bytes <= reduced < 1.1 * weights_bytes  # half the model after each of two microbatches
-    assert lines["ours-3"]["moved"]["sent_bytes"] < lines["fsdp2"]["moved"]["sent_bytes"]
+    live = {line["name"]: line["live"] for line in tiny_run[0]["contenders"]}
+    assert live["floor"]["persistent"] == 3 * weights_bytes + 4 * TENSORS  # with the optimizer's step counters
+    for line in live.values():
+        assert line["peak"] > line["persistent"] > weights_bytes
 
 
 @pytest.mark.full
-def test_allocations_and_copies_of_a_step_are_counted(tiny_run: Run, lines: dict[str, dict[str, Any]]) -> None:
-    numel = tiny_run[0]["parameter_numel"]
-    floor = lines["floor"]
-    assert floor["live"]["allocations"] > 2 * TENSORS
-    assert floor["live"]["allocated"] > 2 * 4 * numel  # gradients of two microbatches
-    copied = {name: line["moved"]["copied_numel"] - floor["moved"]["copied_numel"] for name, line in lines.items()}
-    assert copied["fsdp2"] > 4 * numel
-
-
-@pytest.mark.full
-def test_collectives_of_all_are_counted_by_the_process_groups(lines: dict[str, dict[str, Any]]) -> None:
-    assert lines["floor"]["collectives"] == 0
-    for line in lines.values():
-        if line["sent"] is not None:
-            assert line["collectives"] == line["sent"]["gathers"] + line["sent"]["reductions"]
-    buckets = lines["ddp"]["collectives"]
-    assert 2 <= buckets <= 4
-    assert lines["ddp-zero"]["collectives"] == buckets + 2  # one broadcast by each rank
-
-
-@pytest.mark.full
-def test_memory_between_steps_holds_weights_and_optimizer_state(
-    tiny_run: Run, lines: dict[str, dict[str, Any]]
-) -> None:
-    document = tiny_run[0]
-    assert document["parameter_tensors"] == TENSORS
-    weights_bytes = 4 * document["parameter_numel"]
-    steps_bytes = 4 * TENSORS  # the optimizer's step counters
-    assert lines["floor"]["live"]["persistent"] == 3 * weights_bytes + steps_bytes
-    for line in lines.values():
-        assert line["live"]["peak"] > line["live"]["persistent"] > weights_bytes
+def test_without_memory_steps_are_timed_all_the_same(tmp_path: Path) -> None:
+    command = "--model tiny --device cpu --steps 1 --warmup 1 --ranks 1 --contenders ours-3 --no-memory --out"
+    assert main([*command.split(), str(tmp_path / "made.json")]) == 0
+    found = json.loads((tmp_path / "made.json").read_text())
+    for line in found["contenders"]:
+        assert (line["live"]["peak"], line["moved"], line["disagrees"]) == (0, None, None)
+        assert line["wall_s"]["median"] > 0
+        assert line["losses"] == pytest.approx(found["reference_losses"], rel=1e-6)
 
 
 def test_turns_rotate_and_reverse() -> None:
     assert [turns(3, index) for index in range(4)] == [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]]
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    (line,) = summarise(reading(floor=(2.0, 1.0)), ())
-    assert line.wall_s == Spread(3.5, 3.25, 3.75)  # 3 and 4
-    assert line.cpu_s == Spread(2.5, 2.25, 2.75)  # the means, 2 and 3
-    assert line.live == LiveBytes(10, 30)
-    assert line.losses == (3.0, 2.0)
+def told(one: RunReading) -> dict[str, dict[str, Any]]:
+    """The contenders of a document, by name."""
+    request, _ = parse(["--device", "cpu", "--contenders", "fsdp2", "ddp"])
+    return {each["name"]: each for each in document(one, request, {"date": "today"})["contenders"]}
 
 
-def test_ratios_are_taken_within_a_round() -> None:
+def test_a_step_takes_as_long_as_its_slowest_rank_and_ratios_are_taken_within_a_round() -> None:
     both = reading(floor=(2.0, 1.0), ddp=(2.0, 1.0))
     slow = tuple(dataclasses.replace(rank, wall_s=(6.0, 16.0), cpu_s=(4.0, 6.0)) for rank in both.contenders["ddp"])
     both.contenders["ddp"] = slow
-    line = summarise(both, ("floor", "fsdp2"))[1]
-    assert line.wall_over == {"floor": Spread(3.0, 2.5, 3.5)}  # 6 / 3 and 16 / 4; fsdp2 was not there
-    assert line.cpu_over == {"floor": Spread(2.0, 2.0, 2.0)}
+    floor, ddp = told(both).values()
+    assert floor["wall_s"] == {"median": 3.5, "lower": 3.25, "upper": 3.75}  # 3 and 4
+    assert floor["cpu_s"] == {"median": 2.5, "lower": 2.25, "upper": 2.75}  # the means, 2 and 3
+    assert (floor["live"], floor["losses"]) == ({"persistent": 10, "peak": 30}, (3.0, 2.0))
+    assert ddp["wall_over"]["floor"] == {"median": 3.0, "lower": 2.5, "upper": 3.5}  # 6 / 3 and 16 / 4
+    assert ddp["cpu_over"]["floor"]["median"] == 2.0
+    assert ddp["wall_over"].keys() == {"floor", "ddp"}  # fsdp2 was not there
 
 
 def test_wrong_losses_are_named_and_the_floor_is_left_out() -> None:
@@ -207,15 +165,13 @@ def test_wrong_losses_are_named_and_the_floor_is_left_out() -> None:
 
 
 def test_who_disagrees_is_shown_without_speeds() -> None:
-    request, _ = parse(["--device", "cpu"])
     one = reading(floor=(2.0, 1.0), ddp=(2.0, 1.0), fsdp2=(2.0, 1.001))
     one.absent["ddp-zero"] = "not here"
-    told = summarise(one, ("floor", "fsdp2"))
-    found = document(told, request, one, {"date": "today"})
-    by_name = {each["name"]: each for each in found["contenders"]}
+    by_name = told(one)
+    found = {"contenders": [*by_name.values()], "absent": one.absent, "parameter_numel": 100}
     assert by_name["fsdp2"]["wall_s"] is None
     assert by_name["fsdp2"]["wall_over"] == {}
-    assert list(by_name["ddp"]["wall_over"]) == ["floor"]
+    assert list(by_name["ddp"]["wall_over"]) == ["floor", "ddp"]
     rows = [line for line in comparison_table({"run": found}).splitlines() if line.startswith("| run | fsdp2")]
     assert rows[0] == "| run | fsdp2 | - | - | - | - | - | - |"
     assert rows[1].startswith("| run | fsdp2 | 0.0 | 0.0 | 1.00 |")
@@ -227,31 +183,6 @@ def test_who_disagrees_is_shown_without_speeds() -> None:
 
 def test_nan_is_not_agreement() -> None:
     assert len(disagreements(reading(ddp=(float("nan"), 1.0)), 1e-6)) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [("floor", 0), ("mddp", 2), ("ddp", 2), ("ours-1", 2), ("mddp-optim", 2), ("ddp-zero", 3), ("ours-2", 4)],
-)
-def test_needed_bytes_are_parts_of_the_model(name: str, parts: int) -> None:
-    request, _ = parse(["--ranks", "4", "--device", "cpu", "--grad-accumulation", "3", "--dtype", "bfloat16"])
-    assert needed_bytes(name, request, reading()) == parts * 150  # three quarters of 100 elements of 2 bytes
-
-
-@pytest.mark.parametrize(("name", "needed"), [("ddp", 300), ("ours-1", 150 + 300), ("ours-2", 3 * 150 + 300)])
-def test_gradients_may_travel_in_another_dtype(name: str, needed: int) -> None:
-    request, _ = parse(["--ranks", "4", "--device", "cpu", "--grad-accumulation", "3", "--comm-dtype", "bfloat16"])
-    assert needed_bytes(name, request, reading()) == needed
-
-
-def test_tokens_of_a_rank_are_those_of_all_its_microbatches() -> None:
-    assert tokens_per_rank(parse(["--model", "tiny", "--device", "cpu", "--grad-accumulation", "3"])[0]) == 3 * 2 * 8
-
-
-@pytest.mark.parametrize("name", ["ours-3", "fsdp2"])
-def test_needed_bytes_are_not_known_where_weights_may_stay_gathered(name: str) -> None:
-    request, _ = parse(["--device", "cpu"])
-    assert needed_bytes(name, request, reading()) is None
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.trace.files import write_timeline
 from tests.trace.synthetic import KNOWN
-from tests.trace.test_chrome import check
-from tests.trace.test_ranks import OTHER
+from tests.trace.test_files import check
+from tests.trace.test_summary import OTHER
 
 
 @pytest.fixture
@@ -55,28 +55,13 @@ def test_one_file_for_a_viewer(folder: Path, tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
 
 
-def test_what_cannot_be_read_ends_with_status_2(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    assert main(["trace", str(tmp_path / "empty")]) == 2
-    assert "holds no trace-rank*.json" in capsys.readouterr().err
-    assert main(["trace", str(folder), "--step", "7"]) == 2
-    assert "step 7 was not recorded; those of all ranks are 0" in capsys.readouterr().err
-    write_timeline(folder, replace(OTHER, world_size=3))
-    assert main(["trace", str(folder)]) == 2
-    assert "mixes recordings: world_size differs between ranks 0 and 1" in capsys.readouterr().err
-
-
 def test_missing_ranks_are_an_error_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_timeline(tmp_path, replace(KNOWN, recording="now", peers=(0, 1)))
+    write_timeline(tmp_path, replace(KNOWN, recording="now", peers=(0, 1), is_cut=True))
     assert main(["trace", str(tmp_path)]) == 2
     assert "lacks the files of ranks 1, which recorded too" in capsys.readouterr().err
     assert main(["trace", str(tmp_path), "--partial"]) == 0
-    assert "1 of 2, cpu" in capsys.readouterr().out
-
-
-def test_an_incomplete_recording_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_timeline(tmp_path, replace(KNOWN, is_cut=True))
-    assert main(["trace", str(tmp_path)]) == 0
-    assert "incomplete            a step had more phases than there was room for" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1 of 2, cpu" in shown
+    assert "incomplete            a step had more phases than there was room for" in shown
+    assert main(["trace", str(tmp_path), "--partial", "--step", "7"]) == 2
+    assert "step 7 was not recorded; those of all ranks are 0" in capsys.readouterr().err

@@ -68,6 +68,17 @@ def by_hand(
     return model, optimizer
 
 
+class Around(nn.Module):
+    """Something around a model: what is called is `call(module, *args)`."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, *args: Any) -> Any:
+        return self.call(self.module, *args)
+
+
 # ---- wrong factors -------------------------------------------------------------------------------------------------
 
 
@@ -111,16 +122,8 @@ def swap_halves(grad: Tensor) -> Tensor:
     return torch.cat([second, first], 1)
 
 
-def transpose_halves(grad: Tensor) -> Tensor:
-    return torch.cat([half.t().reshape(half.shape) for half in grad.chunk(2, 0)])
-
-
 def negate(grad: Tensor) -> Tensor:
     return -grad
-
-
-def wipe(grad: Tensor) -> Tensor:
-    return torch.zeros_like(grad)
 
 
 def spoil(grad: Tensor) -> Tensor:
@@ -183,78 +186,30 @@ def counter_ahead(model: nn.Module, optimizer: Optimizer) -> Pair:
     return model, optimizer
 
 
-class HiddenCounter(torch.optim.Optimizer):
-    """Adam that counts steps in itself, one too many."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), {"lr": 1e-3, "betas": (0.9, 0.999)})
-        self.count = 1
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        self.count += 1
-        for param in self.param_groups[0]["params"]:
-            state = self.state[param]
-            first = state.setdefault("first", torch.zeros_like(param)).lerp_(param.grad, 0.1)
-            second = (
-                state.setdefault("second", torch.zeros_like(param))
-                .mul_(0.999)
-                .addcmul_(param.grad, param.grad, value=0.001)
-            )
-            size = (second / (1 - 0.999**self.count)).sqrt() + 1e-8
-            param -= 1e-3 * first / (1 - 0.9**self.count) / size
-
-
-def counts_in_secret(model: nn.Module, _optimizer: Optimizer) -> Pair:
-    return by_hand(model, HiddenCounter(model))
-
-
-class Louder(nn.Module):
-    """Gives three times the loss."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return 3 * self.module(*args)
-
-
 def louder(model: nn.Module, optimizer: Optimizer) -> Pair:
     """The loss is not divided by the microbatches."""
     model, optimizer = sharded(model, optimizer)
-    return Louder(model), optimizer
-
-
-class StaleForward(nn.Module):
-    """Computes with the weights of before the last update."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.before: list[dict[str, Tensor]] = []
-
-    def forward(self, *args: Any) -> Any:
-        params = dict(self.module.named_parameters())
-        self.before.append({name: param.detach().clone() for name, param in params.items()})
-        old = self.before[-2] if len(self.before) > 1 else self.before[-1]
-        return functional_call(self.module, {name: p + (old[name] - p).detach() for name, p in params.items()}, args)
+    return Around(model, lambda module, *args: 3 * module(*args)), optimizer
 
 
 def stale_forward(model: nn.Module, optimizer: Optimizer) -> Pair:
+    """Computes with the weights of before the last update."""
+    before: list[dict[str, Tensor]] = []
+
+    def forward(module: nn.Module, *args: Any) -> Any:
+        params = dict(module.named_parameters())
+        before.append({name: param.detach().clone() for name, param in params.items()})
+        old = before[-2:][0]
+        return functional_call(module, {name: p + (old[name] - p).detach() for name, p in params.items()}, args)
+
     model, optimizer = by_hand(model, optimizer)
-    return StaleForward(model), optimizer
+    return Around(model, forward), optimizer
 
 
 def not_in_the_optimizer(model: nn.Module, _optimizer: Optimizer) -> Pair:
     """One parameter is forgotten when the optimizer is built."""
     trained = [param for name, param in model.named_parameters() if name != UP]
     return sharded(model, torch.optim.AdamW(trained, lr=1e-3))
-
-
-def rate_times_ranks(model: nn.Module, _optimizer: Optimizer) -> Pair:
-    """The learning rate is scaled by the number of ranks."""
-    return sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-3 * dist.get_world_size()))
 
 
 def frozen_is_trained(model: nn.Module, _optimizer: Optimizer) -> Pair:
@@ -294,23 +249,17 @@ def _local_hook(model: nn.Module, change: Callable[[Tensor], Any]) -> None:
 # ---- values of one rank only ---------------------------------------------------------------------------------------
 
 
-class OnRankOne(nn.Module):
+def buffer_of_rank_one(model: nn.Module, optimizer: Optimizer, buffer: str) -> Pair:
     """After each call a buffer of rank 1 is changed."""
 
-    def __init__(self, module: nn.Module, buffer: str) -> None:
-        super().__init__()
-        self.module, self.buffer = module, buffer
-
-    def forward(self, *args: Any) -> Any:
-        out = self.module(*args)
+    def forward(module: nn.Module, *args: Any) -> Any:
+        out = module(*args)
         if dist.get_rank() == 1:
-            self.module.get_buffer(self.buffer).data.add_(5)  # backward may not see it
+            module.get_buffer(buffer).data.add_(5)  # backward may not see it
         return out
 
-
-def buffer_of_rank_one(model: nn.Module, optimizer: Optimizer, buffer: str) -> Pair:
     model, optimizer = by_hand(model, optimizer)
-    return OnRankOne(model, buffer), optimizer
+    return Around(model, forward), optimizer
 
 
 def norm_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
@@ -347,20 +296,6 @@ def seeded_by_rank(model: nn.Module, optimizer: Optimizer, shard: Callable[..., 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # fully_shard gives all those of rank 0, and says so
         return shard(model, optimizer)
-
-
-class LouderOnRankOne(nn.Module):
-    """Doubles what rank 1 is given."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Any:
-        return self.module(x * (1 + (dist.get_rank() == 1)))
-
-
-# ---- small faults --------------------------------------------------------------------------------------------------
 
 
 def adamw_with_decay(model: nn.Module, rate: float, decay: float) -> Optimizer:

@@ -93,11 +93,6 @@ def build_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-def build_normed() -> nn.Module:
-    """A constant that is added to all features is taken off again by the normalisation."""
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-
-
 def build_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.25), nn.Linear(8, 3))
 

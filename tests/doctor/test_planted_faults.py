@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint import Checkpointer
-from megatron_fsdp.doctor import Difference, ParityReport, check_parity
-from megatron_fsdp.doctor import sharded as doctor_sharded
+from megatron_fsdp.doctor import Difference, ParityReport, check_parity, parity
 from tests.conftest import RunRanks
 from tests.doctor import faults, patients
 from tests.doctor.faults import UP
@@ -53,7 +53,6 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
     (faults.norm_of_own_shard, 3, ("gradient norm", 1, ""), "differs", "where one process has", {}),
     (faults.swapped_shards, 3, ("initial weight", 0, UP), "differs", "has 1 times the norm of one process, cosine", {}),
     (partial(BY_HAND, change=faults.swap_halves), 2, FEATURE, "differs", "has 1 times the norm", {}),
-    (partial(BY_HAND, change=faults.transpose_halves), 2, FEATURE, "differs", "has 1 times the norm", {}),
     (
         partial(BY_HAND, change=faults.negate),
         2,
@@ -62,7 +61,6 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
         "has 1 times the norm of one process, cosine -1",
         {},
     ),
-    (partial(BY_HAND, change=faults.wipe), 2, FEATURE, "differs", "has 0 times the norm of one process", {}),
     (partial(BY_HAND, change=faults.spoil), 2, FEATURE, "non-finite", "is NaN in 72 of 72 elements", {}),
     (partial(BY_HAND, change=faults.through_bfloat16), 2, FEATURE, "differs", "times the norm of one process", {}),
     (
@@ -86,7 +84,6 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
         "has an update with 0 times the norm of one process",
         {},
     ),
-    (faults.rate_times_ranks, 3, FIRST, "differs", "has an update with 3 times the norm of one process, cosine 1", {}),
     (
         faults.frozen_is_trained,
         2,
@@ -128,21 +125,6 @@ def test_a_planted_fault_is_found_named_and_placed(
     found = first(run_ranks, num_ranks, shard_fn, **options)
     assert place(found) == (*where, kind)
     assert words in found.words
-
-
-def test_the_ratio_and_all_that_differ_in_the_same_place_are_told(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 3, faults.summed)
-    assert found.ratio == pytest.approx(3.0, rel=1e-5)
-    assert len(found.also) == len(list(patients.build().parameters())) - 1
-    one = first(run_ranks, 3, partial(faults.scaled, ratio=math.sqrt(3)))
-    assert (one.ratio, one.also) == (pytest.approx(math.sqrt(3), rel=1e-5), ())
-
-
-def test_a_step_counter_that_nobody_shows_is_found_in_the_updates(run_ranks: RunRanks) -> None:
-    found = first(run_ranks, 2, faults.counts_in_secret)
-    assert (found.where, found.step, found.kind) == ("weight", 1, "differs")
-    right, wrong = ((1 - 0.999**step) ** 0.5 / (1 - 0.9**step) for step in (1, 2))  # Adam's bias correction
-    assert found.ratio == pytest.approx(wrong / right, rel=1e-2)
 
 
 @pytest.mark.full(cover=1)
@@ -204,7 +186,8 @@ def check_louder_rank() -> ParityReport:
 
 
 def louder_rank() -> nn.Module:
-    return faults.LouderOnRankOne(patients.build_linear())
+    """Doubles what rank 1 is given."""
+    return faults.Around(patients.build_linear(), lambda module, x: module(x * (1 + (dist.get_rank() == 1))))
 
 
 class ForgetfulCheckpointer(Checkpointer):
@@ -219,7 +202,7 @@ class ForgetfulCheckpointer(Checkpointer):
 
 
 def check_with_forgetful_checkpoints() -> ParityReport:
-    with patch.object(doctor_sharded, "Checkpointer", ForgetfulCheckpointer):
+    with patch.object(parity, "Checkpointer", ForgetfulCheckpointer):
         return check_parity(patients.build, patients.tokens, strategies=(3,), steps=2)
 
 
@@ -241,12 +224,6 @@ def seeds_of_the_caller() -> tuple[bool, bool]:
 
 def test_the_callers_random_state_is_put_back(run_ranks: RunRanks) -> None:
     assert run_ranks(2, seeds_of_the_caller) == [(True, True)] * 2
-
-
-def test_names_in_this_file_are_those_of_the_model() -> None:
-    model: nn.Module = patients.build()
-    names = [name for name, _ in model.named_parameters()]
-    assert {UP, LAST} <= set(names)
 
 
 def check_in_float32() -> ParityReport:

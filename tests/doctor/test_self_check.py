@@ -54,17 +54,13 @@ def refusal(model_fn: Any, options: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-def test_dropout_is_named_and_sharding_is_not_judged(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check, patients.build_dropout, {"loss_fn": patients.square_loss})[1]
-    (found,) = report.differences
-    assert (found.where, found.kind, report.runs) == ("one process against itself", "not repeatable", ())
-    assert "it draws random numbers (dropout) or is not deterministic. Sharding was not judged: set" in found.words
-    assert (report.passed, report.judged, report.verdict) == (False, False, "NOT JUDGED")
-
-
 @pytest.mark.parametrize(
     ("model_fn", "words"),
     [
+        (
+            patients.build_dropout,
+            "it draws random numbers (dropout) or is not deterministic. Sharding was not judged: set",
+        ),
         (patients.build_random, "model_fn gives `weight` other values each time, though torch.manual_seed is called"),
         (patients.build_noisy, "is not deterministic. Sharding was not judged: set dropout to 0"),
         (patients.build_broken, "the loss of the first step is nan in one process already"),
@@ -73,8 +69,9 @@ def test_dropout_is_named_and_sharding_is_not_judged(run_ranks: RunRanks) -> Non
 def test_models_that_nothing_can_be_compared_with_are_named(run_ranks: RunRanks, model_fn: Any, words: str) -> None:
     report = run_ranks(2, check, model_fn, {"loss_fn": patients.square_loss})[0]
     (found,) = report.differences
-    assert (found.kind, report.runs) == ("not repeatable", ())
+    assert (found.where, found.kind, report.runs) == ("one process against itself", "not repeatable", ())
     assert words in found.words
+    assert (report.passed, report.judged, report.verdict) == (False, False, "NOT JUDGED")
 
 
 def test_a_summed_loss_is_named_and_sharding_is_right(run_ranks: RunRanks) -> None:

@@ -117,16 +117,13 @@ def test_a_rank_on_another_machine_that_fell_silent_is_gone() -> None:
     assert text.splitlines()[1].startswith("after that rank 1 died without a word (process 11 on host), as after kill")
 
 
-def test_of_a_job_that_was_killed_as_a_whole_the_hang_before_is_told() -> None:
+def test_of_a_job_that_was_killed_as_a_whole_the_hang_before_is_told_if_it_hung() -> None:
     """Signs of life say how long it hung; nobody died before the others."""
     waits = Story().gather(1).wait(1).log(0, alive=False, beat=_beat(_NOW))
     sleeps = Story().gather(1).log(1, alive=False, beat=_beat(_NOW - _SECOND // 2))
     kind, ranks, text = _found(waits, sleeps)
     assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
     assert "rank 0 waits for the weights of a in the forward of step 0 (operation 1) since 900.0 s" in text
-
-
-def test_of_a_job_that_was_killed_while_it_ran_nothing_is_told() -> None:
     both = [Story(999.0).gather(1).log(rank, alive=False, beat=_beat(_NOW)) for rank in range(2)]
     assert _found(*both)[0] is Kind.NOTHING
 
@@ -299,6 +296,8 @@ def test_a_collective_that_an_accelerator_has_not_finished_counts_as_waiting() -
     waits = Story().gather(1).log(0, beat=beat)
     state = state_of(waits)
     assert (state.waits, state.phase, state.unit) == (True, Phase.REDUCE, 2)
+    overwritten = state_of(Story().add(Mark.ENDS, Phase.FORWARD, 0).gather(1).log(0))  # a phase that has no beginning
+    assert (overwritten.waits, overwritten.count, overwritten.phase) == (False, 1, Phase.GATHER)
     kind, ranks, _ = _found(waits, Story().gather(1).log(1, beat=_beat(_NOW)))
     assert (kind, ranks) == (Kind.ELSEWHERE, (1,))
 
@@ -309,12 +308,6 @@ def test_a_rank_that_was_reset_alone_is_named() -> None:
     kind, ranks, text = _found(*logs)
     assert (kind, ranks) == (Kind.RESET, (1,))
     assert text.startswith("rank 1 called reset() a different number of times than the other ranks")
-
-
-def test_phases_whose_beginning_was_overwritten_do_no_harm() -> None:
-    story = Story().add(Mark.ENDS, Phase.FORWARD, 0).gather(1)
-    state = state_of(story.log(0))
-    assert (state.waits, state.count, state.phase) == (False, 1, Phase.GATHER)
 
 
 def _operations(kinds: list[tuple[Phase, int, int]]) -> dict[int, Record]:
@@ -343,8 +336,8 @@ def test_the_rank_of_three_that_differs_first_is_found(
     by_rank = {rank: _operations(other if rank == odd else kinds) for rank in range(3)}
     found = first_mismatch(by_rank)
     assert found is not None
-    assert found.number == place + 1
-    assert sorted(found.camps, key=len) == [(odd,), tuple(rank for rank in range(3) if rank != odd)]
+    assert found[0] == place + 1
+    assert sorted(found[1], key=len) == [(odd,), tuple(rank for rank in range(3) if rank != odd)]
 
 
 @given(_KINDS, st.integers(0, 5))

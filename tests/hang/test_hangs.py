@@ -12,7 +12,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.hang.explain import Kind
 from megatron_fsdp.hang.reading import read_folder
-from tests.support.hanging import DEADLINE_S, explained, misbehaving, step, until, until_said
+from tests.support.hanging import DEADLINE_S, explained, misbehaving, until, until_said
 
 _LAYER_2 = (
     "layers.2 holds layers.2.up.weight, layers.2.up.bias, layers.2.down.weight, layers.2.down.bias "
@@ -24,11 +24,6 @@ _ROOT = "(root) holds first.weight, first.bias, last.weight, last.bias (4 parame
 def skip_a_unit(model: MegatronFSDP, rank: int) -> None:
     if rank == 1:
         model.module.order = (0, 1, 3)
-
-
-def call_in_another_order(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        model.module.order = (0, 2, 1, 3)
 
 
 def send_other_bytes(model: MegatronFSDP, rank: int) -> None:
@@ -56,26 +51,20 @@ def raise_in_forward(model: MegatronFSDP, rank: int) -> None:
         model.module.layers[2].up.register_forward_pre_hook(_raise)
 
 
+def ask_for_whole_tensors(model: MegatronFSDP, rank: int) -> None:
+    if rank == 1:
+        list(model.iter_full_tensors())
+
+
 def leave_early(model: MegatronFSDP, rank: int) -> None:
     if rank == 1:
         model.stop_logging_for_hangs()
         time.sleep(DEADLINE_S)
 
 
-def ask_for_whole_tensors(model: MegatronFSDP, rank: int) -> None:
-    if rank == 1:
-        list(model.iter_full_tensors())
-
-
 def raise_in_backward(model: MegatronFSDP, rank: int) -> None:
     if rank == 1:
         model.module.layers[2].up.register_forward_hook(_raise_with_gradient)
-
-
-def raise_before_the_update(model: MegatronFSDP, rank: int) -> None:
-    step(model)
-    if rank == 1:
-        raise ValueError("bad batch")
 
 
 def _raise_with_gradient(_module: object, _inputs: object, output: torch.Tensor) -> None:
@@ -106,29 +95,11 @@ CASES = [
         ],
     ),
     (
-        call_in_another_order,
-        Kind.DIFFERENT,
-        [
-            f"rank 1 {_REDUCES} layers.1 (640 bytes) where rank 0 {_REDUCES} layers.2 (640 bytes) ",
-            ", in the backward of step 2)",
-            _LAYER_2,
-        ],
-    ),
-    (
         send_other_bytes,
         Kind.DIFFERENT,
         [
             f"rank 1 {_REDUCES} layers.3 (384 bytes) where rank 0 {_REDUCES} layers.3 (640 bytes) (operation ",
             "layers.3 holds layers.3.up.weight, ",
-        ],
-    ),
-    (
-        sleep_outside,
-        Kind.ELSEWHERE,
-        [
-            "rank 1 runs code outside of the model (the last it did there: ends its backward, step 1) since ",
-            "rank 0 waits for the weights of (root) in the forward of step 2 (operation ",
-            _ROOT,
         ],
     ),
     (
@@ -155,7 +126,6 @@ CASES = [
         [
             "rank 1 raised an error while it computes the forward of layers.2 in the forward of step 2:",
             'in _raise: raise ValueError("bad batch")',
-            "ValueError: bad batch",
             _LAYER_2,
         ],
     ),
@@ -176,17 +146,10 @@ CASES = [
             _LAYER_2,
         ],
     ),
-    (
-        raise_before_the_update,
-        Kind.RAISED,
-        ["rank 1 raised an error outside of the model in step 2:", "ValueError: bad batch"],
-    ),
 ]
 
 
-@pytest.mark.full(
-    short=["skip_a_unit", "call_in_another_order", "send_other_bytes", "sleep_in_a_unit", "die", "raise_in_backward"]
-)
+@pytest.mark.full(short=["skip_a_unit", "send_other_bytes", "sleep_in_a_unit", "die", "raise_in_backward"])
 @pytest.mark.parametrize(("misbehave", "kind", "told"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_each_kind_of_misbehaviour_is_named(misbehave: object, kind: Kind, told: list[str], tmp_path: Path) -> None:
     with misbehaving(misbehave, tmp_path):  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang import watch
 from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, this_process
 from megatron_fsdp.hang.reading import Doing, read_folder, state_of
 from tests.conftest import RunRanks
@@ -162,30 +161,6 @@ def test_two_jobs_do_not_share_a_folder(run_ranks: RunRanks, tmp_path: Path) -> 
         assert f"  rank {rank}: has not called the model yet; 0 operations" in said
         assert "  rank 7: " not in said
         assert "logs of rank 7 are of other runs and were left out" in said
-
-
-def many_models(folder: str) -> tuple[list[str], int]:
-    """The logs of eight models, and how many logs were read to begin them."""
-    models, read = [shard() for _ in range(8)], []
-    whole = watch.read_writer
-
-    def counted(path: Path) -> Writer:
-        read.append(path.name)
-        return whole(path)
-
-    watch.read_writer = counted
-    try:
-        for model in models:
-            model.log_for_hangs(folder)
-    finally:
-        watch.read_writer = whole
-    return sorted(path.name for path in Path(folder).iterdir()), len(read)
-
-
-def test_the_logs_of_earlier_models_are_not_read_again(run_ranks: RunRanks, tmp_path: Path) -> None:
-    ((names, read),) = run_ranks(1, many_models, str(tmp_path))
-    assert names == sorted(file_name(0, model) for model in range(8))
-    assert read == 7  # the newest of them, each time
 
 
 class Unfinished:

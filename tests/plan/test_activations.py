@@ -12,9 +12,9 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.activations import profile_compute
+from megatron_fsdp.plan.activations import kernels_of, profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
-from megatron_fsdp.plan.kernels import kernels_of
+from megatron_fsdp.plan.models import build_meta_model, preset_config
 from megatron_fsdp.plan.setup import Recompute
 from tests.support.measured_compute import measured_peak, on_meta, token_batch
 from tests.support.models import TinyTransformer
@@ -145,16 +145,11 @@ def test_events_are_in_the_order_of_the_scheduler() -> None:
     assert profile.events == "F0> F1> F1< F2> F2< F3> F3< F0< B0 B3 B2 B1 E"
 
 
-def test_nothing_but_the_loss_is_left() -> None:
-    profile = profile_on_meta(CASES["llama"])
+def test_nothing_but_the_loss_is_left_and_every_gradient_arrives_once() -> None:
+    profile, model = profile_on_meta(CASES["qwen2-tied"]), CASES["qwen2-tied"].build()
     assert all(segment.begin_bytes <= segment.peak_bytes for segment in profile.segments)
     assert profile.segments[0].begin_bytes == 0
     assert profile.segments[-1].begin_bytes == FLOAT
-
-
-def test_every_gradient_arrives_once() -> None:
-    profile = profile_on_meta(CASES["qwen2-tied"])
-    model = CASES["qwen2-tied"].build()
     arrived = [name for segment in profile.segments for name in segment.gradients]
     assert sorted(arrived) == sorted(name for name, _ in model.named_parameters())
 
@@ -242,6 +237,17 @@ def test_rms_norm_on_cuda_keeps_its_input_and_one_number_per_row() -> None:
     assert kept_in(profile, "F1>") == result + scale
     assert profile.events.endswith("F1< F0< B1 B0 E")
     assert profile.segments[-2].gradients == ["1.weight", "0.bias", "0.weight"]
+
+
+def test_products_of_405b_by_hand() -> None:
+    """Each weight but the embedding is multiplied once per token; attention is two products per query and key."""
+    tokens, hidden, vocabulary, inner = 8192, 16384, 128256, 53248
+    model = build_meta_model({**preset_config("llama-3-405b"), "num_hidden_layers": 1}, torch.bfloat16)
+    ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    found = profile_compute(model, inputs, unit_names=["", "model.layers.0"])
+    projections = hidden * hidden * (2 + 2 * 8 / 128) + 3 * hidden * inner
+    assert found.forward_flops == 2 * tokens * (projections + hidden * vocabulary) + 4 * tokens * tokens * hidden
 
 
 def test_what_cannot_be_profiled_is_refused() -> None:

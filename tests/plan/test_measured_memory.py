@@ -14,12 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.machine import find_machine
-from megatron_fsdp.plan.planning import RankMemory, Workload, rank_memory
-from megatron_fsdp.plan.replay import replay_step
+from megatron_fsdp.plan.planning import Workload, plan_workload
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
-from megatron_fsdp.plan.sharded import plan_model
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
 from tests.support.models import Block, TinyTransformer
@@ -135,25 +132,11 @@ CASES = [
 ]
 
 
-@dataclass(frozen=True)
-class Measured:
+def _measure(case: Case) -> dict[str, Any]:
     """What one rank held."""
-
-    between_bytes: int
-    peak_bytes: int
-    buffers: tuple[int, int, int]
-    state_bytes: int
-    saved_bytes: int
-    transient_bytes: int
-
-
-def _measure(case: Case) -> Measured:
-    names = ("dp_outer", "dp_shard")[2 - (2 if case.ranks[0] > 1 else 1) :]
-    sizes = case.ranks if case.ranks[0] > 1 else case.ranks[1:]
+    is_hybrid = case.ranks[0] > 1
+    names, sizes = ("dp_outer", "dp_shard")[not is_hybrid :], case.ranks[not is_hybrid :]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    flat = None
-    if case.ranks[0] > 1:
-        flat = mesh[names]._flatten("all")
     spec = MODELS[case.model]
     torch.manual_seed(0)
     before = held_bytes()
@@ -163,8 +146,8 @@ def _measure(case: Case) -> Measured:
         torch.optim.AdamW(module.parameters()),
         mesh,
         "dp_shard",
-        dp_outer_dim="dp_outer" if case.ranks[0] > 1 else None,
-        hybrid_fsdp_group=None if flat is None else flat.get_group(),
+        dp_outer_dim="dp_outer" if is_hybrid else None,
+        hybrid_fsdp_group=mesh[names]._flatten("all").get_group() if is_hybrid else None,
         zero_dp_strategy=case.strategy,
         outer_dp_sharding_strategy=case.outer,
         fsdp_unit_modules=spec.units,
@@ -178,14 +161,14 @@ def _measure(case: Case) -> Measured:
         _step(case, model, optimizer, inputs)
     memory = model.memory()
     states = [v for state in optimizer.state.values() for v in state.values()]
-    return Measured(
-        between,
-        between + live.peak_bytes,
-        (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes),
-        sum(getattr(value, "_local_tensor", value).nbytes for value in states),
-        _staged_bytes(model, optimizer),
-        memory.transient_peak_bytes,
-    )
+    return {
+        "buffers": (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes),
+        "state": sum(getattr(value, "_local_tensor", value).nbytes for value in states),
+        "saved": _staged_bytes(model, optimizer),
+        "transient": memory.transient_peak_bytes,
+        "between": between,
+        "peak": pytest.approx(between + live.peak_bytes, rel=0.03),
+    }
 
 
 def _staged_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -210,8 +193,8 @@ def _step(case: Case, model: Any, optimizer: torch.optim.Optimizer, inputs: Any)
     optimizer.zero_grad()
 
 
-def planned(case: Case, rank: int) -> tuple[RankMemory, int, int]:
-    """What a rank holds on paper, the most that it borrows, and what weights take that stay gathered between steps."""
+def planned(case: Case, rank: int) -> dict[str, Any]:
+    """The same on paper."""
     spec = MODELS[case.model]
     with torch.device("meta"):
         module = spec.build(case.dtype)
@@ -227,15 +210,20 @@ def planned(case: Case, rank: int) -> tuple[RankMemory, int, int]:
         optimizer=OPTIMIZERS["adamw-loop"],
         device_rank=rank,
     )
-    model = plan_model(module, setup, spec.units)
-    names = [path for unit in model.units for path in unit.modules]
-    profile = profile_compute(module, inputs, unit_names=names, loss_fn=spec.loss, kernels="cpu")
-    workload = Workload(case.model, module, inputs, 1)
-    step = replay_step(model, profile, find_machine("h100"))
-    memory = rank_memory(workload, model, profile, step)
+    workload = Workload(case.model, module, inputs, 1, spec.loss, spec.units)
+    found = plan_workload(workload, setup, find_machine("h100"))
+    held = found.memory
     # where the root's weights were given back, an element of each of its groups stands for them
-    stand_ins = sum(group.precision.compute.itemsize for group in model.units[0].groups if group.weights_in_slots)
-    return memory, step.borrowed_bytes, step.moments[-1].gathered_bytes + stand_ins
+    stand_ins = sum(group.precision.compute.itemsize for group in found.model.units[0].groups if group.weights_in_slots)
+    gathered = found.step.moments[-1].gathered_bytes + stand_ins  # stays gathered between steps
+    return {
+        "buffers": (held.compute_weights, held.main_weights, held.main_gradients),
+        "state": held.optimizer,
+        "saved": held.saving_bytes,
+        "transient": found.step.borrowed_bytes,
+        "between": held.resting_bytes + held.input_bytes + gathered,
+        "peak": held.peak_bytes,
+    }
 
 
 SHORT = [
@@ -253,11 +241,4 @@ SHORT = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_of_a_rank_are_those_planned(run_ranks: RunRanks, case: Case) -> None:
     for rank, measured in enumerate(run_ranks(case.world, _measure, case)):
-        plan, borrowed_bytes, gathered_bytes = planned(case, rank)
-        assert measured.buffers == (plan.compute_weights, plan.main_weights, plan.main_gradients)
-        assert measured.state_bytes == plan.optimizer
-        assert measured.saved_bytes == plan.saving_bytes
-        assert measured.transient_bytes == borrowed_bytes
-        kept = plan.resting_bytes + plan.input_bytes + gathered_bytes
-        assert measured.between_bytes == kept, (measured.between_bytes - kept, plan)
-        assert measured.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03), plan
+        assert planned(case, rank) == measured

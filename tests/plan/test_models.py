@@ -48,12 +48,8 @@ def test_presets_have_the_published_size_and_no_memory(name: str) -> None:
     assert numel(model) == expected
     assert {(param.dtype, param.device.type) for param in model.parameters()} == {(torch.bfloat16, "meta")}
     assert model.training
-
-
-def test_biases_of_the_router_are_buffers() -> None:
-    model = build_meta_model("deepseek-v3", torch.bfloat16)
-    biases = [buffer.numel() for name, buffer in model.named_buffers() if "correction_bias" in name]
-    assert sum(biases) == ROUTER_BIASES
+    biases = [buffer.numel() for each, buffer in model.named_buffers() if "correction_bias" in each]
+    assert sum(biases) == (ROUTER_BIASES if name == "deepseek-v3" else 0)
 
 
 def build_tower() -> nn.Module:
@@ -105,6 +101,13 @@ def test_what_is_no_model_is_refused(spec: Any, words: str) -> None:
         build_meta_model(spec)
 
 
+def test_names_and_dtypes_that_do_not_apply_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"dtype=torch.bfloat16 is for configs"):
+        build_meta_model(build_tower, torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="there is no preset 'deepseek'; did you mean 'deepseek-v3'"):
+        preset_config("deepseek")
+
+
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(ConfigurationError, match=r"has no config that transformers .* reads: Unrecognized model"):
@@ -112,11 +115,6 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"has no config that transformers .* reads: .* not a valid JSON file"):
         build_meta_model(tmp_path)
-
-
-def test_functions_decide_on_their_dtype() -> None:
-    with pytest.raises(ConfigurationError, match=r"dtype=torch.bfloat16 is for configs"):
-        build_meta_model(build_tower, torch.bfloat16)
 
 
 def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +136,3 @@ def test_code_of_a_folder_is_neither_run_nor_asked_about(tmp_path: Path, monkeyp
     with pytest.raises(ConfigurationError, match=f"builds no AutoModelForCausalLM from .*: {refused}"):
         build_from_config(config, torch.float32)
     assert not (folder / "has_run").exists()
-
-
-def test_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="there is no preset 'deepseek'; did you mean 'deepseek-v3'"):
-        preset_config("deepseek")

@@ -74,14 +74,11 @@ def test_grouped_products_count_each_row_once() -> None:
     assert cost(grouped, (12, 16), (3, 16, 24), backward=True).flops == 2 * 2 * 12 * 16 * 24
 
 
-def test_views_and_unwritten_memory_move_nothing() -> None:
+def test_views_unwritten_memory_and_tables_that_are_looked_up_move_nothing() -> None:
     assert cost(lambda x: x.view(4, 6).t()[1:], (24,)).moved_bytes == 0
     assert cost(torch.empty_like, (24,)).moved_bytes == 0
     assert cost(lambda x: x.add_(1), (24,)).moved_bytes == 2 * 24 * 4
     assert cost(lambda x: x.expand(10, 24) + 1, (24,)).moved_bytes == 24 * 4 + 10 * 24 * 4
-
-
-def test_looking_up_rows_does_not_move_the_table() -> None:
     assert cost(lambda table: table[torch.zeros(5, dtype=torch.int64)], (1000, 8)).moved_bytes < 1000
     assert cost(lambda table: F.embedding(torch.zeros(5, dtype=torch.int64), table), (1000, 8)).moved_bytes < 1000
 
@@ -94,6 +91,7 @@ def note(live: LiveStorages, operands: list[Tensor], result: Tensor) -> Tensor:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_storages_count_once_and_until_they_die(device: str) -> None:
     live, before = LiveStorages(), torch.empty(100, device=device)
+    assert [id(t) for t in tensors_of((before, 3, [before, None], "x"))] == [id(before)] * 2  # also in lists
     first = note(live, [], torch.empty(10, device=device))
     view = note(live, [first], first[2:])
     note(live, [before], before[5:])
@@ -106,11 +104,6 @@ def test_storages_count_once_and_until_they_die(device: str) -> None:
     assert live.now_bytes == 24
     note(live, [second], second.resize_(5))
     assert live.now_bytes == 40
-
-
-def test_tensors_of_looks_into_lists() -> None:
-    first, second = torch.empty(1), torch.nn.Parameter(torch.empty(1))
-    assert [id(t) for t in tensors_of((first, 3, [second, None], "x"))] == [id(first), id(second)]
 
 
 class Asked(TorchDispatchMode):
@@ -132,6 +125,8 @@ def test_conditions_get_the_answer_of_a_full_batch() -> None:
         assert mask[0, 0]
         assert mask.all()
         assert (mask.sum() == mask.numel()).item() is True
+        assert torch.tensor(3.5).item() == 3.5  # values that are there are told
+        assert not torch.tensor(False)
 
 
 def test_numbers_and_shapes_of_values_are_refused() -> None:
@@ -141,12 +136,6 @@ def test_numbers_and_shapes_of_values_are_refused() -> None:
             numbers.sum().item()
         with pytest.raises(ConfigurationError, match=r"aten.nonzero.default has no shape without values"):
             numbers.nonzero()
-
-
-def test_values_that_are_there_are_told() -> None:
-    with Asked():
-        assert torch.tensor(3.5).item() == 3.5
-        assert not torch.tensor(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

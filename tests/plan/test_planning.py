@@ -197,18 +197,6 @@ def test_the_recommendation_is_the_simplest_of_the_fastest_that_fit() -> None:
     assert small.smallest.memory.peak_bytes == min(each.memory.peak_bytes for each in small.plans)
 
 
-@pytest.mark.full
-def test_more_memory_per_device_lets_go_of_recomputation() -> None:
-    workload = plan("llama-3.2-1b", 64, sequence_length=8192).workload
-    chosen = []
-    for size in (24, 141):
-        machine = find_machine("h100").but({"memory_bytes": size * GIB})
-        best = recommend(workload, Setup(ParallelRanks(64)), machine).best
-        assert best is not None
-        chosen.append(best.setup.recompute)
-    assert chosen == ["full", "none"]
-
-
 def test_optimizers_hold_and_borrow_what_they_say() -> None:
     def found(name: str) -> tuple[int, int]:
         planned = plan(_tower(), 2, inputs=_rows(2), loss_fn=_sum, fsdp_unit_modules=[Floor], optimizer=name)
@@ -338,12 +326,3 @@ def test_a_plan_does_not_mind_what_goes_on_around_it() -> None:
         assert found() == expected
     with torch.inference_mode():
         assert found() == expected
-
-
-@pytest.mark.full
-def test_tokens_that_hide_do_not_depend_on_the_batch() -> None:
-    """Of samples of one length: their number changes compute in proportion."""
-    hidden = [
-        plan("llama-3.2-1b", 64, sequence_length=2048, micro_batch=count).hidden_from_tokens for count in (1, 4, 16)
-    ]
-    assert all(each is not None and each == pytest.approx(hidden[0], rel=0.1) for each in hidden)

@@ -17,7 +17,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.plan.simulate import SimulatedModel, built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
-from tests.support.models import MODEL_CASES, Batch, ModelName
+from tests.support.models import MODEL_CASES, ModelName
 from tests.support.parity import fixed_seed
 
 _BF16_COMPUTE = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
@@ -154,7 +154,9 @@ def test_a_thousand_ranks_by_arithmetic() -> None:
 
 
 def test_hybrid_groups_are_made() -> None:
+    batch = torch.ones(2, 64)  # of values, from outside
     with simulated_model(_Tower, num_ranks={"o": 4, "i": 64}, rank=70, dp_outer_dim="o") as simulated:
+        assert simulated.model(batch).shape == (2, 64)
         index = simulated.model.dist_index
         groups = [index.fsdp_group, index.outer_fsdp_group, index.get_dp_group()]
         assert [dist.get_process_group_ranks(group) for group in groups if group is not None] == [
@@ -238,9 +240,3 @@ def test_building_keeps_ties_attributes_and_casts() -> None:
         assert model[0].weight is model[1].weight
         assert {(param.device.type, param.dtype) for param in model.parameters()} == {("cpu", torch.bfloat16)}
         assert model[0].bias.mark == "kept"
-
-
-def test_batch_of_values_may_come_from_outside() -> None:
-    batch = Batch(torch.ones(2, 64), torch.ones(2, 64))
-    with simulated_model(_Tower, num_ranks=2) as simulated:
-        assert simulated.model(batch.inputs).shape == (2, 64)

@@ -73,23 +73,12 @@ def recomputed(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
             h = checkpoint(floor, h, use_reentrant=False)
         return h
 
-    tower = model.module
-    with model_forward(tower, through):
+    tower: Any = model.module
+    tower.forward = lambda x: tower.last(through(tower.floors, tower.first(x)))
+    try:
         return plain(model, x)
-
-
-class model_forward:  # noqa: N801  (reads as a function)
-    """Let the tower run its floors in another way."""
-
-    def __init__(self, tower: Any, through: Callable[..., torch.Tensor]) -> None:
-        self._tower, self._through = tower, through
-
-    def __enter__(self) -> None:
-        tower, through = self._tower, self._through
-        tower.forward = lambda x: tower.last(through(tower.floors, tower.first(x)))
-
-    def __exit__(self, *_: object) -> None:
-        del self._tower.forward
+    finally:
+        del tower.forward
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from megatron_fsdp.checkpoint.tools.inspect import (
 from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli import checkpoint_convert
-from megatron_fsdp.cli.guard import run_guarded
+from megatron_fsdp.cli.main import run_guarded
 from megatron_fsdp.cli.output import add_json, in_bytes, write_facts, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME, Parser
 from megatron_fsdp.errors import CheckpointError, ConfigurationError

@@ -25,76 +25,42 @@ def in_bytes(count: float) -> str:
 
 @dataclass(frozen=True)
 class AxisDescription:
-    """One mesh axis as seen from this rank.
+    """One mesh axis as seen from this rank."""
 
-    Attributes:
-        name: Name of its mesh dimension.
-        role: "shard", "outer", "tensor parallel", "expert shard" or "expert outer".
-        size: Ranks on it.
-        position: This rank's, from 0.
-        ranks: Global ranks of its group, in order; just this one where it never communicates.
-        backend: Back end of its group; None for a single rank.
-        has_gather_group: Whether gathers run over a second group of the same ranks.
-    """
-
-    name: str
-    role: str
-    size: int
-    position: int
-    ranks: tuple[int, ...]
-    backend: str | None
-    has_gather_group: bool = False
+    name: str  # name of its mesh dimension
+    role: str  # "shard", "outer", "tensor parallel", "expert shard" or "expert outer"
+    size: int  # ranks on it
+    position: int  # this rank's, from 0
+    ranks: tuple[int, ...]  # global ranks of its group, in order; just this one where it never communicates
+    backend: str | None  # back end of its group; None for a single rank
+    has_gather_group: bool = False  # whether gathers run over a second group of the same ranks
 
 
 @dataclass(frozen=True)
 class GroupDescription:
-    """Parameters of one unit that share their buffers.
+    """Parameters of one unit that share their buffers."""
 
-    Attributes:
-        parameters: Number of parameters.
-        numel: Their elements, on this tensor-parallel rank.
-        padding_numel: Further elements of the buffer.
-        shard_numel: Elements of main weights, and of optimizer state, on this rank, padding included.
-        granularity: What shard edges may not cut, the finest wish first.
-        is_trainable: Whether they take gradients.
-        is_expert: Whether they belong to experts.
-        tensor_parallel: How many of them tensor parallelism has cut before.
-        storage: Dtype of compute weights while they are sharded.
-        compute: Dtype of forward and backward.
-        gather: Dtype in which weights travel; None where they do not.
-        reduce: Dtype in which gradients travel; None where they do not.
-        accumulate: Dtype of main gradients; None where frozen.
-        main: Dtype of main weights.
-        optimizer_state: Dtypes of the optimizer's state, as far as there is any.
-        compute_weight: Placements of compute weights, outermost axis first.
-        main_gradient: Placements of main gradients after a sync; empty where frozen.
-        main_weight: Placements of main weights.
-        compute_bytes: Bytes of compute weights while they are sharded.
-        main_bytes: Bytes of main weights that have memory of their own.
-        gradient_bytes: Bytes of main gradients.
-    """
-
-    parameters: int
-    numel: int
-    padding_numel: int
-    shard_numel: int
-    granularity: tuple[str, ...]
-    is_trainable: bool
-    is_expert: bool
-    tensor_parallel: int
-    storage: str
-    compute: str
-    gather: str | None
-    reduce: str | None
-    accumulate: str | None
-    main: str
-    optimizer_state: tuple[str, ...]
-    compute_weight: tuple[str, ...]
-    main_gradient: tuple[str, ...]
-    main_weight: tuple[str, ...]
-    compute_bytes: int
-    main_bytes: int
-    gradient_bytes: int
+    parameters: int  # number of parameters
+    numel: int  # their elements, on this tensor-parallel rank
+    padding_numel: int  # further elements of the buffer
+    shard_numel: int  # elements of main weights, and of optimizer state, on this rank, padding included
+    granularity: tuple[str, ...]  # what shard edges may not cut, the finest wish first
+    is_trainable: bool  # whether they take gradients
+    is_expert: bool  # whether they belong to experts
+    tensor_parallel: int  # how many of them tensor parallelism has cut before
+    storage: str  # dtype of compute weights while they are sharded
+    compute: str  # dtype of forward and backward
+    gather: str | None  # dtype in which weights travel; None where they do not
+    reduce: str | None  # dtype in which gradients travel; None where they do not
+    accumulate: str | None  # dtype of main gradients; None where frozen
+    main: str  # dtype of main weights
+    optimizer_state: tuple[str, ...]  # dtypes of the optimizer's state, as far as there is any
+    compute_weight: tuple[str, ...]  # placements of compute weights, outermost axis first
+    main_gradient: tuple[str, ...]  # placements of main gradients after a sync; empty where frozen
+    main_weight: tuple[str, ...]  # placements of main weights
+    compute_bytes: int  # bytes of compute weights while they are sharded
+    main_bytes: int  # bytes of main weights that have memory of their own
+    gradient_bytes: int  # bytes of main gradients
 
     @property
     def padding_fraction(self) -> float:
@@ -104,115 +70,68 @@ class GroupDescription:
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """Parameters that are gathered and reduced together.
+    """Parameters that are gathered and reduced together."""
 
-    Attributes:
-        index: 0 is the root.
-        label: Its name, "(root)" for the root.
-        class_name: Class of its module, or what else it is.
-        numel: Elements of its parameters.
-        groups: Its parameter groups.
-    """
-
-    index: int
-    label: str
-    class_name: str
-    numel: int
-    groups: tuple[GroupDescription, ...]
+    index: int  # 0 is the root
+    label: str  # its name, "(root)" for the root
+    class_name: str  # class of its module, or what else it is
+    numel: int  # elements of its parameters
+    groups: tuple[GroupDescription, ...]  # its parameter groups
 
 
 @dataclass(frozen=True)
 class MemoryDescription:
-    """Memory of this rank, in bytes, and how it is borrowed.
+    """Memory of this rank, in bytes, and how it is borrowed."""
 
-    Attributes:
-        allocator: Allocator of gathered weights.
-        slots: How many units besides the root are gathered at a time, where weights are sharded; else 0.
-        slot_bytes: Bytes of each slot.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
-        bucket_bytes: Bytes of each bucket.
-        forward_prefetch: Units gathered ahead in forward.
-        backward_prefetch: Units gathered ahead in backward.
-        persistent_bytes: Weights and gradients between steps.
-        optimizer_bytes: State of connected optimizers.
-        gathered_bytes: What gathered weights take now.
-        transient_peak_bytes: The most that gathered weights, buckets and scratch have taken so far.
-    """
-
-    allocator: str
-    slots: int
-    slot_bytes: int
-    buckets: int
-    bucket_bytes: int
-    forward_prefetch: int
-    backward_prefetch: int
-    persistent_bytes: int
-    optimizer_bytes: int
-    gathered_bytes: int
-    transient_peak_bytes: int
+    allocator: str  # allocator of gathered weights
+    slots: int  # how many units besides the root are gathered at a time, where weights are sharded; else 0
+    slot_bytes: int  # bytes of each slot
+    buckets: int  # how many units besides the root fill a bucket or have one in reduction at a time
+    bucket_bytes: int  # bytes of each bucket
+    forward_prefetch: int  # units gathered ahead in forward
+    backward_prefetch: int  # units gathered ahead in backward
+    persistent_bytes: int  # weights and gradients between steps
+    optimizer_bytes: int  # state of connected optimizers
+    gathered_bytes: int  # what gathered weights take now
+    transient_peak_bytes: int  # the most that gathered weights, buckets and scratch have taken so far
 
 
 @dataclass(frozen=True)
 class OptimizerDescription:
-    """A connected optimizer.
+    """A connected optimizer."""
 
-    Attributes:
-        class_name: Its class.
-        param_groups: Number of its groups.
-        parameters: Number of its parameters that are the model's.
-        step: What its step works on: "on local tensors", "on shards and whole matrices (Muon)", "on whole tensors, one
-            owner each" or "on DTensors".
-    """
-
-    class_name: str
-    param_groups: int
-    parameters: int
+    class_name: str  # its class
+    param_groups: int  # number of its groups
+    parameters: int  # number of its parameters that are the model's
+    # what its step works on: "on local tensors", "on shards and whole matrices (Muon)", "on whole tensors, one owner
+    # each" or "on DTensors"
     step: str
 
 
 @dataclass(frozen=True)
 class Description:
-    """A wrapped model as this rank holds it.
+    """A wrapped model as this rank holds it."""
 
-    Attributes:
-        wrapper: Class of the wrapper.
-        model: Class of the model.
-        rank: Global rank.
-        world_size: All ranks of the job.
-        device: Where the buffers live.
-        strategy: On the sharding axis.
-        outer_strategy: On the outer axis; None where there is none.
-        axes: Data-parallel axes of dense parameters, outermost first, then of experts, then tensor parallel.
-        own_groups: Whether the engine communicates over process groups of its own.
-        unit_source: How the units were found.
-        units: The root first.
-        tied: (further name, first name) of tied parameters.
-        frozen_numel: Elements of parameters that are not trained.
-        unused: Trainable parameters that no rank had a gradient for; None: not known before a backward.
-        memory: Bytes, slots and buckets.
-        optimizers: Those that are connected.
-        options: What was chosen and is not the default, by name of the argument or configuration field.
-        notices: What was adjusted or derived, in words.
-    """
-
-    wrapper: str
-    model: str
-    rank: int
-    world_size: int
-    device: str
-    strategy: str
-    outer_strategy: str | None
+    wrapper: str  # class of the wrapper
+    model: str  # class of the model
+    rank: int  # global rank
+    world_size: int  # all ranks of the job
+    device: str  # where the buffers live
+    strategy: str  # on the sharding axis
+    outer_strategy: str | None  # on the outer axis; None where there is none
+    # data-parallel axes of dense parameters, outermost first, then of experts, then tensor parallel
     axes: tuple[AxisDescription, ...]
-    own_groups: bool
-    unit_source: str
-    units: tuple[UnitDescription, ...]
-    tied: tuple[tuple[str, str], ...]
-    frozen_numel: int
+    own_groups: bool  # whether the engine communicates over process groups of its own
+    unit_source: str  # how the units were found
+    units: tuple[UnitDescription, ...]  # the root first
+    tied: tuple[tuple[str, str], ...]  # (further name, first name) of tied parameters
+    frozen_numel: int  # elements of parameters that are not trained
+    # trainable parameters that no rank had a gradient for; None: not known before a backward
     unused: tuple[str, ...] | None
-    memory: MemoryDescription
-    optimizers: tuple[OptimizerDescription, ...]
-    options: dict[str, str]
-    notices: tuple[str, ...]
+    memory: MemoryDescription  # bytes, slots and buckets
+    optimizers: tuple[OptimizerDescription, ...]  # those that are connected
+    options: dict[str, str]  # what was chosen and is not the default, by name of the argument or configuration field
+    notices: tuple[str, ...]  # what was adjusted or derived, in words
 
     @property
     def numel(self) -> int:

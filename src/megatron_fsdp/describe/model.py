@@ -241,27 +241,17 @@ def unused_of(engine: Engine) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to describe, and what was chosen for it.
-
-    Attributes:
-        wrapper: Class of the wrapper.
-        module: The model inside.
-        assembly: Engine and units.
-        options: The options of the engine.
-        index: Mesh and process groups.
-        config: The configuration whose fields are shown, of wrappers that take one; None: arguments say all.
-        auto_sync: Whether every backward ends with a sync.
-        notices: What was adjusted or derived.
-    """
+    """The model to describe, and what was chosen for it."""
 
     wrapper: str
     module: nn.Module
     assembly: Assembly
     options: EngineOptions
-    index: FSDPDistributedIndex
-    auto_sync: bool
+    index: FSDPDistributedIndex  # mesh and process groups
+    auto_sync: bool  # whether every backward ends with a sync
+    # the configuration whose fields are shown, of wrappers that take one; None: arguments say all
     config: DistributedDataParallelConfig | None = None
-    notices: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()  # what was adjusted or derived
 
 
 def describe_model(subject: Subject) -> Description:

@@ -86,11 +86,7 @@ def run_on_local_ranks(
 
 
 def choose_device(device: str | None, num_ranks: int) -> str:
-    """Choose the type of device for `num_ranks` ranks.
-
-    Raises:
-        ConfigurationError: There are not enough.
-    """
+    """Choose the type of device for `num_ranks` ranks."""
     found = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if found is not None else 0
     if device is None:

@@ -19,31 +19,20 @@ from megatron_fsdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Reference:
-    """The values that one process found.
+    """The values that one process found."""
 
-    Attributes:
-        tolerance: How far a correct run may be from it.
-        observation: The right values; only initial weights where nothing can be compared.
-        finding: What is wrong with the model or its loss, if anything is.
-        can_compare: Whether the model repeats itself.
-        notes: Remarks that are no fault.
-        backward_order: Parameters in the order in which their gradients came.
-        of_ranks: Gradients of each rank's samples alone, in step 1.
-        stale: Losses and gradients at the weights before the last update, of each step after the first.
-        spread: How far a weight, or optimizer state, moves in each step when gradients change by what rounding may
-            change them.
-        excused: Buffers that differ between ranks in right runs: statistics of batch normalisation.
-    """
-
-    tolerance: Tolerance
-    observation: Observation
-    finding: Difference | None = None
-    can_compare: bool = True
-    notes: tuple[str, ...] = ()
-    backward_order: tuple[str, ...] = ()
-    of_ranks: tuple[Values, ...] = ()
+    tolerance: Tolerance  # how far a correct run may be from it
+    observation: Observation  # the right values; only initial weights where nothing can be compared
+    finding: Difference | None = None  # what is wrong with the model or its loss, if anything is
+    can_compare: bool = True  # whether the model repeats itself
+    notes: tuple[str, ...] = ()  # remarks that are no fault
+    backward_order: tuple[str, ...] = ()  # parameters in the order in which their gradients came
+    of_ranks: tuple[Values, ...] = ()  # gradients of each rank's samples alone, in step 1
+    # losses and gradients at the weights before the last update, of each step after the first
     stale: Mapping[Place, Values] = field(default_factory=dict)
+    # how far a weight, or optimizer state, moves in each step when gradients change by what rounding may change them
     spread: tuple[Values, ...] = ()
+    # buffers that differ between ranks in right runs: statistics of batch normalisation
     excused: frozenset[str] = frozenset()
 
 
@@ -89,11 +78,7 @@ class _OneProcess:
         return tolerance_of(param.dtype for param in params.values() if param.is_floating_point())
 
     def result(self) -> Reference:
-        """Check the model against itself, then train it.
-
-        Raises:
-            _NotComparableError: It does not repeat itself, or makes values that are not finite.
-        """
+        """Check the model against itself, then train it."""
         initial = self.trainee.parameters()
         self._require_repeatable_build(initial)
         microbatches = self.task.microbatches_of(1, self.num_ranks, self.device)

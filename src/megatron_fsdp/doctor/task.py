@@ -26,12 +26,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Task:
-    """The arguments of `check_parity`; a callable may be given by its import path, "package.module:name".
-
-    Attributes:
-        part_allowed: `tolerance` of `check_parity`.
-        made: The batch of each step, once it is made, so that every run gets the same one.
-    """
+    """The arguments of `check_parity`; a callable may be given by its import path, "package.module:name"."""
 
     model_fn: ModelFn | str
     batch: Any
@@ -44,17 +39,13 @@ class Task:
     max_norm: float | None = 1.0
     reduction: Literal["mean", "sum"] = "mean"
     seed: int = 0
-    part_allowed: float | None = None
+    part_allowed: float | None = None  # `tolerance` of `check_parity`
     checkpoint: bool = True
     checkpoint_dir: str | None = None
-    made: tuple[Any, ...] = ()
+    made: tuple[Any, ...] = ()  # the batch of each step, once it is made, so that every run gets the same one
 
     def build(self, device: torch.device, seed: int | None = None) -> Pair:
-        """Build the model on a device and its optimizer, from a known state of the random generators.
-
-        Raises:
-            ConfigurationError: `model_fn` or `optimizer_fn` gives something else.
-        """
+        """Build the model on a device and its optimizer, from a known state of the random generators."""
         torch.manual_seed(self.seed if seed is None else seed)
         model = _resolve(self.model_fn, "model_fn")()
         if not isinstance(model, nn.Module):
@@ -78,11 +69,7 @@ class Task:
         return None if self.shard_fn is None else cast(ShardFn, _resolve(self.shard_fn, "shard_fn"))
 
     def with_batches(self) -> "Task":
-        """Make the batch of every step, and of one more where there is a checkpoint.
-
-        Raises:
-            ConfigurationError: The same seed gives other samples a second time.
-        """
+        """Make the batch of every step, and of one more where there is a checkpoint."""
         made = tuple(self._make_batch(step) for step in range(1, self.steps + 1 + self.checkpoint))
         batch = self._batch()
         takes_seed = callable(batch) and bool(inspect.signature(batch).parameters)
@@ -104,11 +91,7 @@ class Task:
         return batch(self.seed + step) if inspect.signature(batch).parameters else batch()
 
     def microbatches_of(self, step: int, num_ranks: int, device: torch.device) -> list[Any]:
-        """Return the microbatches of a step (counted from 1), each of all ranks together.
-
-        Raises:
-            ConfigurationError: The batch does not divide.
-        """
+        """Return the microbatches of a step (counted from 1), each of all ranks together."""
         batch = self.made[step - 1] if self.made else self._make_batch(step)
         check_divides(batch, num_ranks, self.microbatches)
         # A copy: a model may write to what it is given.
@@ -133,11 +116,7 @@ class Task:
         return 1 / num_ranks if self.reduction == "mean" else 1.0
 
     def loss_of(self, model: nn.Module, samples: Any) -> Tensor:
-        """Compute the loss: `loss_fn`, or `.loss` of `model(**samples)`, `model(*samples)` or `model(samples)`.
-
-        Raises:
-            ConfigurationError: That is not a scalar tensor.
-        """
+        """Compute the loss: `loss_fn`, or `.loss` of `model(**samples)`, `model(*samples)` or `model(samples)`."""
         if self.loss_fn is not None:
             loss = _resolve(self.loss_fn, "loss_fn")(model, samples)
             return _checked(loss, "loss_fn gave", "it has to give a scalar tensor")
@@ -166,11 +145,7 @@ def _checked(loss: Any, gave: str, hint: str) -> Tensor:
 
 
 def require_count(argument: str, value: Any) -> None:
-    """Refuse a value that is not a whole number of at least 1.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Refuse a value that is not a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{argument} is {value!r}; give a whole number from 1")
 
@@ -182,9 +157,6 @@ def count_samples(batch: Any) -> int:
     """Count the samples of a batch: the length of the first dimension, which all its tensors share.
 
     Numbers and other values belong to every part.
-
-    Raises:
-        ConfigurationError: It has no tensor with a dimension, or their first dimensions differ.
     """
     leaves = tree_flatten_with_path(batch)[0]
     lengths = {
@@ -204,11 +176,7 @@ def count_samples(batch: Any) -> int:
 
 
 def check_divides(batch: Any, num_ranks: int, microbatches: int) -> None:
-    """Refuse a batch that ranks and microbatches do not divide.
-
-    Raises:
-        ConfigurationError: They do not, or as of `count_samples`.
-    """
+    """Refuse a batch that ranks and microbatches do not divide."""
     samples = count_samples(batch)
     if samples == 0 or samples % (num_ranks * microbatches):
         raise ConfigurationError(

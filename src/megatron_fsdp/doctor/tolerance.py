@@ -17,14 +17,9 @@ _FLOOR = 0.1
 
 @dataclass(frozen=True)
 class Tolerance:
-    """|found - expected| <= part * (|expected| + largest |expected| of the tensor) + floor + extra.
+    """|found - expected| <= part * (|expected| + largest |expected| of the tensor) + floor + extra."""
 
-    Attributes:
-        part: Of the element, and of the largest element of its tensor.
-        floor: Whatever the tensor.
-    """
-
-    part: float
+    part: float  # of the element, and of the largest element of its tensor
     floor: float = 0.0
 
     def at_step(self, step: int) -> Tolerance:

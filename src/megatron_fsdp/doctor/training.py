@@ -25,27 +25,19 @@ AddUp = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Observation:
-    """The values that one run gave.
+    """The values that one run gave."""
 
-    Attributes:
-        values: All that is compared, in the order of causes.
-        round_trip: What was saved and what was loaded, and the step after it with and without loading.
-        disagreements: Where ranks hold different values that should be the same: those of each rank, by name.
-    """
-
-    values: Mapping[Place, Values]
+    values: Mapping[Place, Values]  # all that is compared, in the order of causes
+    # what was saved and what was loaded, and the step after it with and without loading
     round_trip: Mapping[Place, tuple[Values, Values]] = field(default_factory=dict)
+    # where ranks hold different values that should be the same: those of each rank, by name
     disagreements: Mapping[Place, Mapping[str, tuple[Tensor | None, ...]]] = field(default_factory=dict)
 
 
 class Trainee:
     """A model and its optimizer; methods that read tensors are collective where they are sharded.
 
-    Args:
-        model: Sharded or not.
-        optimizer: Of its parameters.
-        task: How to train it.
-        known: Names of parameters and buffers in the user's own model; empty: this is that model.
+    `known` are the names of parameters and buffers in the user's own model; empty: this is that model.
     """
 
     def __init__(
@@ -110,12 +102,9 @@ class Trainee:
     # ---- training -----------------------------------------------------------------------------------------------
 
     def backward(self, ranks: Sequence[Sequence[Part]]) -> float:
-        """Run forward and backward of the parts of several ranks, each of which begins with the same buffers.
+        """Run forward and backward of the parts of several ranks; return the weighted sum of the losses.
 
-        Gradients add up, and the buffers of the first rank are kept.
-
-        Returns:
-            The weighted sum of the losses.
+        Each rank begins with the same buffers, those of the first are kept, and gradients add up.
         """
         before, kept, total = None, None, 0.0
         for place, parts in enumerate(ranks):

@@ -59,25 +59,15 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One rank, for a table.
-
-    Attributes:
-        rank: Global rank.
-        model: Which model of its process.
-        is_odd: Whether it is the one, or one of those.
-        doing: What it did when it was last seen, as the predicate of a sentence.
-        quiet_s: For how long nothing had happened then.
-        operations: How many operations it had started.
-        process: "alive", "dead", "ended", "SIGTERM" for one that it ended, or "elsewhere" for one on another machine.
-    """
+    """One rank, for a table."""
 
     rank: int
     model: int
-    is_odd: bool
-    doing: str
-    quiet_s: float
-    operations: int
-    process: str
+    is_odd: bool  # whether it is the one, or one of those
+    doing: str  # what it did when it was last seen, as the predicate of a sentence
+    quiet_s: float  # for how long nothing had happened then
+    operations: int  # how many operations it had started
+    process: str  # "alive", "dead", "ended", "SIGTERM" for one that it ended, or "elsewhere" for one on another machine
 
 
 @dataclass(frozen=True)
@@ -114,12 +104,7 @@ class Explanation:
 
 
 def explain(logs: Logs, after_s: float) -> Explanation:
-    """Explain from logs why a run stands still.
-
-    Args:
-        logs: What the ranks wrote.
-        after_s: How long nothing may happen on a rank that waits before that is called a hang, in seconds.
-    """
+    """Explain why a run stands still; a rank that waits hangs when nothing has happened for `after_s` seconds."""
     states = [state_of(log) for log in logs.ranks]
     sets: dict[tuple[int, tuple[int, ...]], list[State]] = {}
     for state in states:
@@ -271,19 +256,20 @@ class _Ranks:
         found = first_mismatch({rank: state.operations for rank, state in self.states.items()})
         if found is None:
             return None
-        camps = [(ranks, self.states[ranks[0]].operations[found.number]) for ranks in found.camps]
+        number, alike = found
+        camps = [(ranks, self.states[ranks[0]].operations[number]) for ranks in alike]
         (others, usual), *odd = sorted(camps, key=lambda camp: -len(camp[0]))
         # Of as many against as many, nobody can say who is right.
         is_tie = len(others) == len(odd[0][0])
         ranks = tuple(sorted(rank for camp, _ in (camps if is_tie else odd) for rank in camp))
         if odd[0][1].kind == usual.kind:
             told = (
-                f"{listed(odd[0][0])} did something else than {listed(others)} before operation {found.number}, the "
+                f"{listed(odd[0][0])} did something else than {listed(others)} before operation {number}, the "
                 "first that all logs hold"
             )
             return Finding(Kind.DIFFERENT, ranks, (told, _ADVICE))
         does = [f"{subject(camp)} {operation_told(operation, self.units)}" for camp, operation in odd]
-        place = f"(operation {found.number}, {where(usual.step, usual)})"
+        place = f"(operation {number}, {where(usual.step, usual)})"
         told = f"{', '.join(does)} where {subject(others)} {operation_told(usual, self.units)} {place}"
         unit = () if usual.phase in ON_REQUEST else (unit_told(self.units[usual.unit]),)
         return Finding(Kind.DIFFERENT, ranks, (told, *unit, *self._stuck_told(), _ADVICE))
@@ -367,19 +353,10 @@ def _own_error_ns(state: State) -> int | None:
 # ---- the first operation in which ranks differ -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """The first operation in which ranks differ: its number, and the ranks that did the same, lowest rank first."""
+def first_mismatch(by_rank: Mapping[int, Mapping[int, Record]]) -> tuple[int, list[tuple[int, ...]]] | None:
+    """Return the number of the first operation in which ranks differ, and the ranks that did the same in it.
 
-    number: int
-    camps: tuple[tuple[int, ...], ...]
-
-
-def first_mismatch(by_rank: Mapping[int, Mapping[int, Record]]) -> Mismatch | None:
-    """Compare what ranks did, by number; None where nothing differs as far as all logs reach.
-
-    Args:
-        by_rank: The operations of each rank that can be compared, by their number.
+    The lowest rank comes first; None where nothing differs as far as all logs reach.
     """
     logs = {rank: operations for rank, operations in sorted(by_rank.items()) if operations}
     if len(logs) < 2:
@@ -392,7 +369,7 @@ def first_mismatch(by_rank: Mapping[int, Mapping[int, Record]]) -> Mismatch | No
         for rank, operation in there.items():
             camps.setdefault((operation.kind, operation.hash), []).append(rank)
         if len(camps) > 1:
-            return Mismatch(number, tuple(map(tuple, camps.values())))
+            return number, [tuple(ranks) for ranks in camps.values()]
     return None
 
 

@@ -71,37 +71,23 @@ class Mark(IntEnum):
 
 
 class Record(NamedTuple):
-    """One event on one rank.
-
-    Attributes:
-        number: Its number, from 0.
-        time_ns: Nanoseconds since 1970 by this rank's clock.
-        step: How many times weights had been installed.
-        unit: The unit's index.
-        phase: What was under way.
-        mark: Kind of the event.
-        in_backward: Whether autograd ran.
-        epoch: How often the model was reset, modulo 256; `counted` and `hash` restart each time.
-        collective: Number of the collective that was launched last, `NO_NUMBER` before the first. In a heartbeat, the
-            oldest collective that an accelerator has not completed, by `phase` of `unit`; `NO_NUMBER`: none, or the
-            host waits for collectives itself, so that events show it.
-        num_bytes: What the phase communicates, in bytes; 0 for phases that send a few numbers.
-        counted: How many phases have communicated, this one included.
-        hash: Over (phase, unit, bytes) of all of these.
-    """
+    """One event on one rank."""
 
     number: int
-    time_ns: int
-    step: int
+    time_ns: int  # nanoseconds since 1970 by this rank's clock
+    step: int  # how many times weights had been installed
     unit: int
     phase: Phase
     mark: Mark
-    in_backward: bool = False
-    epoch: int = 0
+    in_backward: bool = False  # whether autograd ran
+    epoch: int = 0  # how often the model was reset, modulo 256; `counted` and `hash` restart each time
+    # number of the collective that was launched last, `NO_NUMBER` before the first. In a heartbeat, the oldest
+    # collective that an accelerator has not completed, by `phase` of `unit`; `NO_NUMBER`: none, or the host waits for
+    # collectives itself, so that events show it
     collective: int = NO_NUMBER
-    num_bytes: int = 0
-    counted: int = 0
-    hash: int = 0
+    num_bytes: int = 0  # what the phase communicates, in bytes; 0 for phases that send a few numbers
+    counted: int = 0  # how many phases have communicated, this one included
+    hash: int = 0  # over (phase, unit, bytes) of all of these
 
     @property
     def kind(self) -> tuple[Phase, int, int]:
@@ -124,19 +110,13 @@ def fold(so_far: int, phase: Phase, unit: int, num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Process:
-    """One process, told from all others, on any machine and at any time.
-
-    Attributes:
-        host: Name of its machine.
-        pid: Its number there.
-        started: When it began, in clock ticks since the machine did; None where the system does not say.
-        namespace: Where its number counts, where the system says (containers number their processes anew).
-    """
+    """One process, told from all others, on any machine and at any time."""
 
     host: str
     pid: int
+    # when it began, in clock ticks since the machine did; None where the system does not say
     started: int | None = None
-    namespace: str = ""
+    namespace: str = ""  # where its number counts, where the system says (containers number their processes anew)
 
     @property
     def is_alive(self) -> bool | None:
@@ -178,40 +158,24 @@ def _started(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """A unit, for messages.
-
-    Attributes:
-        label: Its name.
-        parameters: Canonical names of its parameters.
-        num_bytes: Of all its parameters on one rank that holds them whole, as they are computed with.
-    """
+    """A unit, for messages."""
 
     label: str
-    parameters: tuple[str, ...]
-    num_bytes: int
+    parameters: tuple[str, ...]  # canonical names of its parameters
+    num_bytes: int  # of all its parameters on one rank that holds them whole, as they are computed with
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote a log.
-
-    Attributes:
-        rank: Global rank.
-        peers: Global ranks that share the model's parameters, itself included.
-        model: Which model of the process, from 0.
-        run: Name of the run, the same on all its ranks and never used again.
-        started_ns: When the log was begun, in nanoseconds since 1970.
-        process: Which process it is.
-        units: All units, root first.
-    """
+    """Who wrote a log."""
 
     rank: int
-    peers: tuple[int, ...]
-    model: int
-    run: str
-    started_ns: int
+    peers: tuple[int, ...]  # global ranks that share the model's parameters, itself included
+    model: int  # which model of the process, from 0
+    run: str  # name of the run, the same on all its ranks and never used again
+    started_ns: int  # when the log was begun, in nanoseconds since 1970
     process: Process
-    units: tuple[UnitFacts, ...]
+    units: tuple[UnitFacts, ...]  # all units, root first
 
 
 def file_name(rank: int, model: int) -> str:
@@ -230,25 +194,15 @@ def rank_and_model(name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class RankLog:
-    """The last records of one rank.
-
-    Attributes:
-        writer: Who it is.
-        records: The last ones, oldest first.
-        beat: The last heartbeat; None: there was none.
-        words: The last error that was logged; empty: none.
-        termination: What Python ran when SIGTERM came last; empty: none came.
-        alive: Whether the process runs; None: it is on another machine.
-        read_ns: When it was read, in nanoseconds since 1970.
-    """
+    """The last records of one rank."""
 
     writer: Writer
-    records: tuple[Record, ...]
-    beat: Record | None = None
-    words: str = ""
-    termination: str = ""
-    alive: bool | None = None
-    read_ns: int = 0
+    records: tuple[Record, ...]  # the last ones, oldest first
+    beat: Record | None = None  # the last heartbeat; None: there was none
+    words: str = ""  # the last error that was logged; empty: none
+    termination: str = ""  # what Python ran when SIGTERM came last; empty: none came
+    alive: bool | None = None  # whether the process runs; None: it is on another machine
+    read_ns: int = 0  # when it was read, in nanoseconds since 1970
 
 
 class _Places(NamedTuple):

@@ -65,11 +65,7 @@ def _content(path: Path) -> bytes:
 
 
 def read_folder(folder: Path, run: str | None = None) -> Logs:
-    """Read the logs of one run in a folder.
-
-    Args:
-        folder: Where they are.
-        run: Name of the run; None: the newest.
+    """Read the logs of one run in a folder; None: of the newest run.
 
     Raises:
         ConfigurationError: There is no such folder, or no log of the run that can be read in it.
@@ -132,27 +128,18 @@ class Doing(Enum):
 
 @dataclass(frozen=True)
 class State:
-    """What one rank was doing when it was last seen.
-
-    Attributes:
-        log: Its log.
-        doing: What it is about.
-        phase: The innermost phase; the last one where none is under way; None: it has not called the model.
-        unit: Its unit.
-        in_backward: Whether autograd ran.
-        operations: The phases that communicated, since the last reset, by number.
-        failure: The event in which it failed; None: it did not.
-        is_inside: Whether a phase is open, or was when the log was closed.
-    """
+    """What one rank was doing when it was last seen."""
 
     log: RankLog
     doing: Doing
+    # the innermost phase; the last one where none is under way; None: it has not called the model
     phase: Phase | None = None
     unit: int = 0
-    in_backward: bool = False
+    in_backward: bool = False  # whether autograd ran
+    # the phases that communicated, since the last reset, by number
     operations: Mapping[int, Record] = field(default_factory=dict)
-    failure: Record | None = None
-    is_inside: bool = False
+    failure: Record | None = None  # the event in which it failed; None: it did not
+    is_inside: bool = False  # whether a phase is open, or was when the log was closed
 
     @property
     def rank(self) -> int:

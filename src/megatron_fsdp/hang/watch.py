@@ -36,14 +36,9 @@ class HangLog(Observer):
     """The log of a model on this rank, with a thread that writes heartbeats and watches for a hang.
 
     Waiting ranks all see the same logs, so the lowest waiting rank of the folder explains, once for each standstill,
-    and the others are silent. Where each machine has a folder of its own, one rank of each machine does.
-    Nothing is stopped: what looks like a hang may be a slow step. The log is closed when this is deleted or the process
-    ends.
-
-    Args:
-        folder: Where the logs are.
-        engine: Of the model.
-        timeout_s: How long nothing may happen inside of a phase; None: write heartbeats only.
+    and the others are silent. Where each machine has a folder of its own, one rank of each machine does. Nothing is
+    stopped: what looks like a hang may be a slow step. The log is closed when this is deleted or the process ends. None
+    `timeout_s`: write heartbeats only.
     """
 
     def __init__(self, folder: Path, engine: Engine, timeout_s: float | None) -> None:
@@ -135,11 +130,7 @@ class HangLog(Observer):
     # ---- the thread ----------------------------------------------------------------------------------------------
 
     def look(self) -> float:
-        """Write a heartbeat, and explain if nothing has happened for too long.
-
-        Returns:
-            Seconds until the next look.
-        """
+        """Write a heartbeat, explain if nothing has happened for too long; return the seconds until the next look."""
         while self._handles and self._handles[0][0].is_completed():
             self._handles.popleft()
         unfinished = list(self._handles)[:1]
@@ -186,9 +177,6 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
 
     A log that another process left there under the same name is replaced if that process is over. Models of one process
     are numbered in the order in which their logs begin, which must be the same on all ranks.
-
-    Raises:
-        ConfigurationError: The folder cannot be written, or a job that still runs keeps its logs there.
     """
     is_distributed = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if is_distributed else 0
@@ -215,11 +203,7 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
 
 
 def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
-    """Return the number after the last model whose log this process has begun in the folder.
-
-    Raises:
-        ConfigurationError: A process of another run that still lives writes a log of this rank.
-    """
+    """Return the number after the last model whose log this process has begun in the folder."""
     found = (rank_and_model(path.name) for path in folder.iterdir())
     models = sorted((place[1] for place in found if place is not None and place[0] == rank), reverse=True)
     for model in models:  # logs of this process come before those of earlier ones

@@ -12,11 +12,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
@@ -24,14 +26,19 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.engine.hooks import tensors_in
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
-from megatron_fsdp.plan.kernels import Kernels, kernels_of
 from megatron_fsdp.plan.models import balanced_experts
 from megatron_fsdp.plan.recompute import PRODUCTS, recomputing
 from megatron_fsdp.plan.setup import Recompute
 
+Kernels = Literal["cuda", "cpu", "math"]
+"""Kernels of a CUDA device, of a CPU, or of neither: attention by matrix products, whose operations are those of the
+model, without what kernels compute again in backward."""
+
 ROOT = 0
 _ATEN = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter)
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_HEAD_DIM = 256
 
 
 def profile_compute(
@@ -43,28 +50,13 @@ def profile_compute(
     kernels: Kernels = "cuda",
     recompute: Recompute = "none",
 ) -> ComputeProfile:
-    """Run forward, loss and backward once and record activation memory and FLOPs between the units' events.
+    """Run forward, loss and backward once and record activation bytes and FLOPs between the units' events.
 
-    The step is ``loss_fn(model(inputs)).backward()``: the model's output is not kept during backward. A gradient
-    of a parameter dies as soon as it is complete, as the engine copies it into a bucket and drops it.
-
-    Args:
-        model: On the meta device, where nothing is allocated; other devices work and cost what they cost. Its
-            parameters have no gradients.
-        inputs: On the model's device: a mapping (keyword arguments), a tuple (positional ones) or one tensor.
-        unit_names: Name of each unit's module, in the order of units; the first is "", the root.
-        loss_fn: Scalar loss of the model's output; None: the output's `loss`, or the output itself.
-        kernels: Whose kernels to assume for attention, dropout and norms; see `kernels_of`. It is what makes
-            attention keep queries, keys, values, results and one number per row ("cuda", "cpu"), or all scores
-            ("math").
-        recompute: What runs again in backward instead of being kept; see `recomputing`.
-
-    Returns:
-        The profile; sizes in bytes.
-
-    Raises:
-        ConfigurationError: There is no scalar loss, a parameter has a gradient, shapes depend on values, or there is
-            nothing to recompute or to share.
+    The step is ``loss_fn(model(inputs)).backward()``: the model's output is not kept during backward. A gradient of a
+    parameter dies as soon as it is complete, as the engine copies it into a bucket and drops it. On the meta device
+    nothing is allocated; other devices work and cost what they cost. Inputs are a mapping (keyword arguments), a tuple
+    (positional ones) or one tensor; `unit_names` begin with the root's; without `loss_fn` the loss is the output's
+    `loss`, or the output itself.
     """
     recorder = _Recorder()
     with balanced_experts(model), recomputing(model, unit_names, recompute):
@@ -78,7 +70,8 @@ def profile_compute(
             loss = scalar_loss(call_model(model, inputs), loss_fn)
             loss.backward()
         recorder.mark(Event.BACKWARD_ENDS, ROOT)
-    return ComputeProfile(tuple(unit_names), recorder.finish(), _bytes_of(inputs))
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(inputs)}
+    return ComputeProfile(tuple(unit_names), recorder.finish(), sum(storages.values()))
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -89,11 +82,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
-    """Return the loss of a model's output: by `loss_fn`, else the output's `loss`, else the output itself.
-
-    Raises:
-        ConfigurationError: It is no scalar with a gradient.
-    """
+    """Return the loss of a model's output: by `loss_fn`, else the output's `loss`, else the output itself."""
     loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         found = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -102,11 +91,6 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
             f"{'loss_fn' if loss_fn is not None else 'the model'}; give a loss_fn, or labels to a model that has a loss"
         )
     return loss
-
-
-def _bytes_of(inputs: Any) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(inputs)}
-    return sum(storages.values())
 
 
 class _Recorder(TorchDispatchMode):
@@ -253,9 +237,6 @@ class Answers:
 
         Grouped products are given their shapes here, because torch's rule for the meta device refuses all dtypes but
         bf16, which the kernels of devices do not.
-
-        Raises:
-            ConfigurationError: The value is a number, for which there is no plain answer.
         """
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
             return self._answer(args[0])
@@ -364,3 +345,144 @@ _OWN: dict[Any, Callable[[Sequence[Any]], int]] = {
 _WRITES_NOTHING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 
 _LOOKS_UP = {_ATEN.embedding, _ATEN.index_select, _ATEN.index, _ATEN.gather}
+
+
+# ---- the kernels that a device would choose, where the choice decides what is saved for backward ---------------------
+# On the meta device torch takes composite functions apart as no real device does: attention becomes a product, a
+# softmax and a product, which saves the square of the sequence length. The operators that the named device would run
+# know their results' shapes on the meta device as well.
+
+
+@contextmanager
+def kernels_of(kernels: Kernels) -> Iterator[None]:
+    """Let attention, dropout and RMS norms on the meta device use the operators of a device inside the block.
+
+    The functions are replaced in torch's dispatcher, for tensors of the meta device only, so every caller gets the
+    replacement: transformers, `nn.MultiheadAttention`, a recomputed forward. Attention on "cuda": flash attention for
+    half precision without a mask and heads of one size up to 256, else memory-efficient attention; on "cpu": its flash
+    attention where nothing is dropped, heads have one size and the mask takes no gradient. These keep queries, keys,
+    values, results and one fp32 number per query and head. Else, and for "math", products, which keep all scores.
+    """
+    with _scoped_library("aten", "IMPL") as library:
+        for name, function in _KERNELS[kernels].items():
+            library.impl(name, function, "AutogradMeta")
+        yield
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The arguments of `scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """A mask to add to scores for one of booleans, as torch makes it; other masks as they are."""
+        if self.attn_mask is None or self.attn_mask.dtype != torch.bool:
+            return self.attn_mask
+        kept, masked = (torch.scalar_tensor(x, dtype=self.query.dtype, device="meta") for x in (0.0, float("-inf")))
+        return torch.where(self.attn_mask, kept, masked)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether queries, keys and values have four dimensions and are not empty."""
+        return all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in (self.query, self.key, self.value))
+
+    @property
+    def has_one_head_size(self) -> bool:
+        """Whether queries, keys and values have as many features."""
+        return len({tensor.shape[-1] for tensor in (self.query, self.key, self.value)}) == 1
+
+
+def _attention_by_products(call: _Attention) -> Tensor:
+    result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_attention_math(
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.dropout_p,
+        call.is_causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+    )
+    return result[0]
+
+
+def _attention_on_cpu(call: _Attention) -> Tensor:
+    mask = call.mask
+    learned_mask = mask is not None and mask.requires_grad
+    if call.dropout_p or learned_mask or not (call.is_plain and call.has_one_head_size):
+        return _attention_by_products(call)
+    result: tuple[Tensor, ...] = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        call.query, call.key, call.value, call.dropout_p, call.is_causal, attn_mask=mask, scale=call.scale
+    )
+    return result[0]
+
+
+def _attention_on_cuda(call: _Attention) -> Tensor:
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    is_small = call.has_one_head_size and query.shape[-1] <= _FLASH_HEAD_DIM
+    result: tuple[Tensor, ...]
+    if call.is_plain and is_small and mask is None and query.dtype in _HALF:
+        result = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, call.dropout_p, call.is_causal, False, scale=call.scale
+        )
+    elif call.is_plain and query.shape[1] == key.shape[1] and query.dtype != torch.float64:
+        mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        result = _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, mask, needs_grad, call.dropout_p, call.is_causal, scale=call.scale
+        )
+    else:
+        return _attention_by_products(call)
+    return result[0]
+
+
+def _fused_dropout(given: Tensor, p: float, train: bool) -> Tensor:
+    """Run CUDA's fused dropout, which saves a mask of one byte per element; others save the input's dtype."""
+    if not train or p == 0 or given.numel() == 0:
+        return given
+    result: Tensor = _ATEN.native_dropout(given, p, True)[0]
+    return result
+
+
+def _fused_rms_norm(given: Tensor, shape: list[int], weight: Tensor | None = None, _eps: float | None = None) -> Tensor:
+    """Run RMS norm as one kernel in each direction, as CUDA does; the meta device would decompose it."""
+    result: Tensor = _RmsNorm.apply(given, weight, len(shape))  # type: ignore[no-untyped-call]  # torch's own
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMS norm that saves the input, the weight and one number per row (fp32 for half precision)."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        dtype = torch.float32 if given.dtype in _HALF else given.dtype
+        scale = given.new_empty((*given.shape[: given.dim() - dims], *(1 for _ in range(dims))), dtype=dtype)
+        ctx.save_for_backward(given, weight, scale)
+        return given * 1 if weight is None else given * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        given, weight, _ = ctx.saved_tensors
+        wanted = weight is not None and ctx.needs_input_grad[1]
+        return grads[0] * given, torch.empty_like(weight) if wanted else None, None
+
+
+def _calling(kernel: Callable[[_Attention], Tensor]) -> dict[str, Callable[..., Tensor]]:
+    return {"scaled_dot_product_attention": lambda *args, **kwargs: kernel(_Attention(*args, **kwargs))}
+
+
+_KERNELS: dict[Kernels, dict[str, Callable[..., Tensor]]] = {
+    "cuda": {**_calling(_attention_on_cuda), "dropout": _fused_dropout, "rms_norm": _fused_rms_norm},
+    "cpu": _calling(_attention_on_cpu),
+    "math": _calling(_attention_by_products),
+}

@@ -28,29 +28,18 @@ class Segment:
     Activation bytes are all tensors that the step has made and that are still alive: saved for backward, temporary
     results of operators, gradients of activations, and gradients of parameters for the moment that they exist before
     they are copied into a bucket. Neither parameters nor the inputs of the step are among them.
-
-    Attributes:
-        event: What begins it.
-        unit: The unit of that event; 0 is the root, also of STEP_BEGINS and BACKWARD_ENDS.
-        begin_bytes: Activation bytes alive when it begins.
-        peak_bytes: The most alive in it, looked up after each operator; at least `begin_bytes`.
-        flops: Floating point operations of matrix products, attention and convolutions (a multiply-add is two).
-        product_flops: Those among `flops` that 8-bit formats speed up: products with weights, without attention.
-        recomputed_flops: Those among `flops` that repeat a forward.
-        moved_bytes: Operands read and results written by all operators, as if none was fused or found in a cache.
-        operators: How many operators ran, views not counted.
-        gradients: Names of the parameters whose gradients arrived in it, in order of arrival.
     """
 
     event: Event
-    unit: int
-    begin_bytes: int
-    peak_bytes: int
-    flops: int = 0
-    product_flops: int = 0
-    recomputed_flops: int = 0
-    moved_bytes: int = 0
-    operators: int = 0
+    unit: int  # the unit of that event; 0 is the root, also of STEP_BEGINS and BACKWARD_ENDS
+    begin_bytes: int  # activation bytes alive when it begins
+    peak_bytes: int  # the most alive in it, looked up after each operator; at least `begin_bytes`
+    flops: int = 0  # floating point operations of matrix products, attention and convolutions (a multiply-add is two)
+    product_flops: int = 0  # those among `flops` that 8-bit formats speed up: products with weights, without attention
+    recomputed_flops: int = 0  # those among `flops` that repeat a forward
+    moved_bytes: int = 0  # operands read and results written by all operators, as if none was fused or found in a cache
+    operators: int = 0  # how many operators ran, views not counted
+    # names of the parameters whose gradients arrived in it, in order of arrival
     gradients: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -63,16 +52,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class ComputeProfile:
-    """One forward, loss and backward of one rank.
+    """One forward, loss and backward of one rank."""
 
-    Attributes:
-        unit_names: Name of each unit's module; the first is "", the root.
-        segments: In order of time; the last begins with BACKWARD_ENDS and computes nothing.
-        input_bytes: Size of the inputs, which the segments do not count.
-    """
-
-    unit_names: tuple[str, ...]
-    segments: tuple[Segment, ...]
+    unit_names: tuple[str, ...]  # name of each unit's module; the first is "", the root
+    segments: tuple[Segment, ...]  # in order of time; the last begins with BACKWARD_ENDS and computes nothing
     input_bytes: int = 0
 
     @property
@@ -127,20 +110,12 @@ class ComputeProfile:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives (or messages) of model parallelism that the compute of one unit waits for in every microbatch.
+    """Collectives (or messages) of model parallelism that the compute of one unit waits for in every microbatch."""
 
-    Attributes:
-        axis: "tp", "cp", "ep" or "pp".
-        unit: Name of the unit's module.
-        sent_bytes: By this rank, in one of them.
-        in_backward: Whether in backward, else in forward.
-        count: How many of them.
-    """
-
-    axis: str
-    unit: str
-    sent_bytes: int
-    in_backward: bool
+    axis: str  # "tp", "cp", "ep" or "pp"
+    unit: str  # name of the unit's module
+    sent_bytes: int  # by this rank, in one of them
+    in_backward: bool  # whether in backward, else in forward
     count: int = 1
 
 

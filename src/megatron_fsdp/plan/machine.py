@@ -122,24 +122,15 @@ class Machine:
         return self.link_latency_s * _doublings(inside) + self.network_latency_s * _doublings(nodes)
 
     def collective_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Estimate the time of a collective in which every rank sends `sent_bytes`.
-
-        Args:
-            sent_bytes: By one rank.
-            ranks: Of the group; one rank sends nothing and takes no time.
-            stride: As for `bytes_per_s`.
-        """
+        """Estimate the time of a collective in which every rank sends `sent_bytes`; one rank sends nothing."""
         if ranks == 1:
             return 0.0
         return sent_bytes / self.bytes_per_s(ranks, stride) + self.latency_s(ranks, stride)
 
     def all_to_all_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Estimate the time of an all-to-all: bytes that leave the node use each rank's adapter, the rest the link.
+        """Estimate the time of an all-to-all of `sent_bytes` by each rank, equally much to every other.
 
-        Args:
-            sent_bytes: By one rank, equally much to every other.
-            ranks: Of the group.
-            stride: As for `bytes_per_s`.
+        Bytes that leave the node use each rank's adapter, the rest the link.
         """
         if ranks == 1:
             return 0.0

@@ -84,11 +84,7 @@ def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
 
 
 def read_config(source: str | Path) -> Any:
-    """Read a transformers config from a local folder or file; code that lies beside it is not run.
-
-    Raises:
-        ConfigurationError: transformers is missing or does not read it.
-    """
+    """Read a transformers config from a local folder or file; code that lies beside it is not run."""
     transformers: Any = require("transformers", str(source))
     try:
         # None, the default of transformers, would ask on standard input whether to run code of the folder.
@@ -103,9 +99,6 @@ def build_from_config(config: Any, dtype: torch.dtype, kind: str = "AutoModelFor
     """Build a transformers model on the meta device, with tied weights and the dtypes that it would be loaded in.
 
     `options` are further arguments of `from_config` of the auto class `kind`.
-
-    Raises:
-        ConfigurationError: transformers has no such model for the config, or refuses to build it.
     """
     transformers: Any = require("transformers", kind)
     try:
@@ -293,11 +286,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset_config(name: str) -> dict[str, Any]:
-    """Return the config fields of a published model.
-
-    Raises:
-        ConfigurationError: There is no preset of this name.
-    """
+    """Return the config fields of a published model."""
     if name not in PRESETS:
         raise ConfigurationError(f"there is no preset {name!r}; {nearest_name(name, PRESETS)}")
     return dict(PRESETS[name])

@@ -43,36 +43,21 @@ _TRANSPOSED = ("c_attn", "c_fc", "c_proj")  # kept as (inputs, outputs)
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The widths of a decoder transformer that its activations follow.
-
-    Attributes:
-        hidden: Width of the residual stream.
-        heads: Of queries.
-        key_heads: Of keys and values.
-        score_width: Features of a head of queries and keys.
-        value_width: Features of a head of values.
-        inner: Width inside of a dense MLP.
-        vocabulary: Tokens.
-        is_gated: Whether the MLP has a gate.
-        experts: Routed experts of a layer; 0: dense.
-        chosen: Experts of a token.
-        expert_inner: Width inside of an expert.
-        shared_inner: Of the experts that see every token, together.
-        latent: Low-rank widths of latent attention: of queries, and of keys and values; empty: there are none.
-    """
+    """The widths of a decoder transformer that its activations follow."""
 
     hidden: int
-    heads: int
-    key_heads: int
-    score_width: int
-    value_width: int
-    inner: int
+    heads: int  # of queries
+    key_heads: int  # of keys and values
+    score_width: int  # features of a head of queries and keys
+    value_width: int  # features of a head of values
+    inner: int  # width inside of a dense MLP
     vocabulary: int
-    is_gated: bool
-    experts: int
-    chosen: int
-    expert_inner: int
-    shared_inner: int
+    is_gated: bool  # whether the MLP has a gate
+    experts: int  # routed experts of a layer; 0: dense
+    chosen: int  # experts of a token
+    expert_inner: int  # width inside of an expert
+    shared_inner: int  # of the experts that see every token, together
+    # low-rank widths of latent attention: of queries, and of keys and values; empty: there are none
     latent: tuple[int, ...]
 
     def score_flops(self, sequence_length: int) -> float:
@@ -154,9 +139,6 @@ def layers_of_stage(num_layers: int, stages: int, stage: int) -> range:
 
     Where embedding and head count as a layer each and the sum divides evenly, the ends have one layer less (Llama 3);
     else earlier stages take the remainder.
-
-    Raises:
-        ParallelSizeError: There are fewer layers than stages, or there is no such stage.
     """
     if not 0 <= stage < stages:
         raise ParallelSizeError(f"stage={stage} does not exist; with pp={stages} there are 0 to {stages - 1}")
@@ -188,10 +170,6 @@ class DecoderShare:
     """What the first tensor- and context-parallel rank of a pipeline stage computes in a microbatch.
 
     `model` is the whole model, on the meta device; sequences count over all context-parallel ranks.
-
-    Raises:
-        ConfigurationError: The formulas do not know the architecture.
-        ParallelSizeError: The ranks do not divide layers, heads, experts or tokens.
     """
 
     model: nn.Module
@@ -276,11 +254,6 @@ class DecoderShare:
         """Bytes of the hidden states of a microbatch."""
         return self.tokens * self.shape.hidden * self.dtype.itemsize
 
-    @property
-    def head_width(self) -> int:
-        """Logits of a token on one rank."""
-        return -(-self.shape.vocabulary // self.ranks.tp)
-
     @cached_property
     def _matrices(self) -> list[dict[str, torch.Size]]:
         """The shapes of each layer's matrices, in the order in which they are multiplied with."""
@@ -364,29 +337,17 @@ class DecoderShare:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Forward and backward of one layer or end, for a microbatch on one rank.
+    """Forward and backward of one layer or end, for a microbatch on one rank."""
 
-    Attributes:
-        kept: Bytes saved for backward.
-        all_kept: Bytes without recomputation, all of which backward needs at a time.
-        passing: Bytes of temporary results.
-        flops: Of a forward.
-        product_flops: Among them, of products with weights, which 8-bit formats speed up.
-        repeated: Of the forward's FLOPs, those that backward computes again.
-        repeated_products: Among them, of products with weights.
-        score_flops: Of the forward's attention; its backward takes 2.5 times as many, other backwards twice.
-        moved: Bytes that elementwise operators read and write in a forward.
-    """
-
-    kept: float = 0.0
-    all_kept: float = 0.0
-    passing: float = 0.0
-    flops: float = 0.0
-    product_flops: float = 0.0
-    repeated: float = 0.0
-    repeated_products: float = 0.0
-    score_flops: float = 0.0
-    moved: float = 0.0
+    kept: float = 0.0  # bytes saved for backward
+    all_kept: float = 0.0  # bytes without recomputation, all of which backward needs at a time
+    passing: float = 0.0  # bytes of temporary results
+    flops: float = 0.0  # of a forward
+    product_flops: float = 0.0  # among them, of products with weights, which 8-bit formats speed up
+    repeated: float = 0.0  # of the forward's FLOPs, those that backward computes again
+    repeated_products: float = 0.0  # among them, of products with weights
+    score_flops: float = 0.0  # of the forward's attention; its backward takes 2.5 times as many, other backwards twice
+    moved: float = 0.0  # bytes that elementwise operators read and write in a forward
 
 
 def _outside(share: DecoderShare, setup: Setup) -> float:
@@ -446,7 +407,8 @@ def _layer_piece(share: DecoderShare, setup: Setup, layer: int) -> _Piece:
 
 def _head_piece(share: DecoderShare, setup: Setup) -> _Piece:
     """Describe final norm, logits and their loss in fp32, over a vocabulary divided by tensor parallelism."""
-    logits, itemsize, tokens = share.head_width, share.dtype.itemsize, share.tokens
+    logits = -(-share.shape.vocabulary // share.ranks.tp)  # of a token on one rank
+    itemsize, tokens = share.dtype.itemsize, share.tokens
     flops = 2.0 * logits * share.shape.hidden * tokens
     kept = (2 * _outside(share, setup) + (itemsize + _FP32) * logits) * tokens
     passing = (itemsize + _FP32) * logits * tokens

@@ -69,30 +69,19 @@ def plan(
 
 @dataclass(frozen=True)
 class Workload:
-    """One rank's share of the model and of a microbatch.
-
-    Attributes:
-        name: For people.
-        module: On the meta device; of one tensor-parallel rank of one pipeline stage, with the experts of all
-            expert-parallel ranks.
-        inputs: Of one microbatch, on the meta device, as `profile_compute` takes them.
-        tokens: Tokens (or samples) of one microbatch on this rank.
-        loss_fn: As `profile_compute` takes it.
-        unit_modules: As `fully_shard` takes them.
-        total_numel: Parameters of the whole model.
-        share: Where formulas stand for the module's forward; None: it is run without memory.
-        notes: What was assumed, in words.
-    """
+    """One rank's share of the model and of a microbatch."""
 
     name: str
+    # on the meta device; of one tensor-parallel rank of one pipeline stage, with the experts of all expert-parallel
+    # ranks
     module: nn.Module
-    inputs: Any
-    tokens: int
-    loss_fn: Callable[[Any], torch.Tensor] | None = None
-    unit_modules: UnitModules = None
-    total_numel: int = 0
-    share: DecoderShare | None = None
-    notes: tuple[str, ...] = field(default=())
+    inputs: Any  # of one microbatch, on the meta device, as `profile_compute` takes them
+    tokens: int  # tokens (or samples) of one microbatch on this rank
+    loss_fn: Callable[[Any], torch.Tensor] | None = None  # as `profile_compute` takes it
+    unit_modules: UnitModules = None  # as `fully_shard` takes them
+    total_numel: int = 0  # parameters of the whole model
+    share: DecoderShare | None = None  # where formulas stand for the module's forward; None: it is run without memory
+    notes: tuple[str, ...] = field(default=())  # what was assumed, in words
 
     @property
     def saved_buffer_bytes(self) -> int:
@@ -148,11 +137,7 @@ class WorkloadOptions:
 
 
 def make_workload(model: ModelSpec, ranks: ParallelRanks, asked: WorkloadOptions) -> Workload:
-    """Build one rank's share of a model and of a microbatch.
-
-    Raises:
-        ConfigurationError: The model is not known, or the formulas do not know how it is divided.
-    """
+    """Build one rank's share of a model and of a microbatch."""
     dtype = (asked.dtype or torch.bfloat16) if comes_from_config(model) else asked.dtype
     module = build_meta_model(model, dtype)
     config: Any = getattr(module, "config", None)
@@ -225,27 +210,16 @@ def _samples(inputs: Any) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank over a step, in bytes.
+    """Memory of one rank over a step, in bytes."""
 
-    Attributes:
-        compute_weights: Weights that forward and backward use.
-        main_weights: Weights that the optimizer updates, where they are memory of their own.
-        main_gradients: Accumulated gradients; only from a backward until they are cleared.
-        optimizer: Optimizer state, counters of steps included.
-        module_buffers: Buffers of modules, which every rank holds.
-        input_bytes: Inputs of a microbatch.
-        saving_bytes: Host memory that a checkpoint in the background takes for its copy; saving at once takes none.
-        peak: The moment of the step that holds most on top of all but main gradients.
-    """
-
-    compute_weights: int
-    main_weights: int
-    main_gradients: int
-    optimizer: int
-    module_buffers: int
-    input_bytes: int
-    saving_bytes: int
-    peak: Moment
+    compute_weights: int  # weights that forward and backward use
+    main_weights: int  # weights that the optimizer updates, where they are memory of their own
+    main_gradients: int  # accumulated gradients; only from a backward until they are cleared
+    optimizer: int  # optimizer state, counters of steps included
+    module_buffers: int  # buffers of modules, which every rank holds
+    input_bytes: int  # inputs of a microbatch
+    saving_bytes: int  # host memory that a checkpoint in the background takes for its copy; saving at once takes none
+    peak: Moment  # the moment of the step that holds most on top of all but main gradients
 
     @property
     def held(self) -> dict[str, int]:
@@ -271,21 +245,13 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Communication of one rank along one axis in one step.
+    """Communication of one rank along one axis in one step."""
 
-    Attributes:
-        axis: "dp_shard", "dp_outer", "tp", "cp", "ep" or "pp".
-        gathers: Collectives that bring weights (or activations) together.
-        reductions: Collectives that add up.
-        sent_bytes: By this rank.
-        seconds: That they take on the wire.
-    """
-
-    axis: str
-    gathers: int
-    reductions: int
-    sent_bytes: int
-    seconds: float
+    axis: str  # "dp_shard", "dp_outer", "tp", "cp", "ep" or "pp"
+    gathers: int  # collectives that bring weights (or activations) together
+    reductions: int  # collectives that add up
+    sent_bytes: int  # by this rank
+    seconds: float  # that they take on the wire
 
 
 @dataclass(frozen=True)
@@ -374,11 +340,7 @@ class Plan:
 
 
 def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: ComputeProfile | None = None) -> Plan:
-    """Plan a run of a workload on a machine; `profile` is that of an earlier plan with the same recomputation.
-
-    Raises:
-        ConfigurationError: As sharding the model with these options would.
-    """
+    """Plan a run of a workload on a machine; `profile` is that of an earlier plan with the same recomputation."""
     model, share = plan_model(workload.module, setup, workload.unit_modules), workload.share
     if profile is None:
         profile = _profile(workload, model)
@@ -387,11 +349,11 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     exchanges = () if share is None else share_exchanges(share, setup)
     saved = 0.0 if share is None else microbatches_in_flight(setup, share.stage) - 1
     step = replay_step(model, profile, machine, exchanges, saved)
-    memory = rank_memory(workload, model, profile, step)
+    memory = _rank_memory(workload, model, profile, step)
     return Plan(workload, model, machine, profile, step, memory, _traffic(step, exchanges, setup, machine))
 
 
-def rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile, step: ReplayedStep) -> RankMemory:
+def _rank_memory(workload: Workload, model: PlannedModel, profile: ComputeProfile, step: ReplayedStep) -> RankMemory:
     """Count the bytes of a rank: by the engine's layouts, and by the moment of the step that holds most."""
     kind = model.setup.optimizer
     held = persistent_bytes(model.footprints, model.setup.strategy, kind.states_per_param)

@@ -20,27 +20,16 @@ from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Se
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run with published measurements.
-
-    Attributes:
-        name: For people.
-        model: A preset's name, or a config.
-        setup: Ranks and options, as far as published.
-        machine: On what.
-        batch: Sequences of a microbatch, and tokens of each.
-        figure: As published, and its unit: one of `_UNITS`.
-        source: Where.
-        memory_gib: At the peak, as published; None: only that it fitted.
-    """
+    """A run with published measurements."""
 
     name: str
-    model: str | Mapping[str, Any]
-    setup: Setup
+    model: str | Mapping[str, Any]  # a preset's name, or a config
+    setup: Setup  # ranks and options, as far as published
     machine: Machine
-    batch: tuple[int, int]
-    figure: tuple[float, str]
+    batch: tuple[int, int]  # sequences of a microbatch, and tokens of each
+    figure: tuple[float, str]  # as published, and its unit: one of `_UNITS`
     source: str
-    memory_gib: float | None = None
+    memory_gib: float | None = None  # at the peak, as published; None: only that it fitted
 
 
 @dataclass(frozen=True)

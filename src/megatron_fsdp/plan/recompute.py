@@ -35,9 +35,6 @@ def recomputing(model: nn.Module, unit_names: Sequence[str], recompute: Recomput
 
     Hooks of the modules run outside of the recomputation, as the engine's do. Random numbers are drawn anew, which
     changes no shape. `unit_names` begin with the root.
-
-    Raises:
-        ConfigurationError: There is no such module.
     """
     chosen = [model.get_submodule(name) for name in _names(model, unit_names, recompute)]
     had = [module.__dict__.get("forward") for module in chosen]

@@ -78,25 +78,15 @@ class Wires:
 
 @dataclass(frozen=True)
 class Moment:
-    """What one rank holds at one time of a step, beside what it holds at all times.
+    """What one rank holds at one time of a step, beside what it holds at all times."""
 
-    Attributes:
-        time_s: Since the step began.
-        label: What happens, such as `F3>`, or `step` for the optimizer.
-        activation_bytes: As the profile says.
-        gathered_bytes: Memory for gathered weights.
-        bucket_bytes: Communication buckets and scratch.
-        gradient_bytes: Main gradients of the units that were reduced since gradients were cleared.
-        passing_bytes: Tensors of reductions on their way, gradients cast for the optimizer, what its step borrows.
-    """
-
-    time_s: float
-    label: str
+    time_s: float  # since the step began
+    label: str  # what happens, such as `F3>`, or `step` for the optimizer
     activation_bytes: int
     gathered_bytes: int
-    bucket_bytes: int
-    gradient_bytes: int
-    passing_bytes: int
+    bucket_bytes: int  # communication buckets and scratch
+    gradient_bytes: int  # main gradients of the units that were reduced since gradients were cleared
+    passing_bytes: int  # tensors of reductions on their way, gradients cast for the optimizer, what its step borrows
 
     @property
     def total_bytes(self) -> int:
@@ -107,23 +97,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """One step in the steady state.
+    """One step in the steady state."""
 
-    Attributes:
-        moments: In order of time.
-        transfers: All collectives, in order of their start; times since the step began.
-        seconds: From the first event to the end of the optimizer's step.
-        compute_s: Of these, forward and backward.
-        exposed_s: Of these, waiting for collectives.
-        borrowed_bytes: The most that gathered weights, buckets and scratch took, each at a time.
-    """
-
-    moments: tuple[Moment, ...]
-    transfers: tuple[Transfer, ...]
-    seconds: float
-    compute_s: float
-    exposed_s: float
-    borrowed_bytes: int
+    moments: tuple[Moment, ...]  # in order of time
+    transfers: tuple[Transfer, ...]  # all collectives, in order of their start; times since the step began
+    seconds: float  # from the first event to the end of the optimizer's step
+    compute_s: float  # of these, forward and backward
+    exposed_s: float  # of these, waiting for collectives
+    borrowed_bytes: int  # the most that gathered weights, buckets and scratch took, each at a time
 
     @property
     def peak(self) -> Moment:

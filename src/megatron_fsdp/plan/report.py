@@ -267,11 +267,7 @@ _KINDS = {  # of memory, and their colours
 
 
 def draw_memory(plan: Plan, path: Path) -> None:
-    """Draw memory over a step, stacked by kind, with the memory of a device; the suffix of the file says the format.
-
-    Raises:
-        ConfigurationError: matplotlib is missing (MissingPackageError), or knows no such format.
-    """
+    """Draw memory over a step, stacked by kind, with the memory of a device; the suffix of the file says the format."""
     require("matplotlib", "a picture", instead="leave the picture out")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -46,23 +46,14 @@ class Accumulation(Enum):
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """Memory that an optimizer keeps and borrows.
+    """Memory that an optimizer keeps and borrows."""
 
-    Attributes:
-        name: For people.
-        states_per_param: Values that it keeps per parameter, in the dtype of the main weights.
-        counts_steps: Whether it keeps a counter of 4 bytes per parameter that has elements on the rank.
-        temporaries: Values per parameter that its step borrows.
-        one_by_one: Whether it borrows for one parameter after another, else for all at a time.
-        passes_per_param: Values per parameter that a step reads and writes, its state included.
-    """
-
-    name: str
-    states_per_param: int
-    counts_steps: bool
-    temporaries: int
-    one_by_one: bool
-    passes_per_param: int
+    name: str  # for people
+    states_per_param: int  # values that it keeps per parameter, in the dtype of the main weights
+    counts_steps: bool  # whether it keeps a counter of 4 bytes per parameter that has elements on the rank
+    temporaries: int  # values per parameter that its step borrows
+    one_by_one: bool  # whether it borrows for one parameter after another, else for all at a time
+    passes_per_param: int  # values per parameter that a step reads and writes, its state included
 
 
 OPTIMIZERS = {
@@ -80,11 +71,7 @@ denominator, its loop over parameters (the default on CPU) two for one parameter
 
 
 def find_optimizer(name: str) -> OptimizerKind:
-    """Return the optimizer kind of this name.
-
-    Raises:
-        ConfigurationError: There is none of this name.
-    """
+    """Return the optimizer kind of this name."""
     if name not in OPTIMIZERS:
         raise ConfigurationError(f"optimizer {name!r} is not known; {nearest_name(name, OPTIMIZERS)}")
     return OPTIMIZERS[name]
@@ -252,11 +239,7 @@ class Setup:
         return self.outer_strategy if self.ranks.dp_outer > 1 else None
 
     def mode(self, is_last: bool) -> SyncMode:
-        """Return the engine's sync mode for a microbatch.
-
-        Args:
-            is_last: Whether the optimizer steps after it.
-        """
+        """Return the engine's sync mode for a microbatch; the optimizer steps after the last."""
         every = self.accumulation is Accumulation.EVERY
         return SyncMode(auto_sync=is_last or every, defer_all=not is_last and self.accumulation is Accumulation.LAST)
 

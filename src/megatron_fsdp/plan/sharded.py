@@ -38,19 +38,12 @@ _COUNTER_BYTES = 4
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit and its parameter groups.
-
-    Attributes:
-        name: Of its module, or of several small neighbours; empty for the root.
-        class_name: Of the modules' class.
-        modules: Paths of its modules.
-        groups: What was decided for each of its parameter groups.
-    """
+    """One unit and its parameter groups."""
 
     name: str
     class_name: str
-    modules: tuple[str, ...]
-    groups: tuple[GroupPlan, ...]
+    modules: tuple[str, ...]  # paths; several where small neighbours were merged
+    groups: tuple[GroupPlan, ...]  # what was decided for each of its parameter groups
 
     @property
     def numel(self) -> int:
@@ -65,19 +58,12 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """All units, the root first.
-
-    Attributes:
-        setup: What it was planned for.
-        units: In the order of the engine.
-        source: How the units were found, in words.
-        memory: What scheduler and executor are told.
-    """
+    """All units, the root first."""
 
     setup: Setup
-    units: tuple[PlannedUnit, ...]
-    source: str
-    memory: MemoryPlan
+    units: tuple[PlannedUnit, ...]  # in the order of the engine
+    source: str  # how the units were found, in words
+    memory: MemoryPlan  # what scheduler and executor are told
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
@@ -102,8 +88,7 @@ class PlannedModel:
     def updated(self, used: Collection[str] | None = None) -> Iterator[tuple[GroupPlan, list[int]]]:
         """Yield each trained group, and the elements of each of its parameters that this rank's optimizer updates.
 
-        Args:
-            used: Names of the parameters that get gradients, since an optimizer leaves others alone; None: all.
+        `used` names the parameters that get gradients, since an optimizer leaves others alone; None: all.
         """
         for group in self.groups:
             if group.requires_grad:
@@ -123,10 +108,6 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
 
     Its parameters are what one tensor-parallel rank of one pipeline stage holds, experts those of all expert-parallel
     ranks.
-
-    Raises:
-        ConfigurationError: As `fully_shard` would for the model and these options.
-        ParallelSizeError: Experts cannot be divided over the expert-parallel ranks.
     """
     num_ranks = setup.ranks.inner * setup.ranks.dp_outer
     found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks)

@@ -38,11 +38,7 @@ _profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class ProfilerRanges:
-    """Opens and closes ranges of torch's profiler, named such as "mfsdp/gather layers.3".
-
-    Args:
-        labels: Of all units.
-    """
+    """Opens and closes ranges of torch's profiler, named such as "mfsdp/gather layers.3"."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = labels
@@ -78,12 +74,7 @@ class Recorder(Observer):
     A step ends where main weights are installed, and what follows until the next forward belongs to it. While it
     records, torch's profiler sees phases as ranges, such as "mfsdp/gather layers.3".
 
-    Args:
-        model: What `fully_shard` or `DistributedDataParallel` returned.
-        steps: How many steps to keep; of more, the last ones.
-        align: Let all ranks of the model start together, so that their times may be compared. Then every rank has to
-            start a recording. False where only some do.
-        memory: Note memory at every forward, backward and reduction of a unit.
+    The arguments are those of `trace`.
 
     Raises:
         ConfigurationError: `model` is something else, or `steps` is below 1.
@@ -103,7 +94,7 @@ class Recorder(Observer):
         self._clock = make_clock(self._engine.device)
         self._mark = self._clock.mark
         self._counters = tuple(self._engine.traffic_by_axis.values())
-        self._memory = self._memory_reader() if memory else _nothing
+        self._memory = self._memory_reader() if memory else lambda: None
         self._steps: deque[StepLog] = deque(maxlen=steps)
         self._ranges = ProfilerRanges([unit.label for unit in self._engine.units])
         self._handles: list[Any] = []
@@ -244,7 +235,7 @@ class Recorder(Observer):
         step = self._steps[-1]
         if len(step.records) >= MAX_RECORDS:
             step.is_cut = True
-            self._note = _drop
+            self._note = lambda _record: None
 
     def _ask(self, number: int, work: dist.Work) -> None:
         """Register a callback for the end of a collective; on the host, a wait would notice it late."""
@@ -285,8 +276,9 @@ def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: b
     Args:
         model: What `fully_shard` or `DistributedDataParallel` returned.
         steps: How many steps to keep; of more, the last ones.
-        align: Let all ranks start together; then all of them have to enter the block.
-        memory: Note memory, too.
+        align: Let all ranks of the model start together, so that their times may be compared; then all of them have to
+            enter the block. False where only some do.
+        memory: Note memory at every forward, backward and reduction of a unit.
 
     Returns:
         The recording; `result()` of it is there from the first step on, and after the block.
@@ -302,14 +294,6 @@ def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: b
         recorder.stop()
 
 
-def _nothing() -> None:
-    """Return None: memory is not sampled."""
-
-
-def _drop(_record: Raw) -> None:
-    """Drop a record: there is no room."""
-
-
 def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
     """Record that a collective is done. A thread of the back end calls this; appending to a list is safe."""
     note((DONE, time.perf_counter_ns(), number))
@@ -317,13 +301,9 @@ def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> Non
 
 @real_values()
 def _name_together(groups: Sequence[dist.ProcessGroup | None]) -> tuple[str, frozenset[int]]:
-    """Agree on the name of a recording; one small collective for each group.
+    """Agree on the name of a recording, never used before, and on its global ranks; one small collective per group.
 
-    Args:
-        groups: One after another they reach all ranks of the model; None: this rank alone.
-
-    Returns:
-        The name, never used before, and the global ranks; the same on all of them.
+    One after another the groups reach all ranks of the model; None: this rank alone.
     """
     name, ranks = uuid.uuid4().hex, frozenset({dist.get_rank()})
     for group in groups:

@@ -46,25 +46,15 @@ _SUMMED = ("duration_ns", "communication_ns", "exposed_ns", "collectives", "gath
 
 @dataclass(frozen=True)
 class Times:
-    """Time of the compute side in nanoseconds; a phase does not count the phases nested in it.
+    """Time of the compute side in nanoseconds; a phase does not count the phases nested in it."""
 
-    Attributes:
-        gather: Launching gathers.
-        wait: Waiting for collectives, and agreeing with other ranks.
-        compute: Forward and backward of modules.
-        copy: Gradients into buckets.
-        reduce: Launching reductions, and on the CPU the local sums of what was received.
-        update: The norm of gradients, the optimizer's step, and installing its result.
-        other: Resharding weights, exposing gradients, and assembling whole tensors.
-    """
-
-    gather: int = 0
-    wait: int = 0
-    compute: int = 0
-    copy: int = 0
-    reduce: int = 0
-    update: int = 0
-    other: int = 0
+    gather: int = 0  # launching gathers
+    wait: int = 0  # waiting for collectives, and agreeing with other ranks
+    compute: int = 0  # forward and backward of modules
+    copy: int = 0  # gradients into buckets
+    reduce: int = 0  # launching reductions, and on the CPU the local sums of what was received
+    update: int = 0  # the norm of gradients, the optimizer's step, and installing its result
+    other: int = 0  # resharding weights, exposing gradients, and assembling whole tensors
 
     @property
     def total(self) -> int:
@@ -341,11 +331,7 @@ def compare(timelines: Sequence[Timeline], step: int | None = None) -> Compariso
 
 
 def common_steps(timelines: Sequence[Timeline], step: int | None = None) -> tuple[int, ...]:
-    """Return the steps that every rank recorded, or the one asked for, if they did.
-
-    Raises:
-        TraceError: There is none.
-    """
+    """Return the steps that every rank recorded, or the one asked for, if they did."""
     if not timelines:
         raise TraceError("no timeline was given; give those of one or more ranks")
     indices = [{window.index for window in timeline.steps} for timeline in timelines]
