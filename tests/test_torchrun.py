@@ -81,8 +81,7 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def pretrained(name: str, folder: Path) -> None:
     from megatron_fsdp.automodel import AutoModelForCausalLM
-    from tests.automodel.small_models import reference
-    from tests.automodel.training import assert_trained_alike, strategy, train
+    from tests.automodel.training import assert_trained_alike, reference, strategy, train
 
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", distributed_config=strategy(name), dtype="float32")
     assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
@@ -90,15 +89,14 @@ def pretrained(name: str, folder: Path) -> None:
 
 def tensor_parallel_plan(folder: Path) -> None:
     from megatron_fsdp.automodel import AutoModelForCausalLM
-    from tests.automodel.small_models import reference
-    from tests.automodel.training import assert_trained_alike, strategy, train
+    from tests.automodel.training import assert_trained_alike, reference, strategy, train
 
     plan = {f"model.layers.*.self_attn.{layer}": "colwise" for layer in {*ATTENTION}}
     plan |= {f"model.layers.*.mlp.{layer}": "colwise" for layer in {*MLP}}
     plan |= {"model.layers.*.self_attn.o_proj": "rowwise", "model.layers.*.mlp.down_proj": "rowwise"}
     config = strategy("fsdp2", tp_plan=plan)
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", distributed_config=config, tp_size=2)
-    assert_trained_alike(train(model, steps=2, data_rank=0, data_ranks=1), reference("llama", steps=2))
+    assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
 
 
 def lora(folder: Path) -> None:

@@ -39,12 +39,6 @@ def make_inputs() -> Tensor:
         return torch.randn(SAMPLES, 8)
 
 
-def shard_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for layer in model.children():
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def all_ranks() -> DeviceMesh:
     return mesh_of((dist.get_world_size(),), ("dp",))
 
@@ -54,7 +48,10 @@ def two_by_two(first: str, second: str) -> DeviceMesh:
 
 
 def fsdp2() -> nn.Module:
-    return shard_layers(make_model(), all_ranks())
+    model, mesh = make_model(), all_ranks()
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def shard_by_engine(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Module:

@@ -4,8 +4,6 @@
 itself. Sizes divide by 4, so that up to four tensor-parallel ranks have a head each.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,48 +126,3 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def label_count(labels: Tensor) -> int:
     """How many labels count towards `token_loss_sum`."""
     return int((labels[:, 1:] != -100).sum())
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What one process computes: index = step.
-
-    Attributes:
-        losses: Mean loss per counted token.
-        gradients: By parameter name, before the step.
-        parameters: By parameter name, after the step.
-        logits: Of the first step.
-    """
-
-    losses: list[float]
-    gradients: list[dict[str, Tensor]]
-    parameters: list[dict[str, Tensor]]
-    logits: Tensor
-
-
-def reference(
-    kind: str,
-    *,
-    steps: int = 3,
-    rows: int = 4,
-    learning_rate: float = 1e-2,
-    eps: float = 1e-8,
-    changes: Mapping[str, Any] | None = None,
-) -> Reference:
-    """Train one process by AdamW on batches of seeds 1, 2, ...: loss is the mean over all counted tokens."""
-    model = build(kind, **(changes or {}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, eps=eps)
-    losses, gradients, parameters, first_logits = [], [], [], None
-    for step in range(steps):
-        batch = batch_of(rows, seed=1 + step)
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        first_logits = logits.detach().clone() if first_logits is None else first_logits
-        loss = token_loss_sum(logits, batch["labels"]) / label_count(batch["labels"])
-        optimizer.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        parameters.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    assert first_logits is not None
-    return Reference(losses, gradients, parameters, first_logits)

@@ -1,9 +1,10 @@
-"""Context parallelism: layouts, batches that are cut, models switched in place, what is refused, and parity."""
+"""Context parallelism: layouts, batches that are cut, models switched in place, and what is refused."""
 
 import copy
 import json
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp.automodel.context_parallel import (
     SequenceLayout,
@@ -20,8 +20,9 @@ from megatron_fsdp.automodel.context_parallel import (
     unshard_sequence,
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.context_parallel_runs import ENGINE, Case, check
-from tests.automodel.small_models import batch_of, build, label_count, reference
+from tests.automodel.small_models import batch_of, build, label_count
+from tests.automodel.test_expert_parallel import Sent
+from tests.automodel.training import reference
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.parity import assert_equal_tensors
@@ -105,6 +106,13 @@ def test_without_balancing_ranks_have_neighbouring_tokens(run_ranks: RunRanks) -
     assert second["shift_labels"] == [[5, 6, 7, -100], [13, -100, -100, -100]]
 
 
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What a call that must be refused is told."""
+    with pytest.raises(ConfigurationError) as raised:
+        call(*args, **kwargs)
+    return str(raised.value)
+
+
 def refused() -> dict[str, str]:
     """What each bad batch is told; rank 1 alone has the last two."""
     mesh, here = mesh_of((2,), ("cp",)), dist.get_rank()
@@ -125,12 +133,7 @@ def refused() -> dict[str, str]:
         "other rows": {"input_ids": tokens() + here},
         "hole on one rank": {**ids, "attention_mask": hole if here == 1 else ones},
     }
-    told = {}
-    for name, batch in batches.items():
-        with pytest.raises(ConfigurationError) as raised:
-            shard_batch(batch, mesh)
-        told[name] = str(raised.value)
-    return told
+    return {name: refusal(shard_batch, batch, mesh) for name, batch in batches.items()}
 
 
 def test_batches_that_cannot_be_cut_are_refused_on_all_ranks(run_ranks: RunRanks) -> None:
@@ -191,33 +194,17 @@ def test_models_on_different_meshes_work_side_by_side(run_ranks: RunRanks) -> No
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 
 
-class Collectives(TorchDispatchMode):
-    """How often each collective was issued inside the block, functional ones included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = func._schema.name.split("::")
-        self.calls[name] += namespace in ("c10d", "_c10d_functional") and name not in (
-            "wait_tensor",
-            "_wrap_tensor_autograd",
-        )
-        return func(*args, **(kwargs or {}))
-
-
 def counted(kind: str) -> list[dict[str, int]]:
     """Collectives of the forward and of the backward."""
     mesh = mesh_of((2,), ("cp",))
     model = build(kind)
     enable_context_parallel(model, mesh)
     batch = shard_batch({"input_ids": batch_of()["input_ids"]}, mesh)
-    with Collectives() as forward:
+    with Sent() as forward:
         loss = model(**batch).logits.sum()
-    with Collectives() as backward:
+    with Sent() as backward:
         loss.backward()
-    return [dict(+counts.calls) for counts in (forward, backward)]
+    return [dict(Counter(name for name, _, _ in sent.calls)) for sent in (forward, backward)]
 
 
 @pytest.mark.parametrize("kind", ["llama_gqa", "deepseek_v3"])
@@ -327,12 +314,7 @@ def refused_calls() -> dict[str, str]:
         "order": {"input_ids": ids, "position_ids": other},
         "order on one rank": {"input_ids": ids, "position_ids": positions + 1 if here else positions},
     }
-    told = {}
-    for name, arguments in calls.items():
-        with pytest.raises(ConfigurationError) as raised:
-            model(**arguments)
-        told[name] = str(raised.value)
-    return told
+    return {name: refusal(model, **arguments) for name, arguments in calls.items()}
 
 
 def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks(run_ranks: RunRanks) -> None:
@@ -368,18 +350,11 @@ def refused_models() -> dict[str, str]:
         )
     models = {"bloom": bloom, "mamba": mamba, "t5": t5, "chunked": chunked, "both ways": bidirectional}
     models |= {"linear": linear, "plain": nn.Linear(2, 2)}
-    told = {}
-    for name, model in models.items():
-        with pytest.raises(ConfigurationError) as raised:
-            enable_context_parallel(model, mesh)
-        told[name] = str(raised.value)
+    told = {name: refusal(enable_context_parallel, model, mesh) for name, model in models.items()}
     windows = build("qwen2_moe")
     windows.config.sliding_window, windows.config.layer_types = 6, ["sliding_attention", "full_attention"] * 2
     enable_context_parallel(windows, mesh)
-    with pytest.raises(ConfigurationError) as raised:
-        logits_of(windows, mesh)
-    told["windows"] = str(raised.value)
-    return told
+    return {**told, "windows": refusal(logits_of, windows, mesh)}
 
 
 def test_models_whose_tokens_meet_elsewhere_are_refused(run_ranks: RunRanks) -> None:
@@ -410,37 +385,4 @@ def check_meta() -> None:
     model.to_empty(device="cpu")
     model.load_state_dict(source.state_dict())
     model.model.rotary_emb = source.model.rotary_emb
-    torch.testing.assert_close(logits_of(model, mesh), reference("llama", steps=1).logits, rtol=1e-4, atol=1e-5)
-
-
-SOFTCAP = (("attn_logit_softcapping", 1.0),)
-"""So low that scores bend."""
-
-KINDS = ("llama", "llama_gqa", "qwen3", "mistral", "phi", "qwen3_moe", "deepseek_v3")
-
-
-@pytest.mark.full
-def test_two_ranks_that_share_sequences_equal_one_process(run_ranks: RunRanks) -> None:
-    cases = [Case(kind) for kind in KINDS]
-    cases += [Case("gemma2", changes=SOFTCAP), Case("gemma2", load_balance=False, changes=SOFTCAP)]
-    cases += [Case(kind, load_balance=False) for kind in ("llama_gqa", "mistral", "deepseek_v3")]
-    check(run_ranks, 2, cases)
-
-
-def test_four_ranks_that_share_sequences_equal_one_process(run_ranks: RunRanks) -> None:
-    check(run_ranks, 4, [Case("gemma2", cp_size=4, changes=SOFTCAP)])
-
-
-@pytest.mark.full
-def test_data_and_context_parallel_ranks_together_equal_one_process(run_ranks: RunRanks) -> None:
-    check(run_ranks, 4, [Case("llama_gqa"), Case("llama_gqa", strategy=ENGINE)])
-
-
-@pytest.mark.full
-def test_activations_computed_again_are_those_of_the_whole_sequence(run_ranks: RunRanks) -> None:
-    settings: list[dict[str, Any]] = [{"strategy": ENGINE}, {"load_balance": False}]
-    check(run_ranks, 2, [Case("mistral", checkpointing=True, **setting) for setting in settings])
-
-
-def test_the_models_own_loss_takes_labels_shifted_before_cutting(run_ranks: RunRanks) -> None:
-    check(run_ranks, 2, [Case("qwen3", loss_inside=True), Case("llama_gqa", loss_inside=True, strategy=ENGINE)])
+    torch.testing.assert_close(logits_of(model, mesh), reference("llama", steps=1).logits[0], rtol=1e-4, atol=1e-5)

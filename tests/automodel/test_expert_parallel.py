@@ -9,21 +9,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, placement_of, shard_experts
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.expert_parallel_training import expert_mesh
-from tests.automodel.small_models import batch_of, build
-from tests.automodel.training import whole
+from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
+from tests.automodel.training import assert_close, reference, whole
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.parity import fixed_seed
 
 TOKENS, CHOSEN, NUM_EXPERTS, HIDDEN = 12, 2, 4, 32
 NAME = "model.layers.0.mlp.experts"
+
+
+def expert_mesh(ep: int) -> DeviceMesh:
+    return mesh_of((dist.get_world_size() // ep, ep), ("ep_shard", "ep"))
+
+
+_POLICIES: dict[str, Any] = {
+    "mp_policy": MixedPrecisionPolicy(),
+    "offload_policy": OffloadPolicy(),
+    "reshard_after_forward": True,
+}
 
 
 class Sent(TorchDispatchMode):
@@ -36,8 +48,8 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         library, _, name = func._schema.name.partition("::")
         if library in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            sent = next(arg for arg in reversed(args) if isinstance(arg, Tensor))
-            self.calls.append((name, len(sent), sent.is_floating_point()))
+            sent = [arg for arg in tree_leaves(args) if isinstance(arg, Tensor)][-1]
+            self.calls.append((name, sent.shape[0] if sent.ndim else 1, sent.is_floating_point()))
         return func(*args, **(kwargs or {}))
 
 
@@ -125,6 +137,22 @@ def test_whole_experts_are_shared_out_if_they_divide_else_slices(
     assert placement_of(torch.empty(shape), num_shards=num_shards) == Shard(dim)
 
 
+def gradients_of_same_tokens() -> dict[str, Tensor]:
+    """Ranks that have the same tokens, as tensor-parallel ones have: only experts are divided."""
+    model, mesh, batch = build("qwen2_moe", num_hidden_layers=2), expert_mesh(2), batch_of()
+    names = parallelize_experts(model, mesh["ep"])
+    shard_experts(model, names, mesh["ep_shard"], **_POLICIES, gradient_divisor=2)
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    (token_loss_sum(logits, batch["labels"]) / label_count(batch["labels"])).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def test_tokens_that_ranks_have_in_common_count_once(run_ranks: RunRanks) -> None:
+    expected = reference("qwen2_moe", steps=1, changes={"num_hidden_layers": 2}).gradients[0]
+    for found in run_ranks(2, gradients_of_same_tokens):
+        assert_close(found, expected, 1e-4, 1e-6, "gradients")
+
+
 def dtypes_under_a_policy() -> dict[str, set[torch.dtype]]:
     """Of what goes into and out of experts, of their weights inside, and of what the optimizer sees."""
     mesh, seen = expert_mesh(2), {"in": set(), "routing": set(), "out": set(), "weights": set()}
@@ -153,13 +181,6 @@ def test_experts_compute_in_the_policys_dtype_and_routing_weights_keep_theirs(ru
     low, full = {torch.bfloat16}, {torch.float32}
     wanted = {"in": low, "routing": full, "out": low, "weights": low, "gradients": full, "parameters": full}
     assert run_ranks(2, dtypes_under_a_policy) == [wanted, wanted]
-
-
-_POLICIES: dict[str, Any] = {
-    "mp_policy": MixedPrecisionPolicy(),
-    "offload_policy": OffloadPolicy(),
-    "reshard_after_forward": True,
-}
 
 
 class Experts(nn.Module):

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp.automodel import (
     accumulation_context,
@@ -33,11 +31,10 @@ from tests.automodel.layer_models import (
     make_inputs,
     make_model,
     shard_by_engine,
-    shard_layers,
     two_by_two,
 )
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, label_count, reference, token_loss_sum
+from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
 from tests.automodel.training import (
     STRATEGIES,
     assert_close,
@@ -45,6 +42,7 @@ from tests.automodel.training import (
     managed,
     optimizer_of,
     parameters_of,
+    reference,
     strategy,
     whole,
 )
@@ -244,78 +242,6 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).square().mean()
 
 
-def clipped_by_torch(norm_type: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Norm and clipped gradients of one process."""
-    model = make_model()
-    loss_of(model, make_inputs()).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
-    return norm, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def check_clipping(model: nn.Module, inputs: Tensor) -> None:
-    """By two norms, with gradients of their own each time."""
-    for norm_type in (2.0, math.inf):
-        model.zero_grad()
-        loss_of(model, inputs).backward()
-        norm = clip_grad_norm_(model if norm_type == 2.0 else model.parameters(), MAX_NORM, norm_type)
-        expected, gradients = clipped_by_torch(norm_type)
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-7)
-        assert_equal_tensors(gradients_of(model), gradients, rtol=1e-4, atol=1e-7)
-
-
-# ---- strategies ------------------------------------------------------------------------------------------------------
-
-PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
-
-
-def shard_tensors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for layer in model.children():
-        parallelize_module(layer, mesh, {name: style() for name, style in PLAN.items()})
-    return model
-
-
-def ddp() -> nn.Module:
-    return DistributedDataParallel(make_model(), find_unused_parameters=True)
-
-
-def tensor_parallel_beside_plain() -> nn.Module:
-    return shard_tensors(make_model(), all_ranks())
-
-
-def fsdp2_of_tensor_parallel() -> nn.Module:
-    mesh = two_by_two("dp", "tp")
-    return shard_layers(shard_tensors(make_model(), mesh["tp"]), mesh["dp"])
-
-
-def hybrid() -> nn.Module:
-    return shard_layers(make_model(), two_by_two("dp_replicate", "dp_shard"))
-
-
-def check_strategies(makers: list[Callable[[], nn.Module]]) -> None:
-    for make in makers:
-        data_ranks = 1 if make is tensor_parallel_beside_plain else dist.get_world_size()
-        part, parts = dist.get_rank() % data_ranks, data_ranks
-        if make is fsdp2_of_tensor_parallel:
-            part, parts = dist.get_rank() // 2, 2
-        try:
-            check_clipping(make(), make_inputs().chunk(parts)[part])
-        except AssertionError as error:
-            raise AssertionError(f"{make.__name__}: {error}") from None
-
-
-MAKERS = {
-    1: [fsdp2, engine],
-    2: [fsdp2, ddp, engine, tensor_parallel_beside_plain],
-    4: [fsdp2_of_tensor_parallel, hybrid, engine],
-}
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("world_size", list(MAKERS))
-def test_gradients_of_every_strategy_are_clipped_as_on_one_process(run_ranks: RunRanks, world_size: int) -> None:
-    run_ranks(world_size, check_strategies, MAKERS[world_size])
-
-
 # ---- meshes ----------------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +287,10 @@ def check_many_meshes() -> None:
             params = params_on_many_meshes()
             copies = plain(params)
             expected = nn.utils.clip_grad_norm_(copies, 0.5, norm_type)
-            norm = clip_grad_norm_([*params, params[0]], 0.5, norm_type, foreach=foreach)  # one is given twice
+            with GroupCounts() as counts:
+                norm = clip_grad_norm_([*params, params[0]], 0.5, norm_type, foreach=foreach)  # one is given twice
+            # Each mesh dimension is crossed once for all parameters: all ranks, ep_shard, ep.
+            assert [name for (_, name) in counts.calls.elements()] == [ALL_REDUCE] * 3
             torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0.0)
             for param, copy in zip(params, copies, strict=True):
                 if copy.grad is not None:
@@ -369,19 +298,8 @@ def check_many_meshes() -> None:
                     torch.testing.assert_close(whole(param.grad), copy.grad, rtol=1e-5, atol=1e-8)
 
 
-def count_collectives() -> tuple[int, int]:
-    params = params_on_many_meshes()
-    with GroupCounts() as counts:
-        clip_grad_norm_(params, 0.5)
-    return counts.calls.total(), sum(n for (_, name), n in counts.calls.items() if name == ALL_REDUCE)
-
-
 def test_tensors_on_several_meshes_are_measured_as_one_vector(run_ranks: RunRanks) -> None:
     run_ranks(4, check_many_meshes)
-
-
-def test_each_mesh_dimension_is_crossed_by_one_all_reduce(run_ranks: RunRanks) -> None:
-    assert run_ranks(4, count_collectives) == [(3, 3)] * 4  # all ranks, ep_shard, ep; seven parameters
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -412,12 +330,9 @@ def check_pipeline(use_engine: bool) -> None:
             assert_equal_tensors(gradients_of(part), gradients_of(reference[index]), rtol=1e-4, atol=1e-7)
 
 
-def test_pipeline_ranks_clip_by_the_norm_of_all_stages(run_ranks: RunRanks) -> None:
-    run_ranks(4, check_pipeline, False)
-
-
-def test_pipeline_ranks_of_the_engine_clip_by_the_norm_of_all_stages(run_ranks: RunRanks) -> None:
-    run_ranks(4, check_pipeline, True)
+@pytest.mark.parametrize("use_engine", [False, True])
+def test_pipeline_ranks_clip_by_the_norm_of_all_stages(run_ranks: RunRanks, use_engine: bool) -> None:
+    run_ranks(4, check_pipeline, use_engine)
 
 
 # ---- what cannot be clipped ------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, reference
-from tests.automodel.training import assert_trained_alike, train
+from tests.automodel.small_models import batch_of, build
+from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
 
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")

@@ -15,13 +15,14 @@ from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError, NotSupportedYetError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, config_of, label_count, reference, token_loss_sum
+from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
 from tests.automodel.training import (
     assert_close,
     assert_trained_alike,
     gradients_of,
     managed,
     parameters_of,
+    reference,
     strategy,
     train,
 )

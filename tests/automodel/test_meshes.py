@@ -27,9 +27,9 @@ from megatron_fsdp.automodel.meshes import (
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, label_count, reference, token_loss_sum
+from tests.automodel.small_models import build
+from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
-from tests.support.parity import assert_equal_tensors
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
@@ -241,7 +241,7 @@ SHARDED_OVER: list[tuple[dict[str, int] | None, tuple[str, ...], list[Any]]] = [
 
 
 def train_sharded_over() -> None:
-    truth, batch, row = reference("llama", steps=1), batch_of(), dist.get_rank()
+    truth = reference("llama", steps=1)
     for sizes, names, ranks in SHARDED_OVER:
         with groups_destroyed():
             mesh = over_copies_and_context() if sizes is None else create_device_mesh(FSDP2, **sizes)[0]
@@ -250,14 +250,7 @@ def train_sharded_over() -> None:
             assert (shards.mesh_dim_names, shards.mesh.tolist()) == (names, ranks)
             model = build("llama")
             shard_by_layers(model, shards, mp_policy=MixedPrecisionPolicy(), offload_policy=None)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            logits = model(input_ids=batch["input_ids"][row : row + 1], use_cache=False).logits
-            (token_loss_sum(logits, batch["labels"][row : row + 1]) * 4 / label_count(batch["labels"])).backward()
-            found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
-            assert_equal_tensors(found, truth.gradients[0], rtol=1e-4, atol=1e-6)
-            optimizer.step()
-            stepped = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
-            assert_equal_tensors(stepped, truth.parameters[0], rtol=1e-4, atol=1e-4)
+            assert_trained_alike(train(model, steps=1), truth)
 
 
 def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does(run_ranks: RunRanks) -> None:

@@ -19,10 +19,19 @@ from megatron_fsdp.automodel import (
     connect_optimizer,
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
-from tests.automodel.small_models import batch_of, build, config_of, reference
+from tests.automodel.small_models import batch_of, build, config_of
 from tests.automodel.test_auto_model import save
 from tests.automodel.test_auto_model_files import image_batch, small_llava
-from tests.automodel.training import STRATEGIES, assert_close, assert_trained_alike, plain_name, strategy, train, whole
+from tests.automodel.training import (
+    STRATEGIES,
+    assert_close,
+    assert_trained_alike,
+    plain_name,
+    reference,
+    strategy,
+    train,
+    whole,
+)
 from tests.conftest import RunRanks
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_fsdp.automodel import AutoModelForCausalLM
-from tests.automodel.small_models import batch_of, label_count, reference, token_loss_sum
+from tests.automodel.small_models import batch_of, label_count, token_loss_sum
 from tests.automodel.test_auto_model import save
-from tests.automodel.training import STRATEGIES, optimizer_of, strategy
+from tests.automodel.training import STRATEGIES, optimizer_of, reference, strategy
 from tests.conftest import RunRanks
 
 

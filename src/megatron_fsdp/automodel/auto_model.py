@@ -48,21 +48,65 @@ transformers: Any = require("transformers", "megatron_fsdp.automodel")
 
 
 @dataclass(frozen=True)
-class _Options:
-    """The arguments of `from_pretrained` beside the model, its config, the strategy and the sizes."""
+class _Arguments:
+    """What both constructors take beside the model and its config."""
 
+    strategy: DistributedConfig | None
+    sizes: ParallelismSizes
+    meshes: tuple[DeviceMesh | None, DeviceMesh | None]
+    setup: DistributedSetup | None
     pipeline_config: PipelineConfig | None
     peft_config: Any
     dtype: torch.dtype | str | None
     attn_implementation: str | None
     prepare_model: Callable[[nn.Module], object] | None
+    device_map: object
+    trust_remote_code: object
     key_mapping: Any = None
     strict: bool = True
+
+    def resolved(self) -> _Arguments:
+        """Put the default strategy, or what the setup says, in its place."""
+        if self.setup is None:
+            return self if self.strategy is not None else replace(self, strategy=FSDP2Config())
+        sizes, setup = ParallelismSizes(**self.setup.sizes), self.setup
+        return replace(self, strategy=setup.config, sizes=sizes, pipeline_config=setup.pipeline_config)
+
+    def check(self) -> None:
+        """Refuse what is said in two ways, what cannot be honoured, and sizes that do not fit."""
+        if self.device_map is not None:
+            raise ConfigurationError(
+                f"device_map={self.device_map!r} puts whole layers on devices, and here every rank holds a part of "
+                "each layer; leave it out, and divide the model by distributed_config and sizes such as tp_size"
+            )
+        if self.trust_remote_code:
+            raise ConfigurationError(
+                f"trust_remote_code={self.trust_remote_code!r}, but code from a model's folder is never run; leave it "
+                "out, and register classes of your own with transformers first (AutoConfig.register, "
+                "AutoModelForCausalLM.register)"
+            )
+        given = [name for name, size in vars(self.sizes).items() if size is not None]
+        others = (self.strategy, self.pipeline_config, *self.meshes)
+        if self.setup is not None and (given or any(other is not None for other in others)):
+            raise ConfigurationError(
+                "distributed_setup stands in place of distributed_config, sizes, meshes and pipeline_config, and some "
+                "of these are given; leave them out, or pass **distributed_setup.arguments() and change that"
+            )
+        if self.meshes != (None, None) and (given or self.meshes[0] is None):
+            raise ConfigurationError(
+                f"device_mesh and moe_mesh stand in place of sizes, and {', '.join(given) or 'moe_mesh alone'} is "
+                "given; give sizes, or device_mesh with the moe_mesh that belongs to it"
+            )
+        resolved = self.resolved()
+        config = check_config(resolved.strategy)
+        if self.meshes[0] is None:
+            resolve_sizes(config, dist.get_world_size(), **vars(resolved.sizes))
 
     def facts(self) -> dict[str, Any]:
         """Return what has to be the same on every rank, but for functions, which cannot be compared."""
         names = ("pipeline_config", "peft_config", "dtype", "attn_implementation", "strict")
-        return {name: getattr(self, name) for name in names}
+        rest = {name: getattr(self, name) for name in names}
+        return {"distributed_config": self.strategy, **vars(self.sizes), "device_mesh": self.meshes, **rest}
 
 
 class _AutoModel:
@@ -142,16 +186,26 @@ class _AutoModel:
         """
 
         def find() -> tuple[Path, Any]:
-            _refuse_foreign(device_map, trust_remote_code)
             found = _find_folder(pretrained_model_name_or_path)
             return found, _config_of(found, config, config_overrides)
 
         sizes = ParallelismSizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
-        ranks = _ranks(distributed_setup, distributed_config, sizes, pipeline_config, (device_mesh, moe_mesh))
-        options = _Options(
-            ranks.pipeline_config, peft_config, dtype, attn_implementation, prepare_model, key_mapping, strict
+        arguments = _Arguments(
+            distributed_config,
+            sizes,
+            (device_mesh, moe_mesh),
+            distributed_setup,
+            pipeline_config,
+            peft_config,
+            dtype,
+            attn_implementation,
+            prepare_model,
+            device_map,
+            trust_remote_code,
+            key_mapping,
+            strict,
         )
-        return cls._make(find, ranks, options)
+        return cls._make(find, arguments)
 
     @classmethod
     def from_config(
@@ -190,32 +244,51 @@ class _AutoModel:
         """
 
         def find() -> tuple[None, Any]:
-            _refuse_foreign(device_map, trust_remote_code)
             is_folder = isinstance(config, str | Path)
             return None, _config_of(_find_folder(config) if is_folder else None, None if is_folder else config, {})
 
         sizes = ParallelismSizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
-        ranks = _ranks(distributed_setup, distributed_config, sizes, pipeline_config, (device_mesh, moe_mesh))
-        options = _Options(ranks.pipeline_config, peft_config, dtype, attn_implementation, prepare_model)
-        return cls._make(find, ranks, options)
+        arguments = _Arguments(
+            distributed_config,
+            sizes,
+            (device_mesh, moe_mesh),
+            distributed_setup,
+            pipeline_config,
+            peft_config,
+            dtype,
+            attn_implementation,
+            prepare_model,
+            device_map,
+            trust_remote_code,
+        )
+        return cls._make(find, arguments)
 
     @classmethod
-    def _make(
-        cls,
-        find: Callable[[], tuple[Path | None, Any]],
-        ranks: _Ranks,
-        options: _Options,
-    ) -> nn.Module | Pipeline:
+    def _make(cls, find: Callable[[], tuple[Path | None, Any]], given: _Arguments) -> nn.Module | Pipeline:
         """Agree on the model over the ranks, and build it: on the meta device, parallel, with its weights."""
-        strategy = ranks.strategy
-        context, folder, config = _agree(ranks, find, options.facts())
-        attention = options.attn_implementation
+        arguments = given.resolved()
+        strategy: Any = arguments.strategy
+        set_up_ranks(str(getattr(strategy, "backend", "gloo")))
+
+        def check() -> tuple[Path | None, Any]:
+            given.check()
+            return find()
+
+        folder, config = together("finding the model", check, facts=canonical_facts(arguments.facts()))
+        of_config = {f"config.{name}": value for name, value in config.to_diff_dict().items()}
+        together("comparing configs", lambda: None, facts=canonical_facts(of_config))
+        mesh, moe_mesh = arguments.meshes
+        if mesh is None:
+            context = MeshContext.build(strategy, arguments.sizes)
+        else:
+            context = MeshContext.from_meshes(strategy, mesh, moe_mesh)
+        attention = arguments.attn_implementation
         more = {} if attention is None else {"attn_implementation": attention}
-        dtype = _resolve_dtype(options.dtype, config, folder)
+        dtype = _resolve_dtype(arguments.dtype, config, folder)
         twin = build_from_config(config, dtype, cls._transformers_class, **more)
         if folder is not None:
             adopt_generation_config(twin, folder)
-        return _fill(twin, strategy, context, options, folder, cls._new_head)
+        return _fill(twin, arguments, context, folder, cls._new_head)
 
 
 class AutoModelForCausalLM(_AutoModel):
@@ -237,65 +310,11 @@ class AutoModelForImageTextToText(_AutoModel):
     _transformers_class = "AutoModelForImageTextToText"
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """What the arguments say about ranks: the strategy, and sizes or meshes; and what contradicts itself there."""
-
-    strategy: DistributedConfig
-    sizes: ParallelismSizes
-    pipeline_config: PipelineConfig | None
-    meshes: tuple[DeviceMesh | None, DeviceMesh | None]
-    problem: str | None = None
-
-    def check(self) -> None:
-        """Refuse contradictions, and sizes that do not fit."""
-        if self.problem is not None:
-            raise ConfigurationError(self.problem)
-        check_config(self.strategy)
-        if self.meshes[0] is None:
-            resolve_sizes(self.strategy, dist.get_world_size(), **vars(self.sizes))
-
-    def context(self) -> MeshContext:
-        """Build the meshes, or describe those that are given."""
-        mesh, moe_mesh = self.meshes
-        if mesh is None:
-            return MeshContext.build(self.strategy, self.sizes)
-        return MeshContext.from_meshes(self.strategy, mesh, moe_mesh)
-
-
-def _ranks(
-    setup: DistributedSetup | None,
-    config: DistributedConfig | None,
-    sizes: ParallelismSizes,
-    pipeline_config: PipelineConfig | None,
-    meshes: tuple[DeviceMesh | None, DeviceMesh | None],
-) -> _Ranks:
-    """Take what is said in one of the ways, and note what is said in two."""
-    given, problem = [name for name, size in vars(sizes).items() if size is not None], None
-    if meshes != (None, None) and (given or meshes[0] is None):
-        problem = (
-            f"device_mesh and moe_mesh stand in place of sizes, and {', '.join(given) or 'moe_mesh alone'} is given; "
-            "give sizes, or device_mesh with the moe_mesh that belongs to it"
-        )
-    if setup is None:
-        return _Ranks(FSDP2Config() if config is None else config, sizes, pipeline_config, meshes, problem)
-    if given or config is not None or pipeline_config is not None or meshes != (None, None):
-        problem = (
-            "distributed_setup stands in place of distributed_config, sizes, meshes and pipeline_config, and some of "
-            "these are given; leave them out, or pass **distributed_setup.arguments() and change that"
-        )
-    return _Ranks(setup.config, ParallelismSizes(**setup.sizes), setup.pipeline_config, meshes, problem)
-
-
 def _fill(
-    twin: nn.Module,
-    strategy: DistributedConfig,
-    context: MeshContext,
-    options: _Options,
-    folder: Path | None,
-    new_head: bool,
+    twin: nn.Module, options: _Arguments, context: MeshContext, folder: Path | None, new_head: bool
 ) -> nn.Module | Pipeline:
     """Make the model parallel that `twin` is on the meta device, and give it its weights; uses the twin up."""
+    strategy: Any = options.strategy
     peft_config = options.peft_config
     if options.pipeline_config is not None and context.sizes.pp == 1:
         raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
@@ -426,25 +445,6 @@ def canonical_text(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-def _agree(
-    ranks: _Ranks,
-    find: Callable[[], tuple[Path | None, Any]],
-    options: Mapping[str, Any],
-) -> tuple[MeshContext, Path | None, Any]:
-    """Check what ranks were given, each by itself and against each other, and then build the meshes; collective."""
-    set_up_ranks(str(getattr(ranks.strategy, "backend", "gloo")))
-
-    def check() -> tuple[Path | None, Any]:
-        ranks.check()
-        return find()
-
-    given = {"distributed_config": ranks.strategy, **vars(ranks.sizes), "device_mesh": ranks.meshes, **options}
-    folder, config = together("finding the model", check, facts=canonical_facts(given))
-    of_config = {f"config.{name}": value for name, value in config.to_diff_dict().items()}
-    together("comparing configs", lambda: None, facts=canonical_facts(of_config))
-    return ranks.context(), folder, config
-
-
 # ---- the model on the meta device ------------------------------------------------------------------------------------
 
 
@@ -466,21 +466,6 @@ def _find_folder(name_or_path: str | Path) -> Path:
             f"{str(name_or_path)!r} is neither a local folder nor in the local cache of the hub; download it first, "
             "since nothing is downloaded here"
         ) from error
-
-
-def _refuse_foreign(device_map: object, trust_remote_code: object) -> None:
-    """Refuse what transformers' own loaders take, and these cannot honour."""
-    if device_map is not None:
-        raise ConfigurationError(
-            f"device_map={device_map!r} puts whole layers on devices, and here every rank holds a part of each layer; "
-            "leave it out, and divide the model by distributed_config and sizes such as tp_size"
-        )
-    if trust_remote_code:
-        raise ConfigurationError(
-            f"trust_remote_code={trust_remote_code!r}, but code from a model's folder is never run; leave it out, "
-            "and register classes of your own with transformers first (AutoConfig.register, "
-            "AutoModelForCausalLM.register)"
-        )
 
 
 def _config_of(folder: Path | None, given: Any, overrides: Mapping[str, Any]) -> Any:

@@ -257,7 +257,16 @@ def check_config(config: object) -> DistributedConfig:
 
 @dataclass(frozen=True)
 class ParallelismSizes:
-    """The sizes that a user gives, by the names of the arguments of `resolve_sizes`; None: left out."""
+    """The sizes that a user gives; None: left out.
+
+    Attributes:
+        dp_size: Data-parallel ranks, copies included; None, 0 or -1: all that the other sizes leave.
+        dp_replicate_size: Copies of the sharded model; `FSDP2Config` only. None: 1, as for those that follow.
+        tp_size: Tensor-parallel ranks.
+        pp_size: Pipeline-parallel ranks; `FSDP2Config` only.
+        cp_size: Context-parallel ranks.
+        ep_size: Expert-parallel ranks; `FSDP2Config` only.
+    """
 
     dp_size: int | None = None
     dp_replicate_size: int | None = None
@@ -322,52 +331,29 @@ class ParallelSizes:
         return self.dp_cp * self.tp * self.pp
 
 
-def _is_size(size: object) -> bool:
-    return size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
-
-
-def resolve_sizes(
-    config: DistributedConfig,
-    world_size: int,
-    *,
-    dp_size: int | None = None,
-    dp_replicate_size: int | None = None,
-    tp_size: int | None = None,
-    pp_size: int | None = None,
-    cp_size: int | None = None,
-    ep_size: int | None = None,
-) -> ParallelSizes:
+def resolve_sizes(config: DistributedConfig, world_size: int, **sizes: int | None) -> ParallelSizes:
     """Check sizes against the strategy and the world, and infer the data-parallel one.
 
     Args:
         config: The strategy.
         world_size: Number of ranks.
-        dp_size: Data-parallel ranks, copies included; None, 0 or -1: all that the other sizes leave.
-        dp_replicate_size: Copies of the sharded model; `FSDP2Config` only. None: 1, as for those that follow.
-        tp_size: See `ParallelSizes`.
-        pp_size: See there; `FSDP2Config` only.
-        cp_size: See there.
-        ep_size: See there; `FSDP2Config` only.
+        sizes: By the names of `ParallelismSizes`.
 
     Raises:
         ParallelSizeError: A size is no positive number, the strategy cannot do it, or they do not multiply to the
             world size; a ValueError and an AssertionError.
         ConfigurationError: The config is none of the three.
+        TypeError: There is no such size.
     """
     check_config(config)
     allowed = next(names for kind, names in _ALLOWED.items() if isinstance(config, kind))
     if world_size < 1:
         raise ParallelSizeError(f"world_size={world_size}; give the number of ranks, 1 or more")
-    given = {
-        "dp_size": None if type(dp_size) is int and dp_size in (0, -1) else dp_size,
-        "dp_replicate_size": dp_replicate_size,
-        "tp_size": tp_size,
-        "pp_size": pp_size,
-        "cp_size": cp_size,
-        "ep_size": ep_size,
-    }
+    given: dict[str, Any] = dict(vars(ParallelismSizes(**sizes)))  # from YAML: not only whole numbers
+    if type(given["dp_size"]) is int and given["dp_size"] in (0, -1):
+        given["dp_size"] = None
     for name, size in given.items():
-        if not _is_size(size):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ParallelSizeError(f"{name}={size!r}; give a whole number of ranks, 1 or more, or leave it out")
         if size not in (None, 1) and name not in allowed:
             raise ParallelSizeError(

@@ -143,7 +143,11 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balanc
         _check(batch, layout)
     except ConfigurationError as found:
         error = found
-    agree(cp_mesh.get_group(), error, [_fact(name, batch[name]) for name in sorted(batch)])
+    facts = [
+        f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
+        for name, values in sorted(batch.items())
+    ]
+    agree(cp_mesh.get_group(), error, facts)
     reference = _reference(batch)
     rows, length = reference.shape[:2]
     whole = {name: values for name, values in batch.items() if name not in ("labels", "attention_mask")}
@@ -208,11 +212,6 @@ def _check_padding(batch: Mapping[str, Tensor]) -> None:
     for name in ("labels", "shift_labels"):
         if name in batch and bool((batch[name][~real] != IGNORED_LABEL).any()):
             raise ConfigurationError(f"{name} has labels where attention_mask is 0; set them to {IGNORED_LABEL} there")
-
-
-def _fact(name: str, values: Tensor) -> str:
-    """Return one line that tells batches apart."""
-    return f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
 
 
 def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balance: bool = True) -> None:

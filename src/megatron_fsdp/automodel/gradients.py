@@ -25,7 +25,8 @@ from megatron_fsdp.optim.grad_norm import Groups, combine_powers, sum_of_powers
 Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
 """What has gradients: a parameter, a model, a pipeline, several of the first two (the parts of a pipeline rank)."""
 
-_DEFERS = "_defers_grad_sync"
+DEFERS = "_defers_grad_sync"
+"""The attribute of a model that says what `FSDP2Config.defer_fsdp_grad_sync` was."""
 
 
 def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
@@ -73,11 +74,6 @@ def reshard_units(model: nn.Module) -> None:
 # ---- accumulation ----------------------------------------------------------------------------------------------------
 
 
-def remember_deferral(model: nn.Module, defers: bool) -> None:
-    """Note on a model what its configuration says, for `accumulation_context`."""
-    setattr(model, _DEFERS, defers)
-
-
 @contextlib.contextmanager
 def accumulation_context(
     model: nn.Module | Pipeline, is_last_microbatch: bool, *, defer_grad_sync: bool | None = None
@@ -100,7 +96,7 @@ def accumulation_context(
             "a Pipeline has all microbatches of a step inside; call model.step(input_ids, labels) once for each "
             "optimizer step"
         )
-    defers = getattr(model, _DEFERS, True) if defer_grad_sync is None else defer_grad_sync
+    defers = getattr(model, DEFERS, True) if defer_grad_sync is None else defer_grad_sync
     reduces = is_last_microbatch or not defers
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(reduces)
@@ -329,17 +325,11 @@ def count_zero_gradients(parts: nn.Module | Pipeline) -> int:
 
 @dataclass(frozen=True)
 class FoundGradients:
-    """Where the gradients of some parameters are.
+    """Where the gradients of some parameters are."""
 
-    Attributes:
-        models: Models of the engine, all of whose parameters are among them.
-        parameters: The others, each once.
-        copies: Of parameters that another rank has: scaled with the others, and not counted again.
-    """
-
-    models: tuple[MegatronFSDP, ...]
-    parameters: tuple[Tensor, ...]
-    copies: tuple[Tensor, ...] = ()
+    models: tuple[MegatronFSDP, ...]  # of the engine, all of whose parameters are among them
+    parameters: tuple[Tensor, ...]  # the others, each once
+    copies: tuple[Tensor, ...] = ()  # of parameters that another rank has: scaled, and not counted again
 
     def scale(self, factor: Tensor | float, foreach: bool | None = None) -> None:
         """Multiply all gradients, in place, by a factor that is the same on every rank."""
@@ -352,11 +342,8 @@ class FoundGradients:
                 alike.setdefault((local.device, local.dtype), []).append(local)
         for (device, _), tensors in alike.items():
             here = factor.to(device) if isinstance(factor, Tensor) else factor
-            if foreach is False:
-                for tensor in tensors:
-                    tensor.mul_(here)
-            else:
-                torch._foreach_mul_(tensors, here)
+            for several in [[tensor] for tensor in tensors] if foreach is False else [tensors]:
+                torch._foreach_mul_(several, here)
 
 
 def gather_gradients(parts: Parts) -> FoundGradients:

@@ -26,7 +26,7 @@ from megatron_fsdp.automodel.forwards import (
     compile_forward,
     run_under_autocast,
 )
-from megatron_fsdp.automodel.gradients import remember_deferral, reshard_units
+from megatron_fsdp.automodel.gradients import DEFERS, reshard_units
 from megatron_fsdp.automodel.meshes import (
     FSDP2_AXES,
     MEGATRON_AXES,
@@ -91,16 +91,6 @@ def shard_by_layers(
     model.register_forward_pre_hook(_make_room_outside_of_inference_mode, prepend=True)
     model.register_forward_hook(_shard_again_without_backward)
     return [[layer for layer in layers if isinstance(layer, FSDPModule)] for layers in lists]
-
-
-def _policy_between_layers(mp_policy: FSDP2Policy, has_autocast: bool) -> FSDP2Policy:
-    """Return the dtypes of layers, where `mp_policy` is that of the whole model."""
-    # Under FSDP2 each unit casts its own outputs. With float32 outputs of the last layer and a head that computes in
-    # bfloat16, the head would fail, so the layers hand on what they compute in; the next one would cast it back anyway.
-    # Under autocast, which makes products fit, they hand on output_dtype: so the residual stream is kept in float32.
-    if has_autocast or mp_policy.output_dtype is None:
-        return mp_policy
-    return dataclasses.replace(mp_policy, output_dtype=mp_policy.param_dtype)
 
 
 def _make_room_outside_of_inference_mode(model: nn.Module, _: Any) -> None:
@@ -209,7 +199,7 @@ class FSDP2Manager:
         if config.autocast_dtype is not None:
             run_under_autocast(model, mesh.device_type, config.autocast_dtype)
         self._shard(model, experts)
-        remember_deferral(model, config.defer_fsdp_grad_sync)
+        setattr(model, DEFERS, config.defer_fsdp_grad_sync)
         return model
 
     def maybe_compile(self, model: nn.Module) -> None:
@@ -235,7 +225,12 @@ class FSDP2Manager:
     def _shard(self, model: nn.Module, experts: list[str]) -> None:
         config = self.config
         assert config.mp_policy is not None  # __post_init__ sets it
-        layer_policy = _policy_between_layers(config.mp_policy, config.autocast_dtype is not None)
+        # Under FSDP2 each unit casts its own outputs. With float32 outputs of the last layer and a head that computes
+        # in bfloat16, the head would fail, so layers hand on what they compute in; the next one would cast it anyway.
+        # Under autocast, which makes products fit, they hand on output_dtype: the residual stream is kept in float32.
+        layer_policy = config.mp_policy
+        if config.autocast_dtype is None and layer_policy.output_dtype is not None:
+            layer_policy = dataclasses.replace(layer_policy, output_dtype=layer_policy.param_dtype)
         reshards = config.reshard_after_forward
         if reshards is None and self.device_mesh["pp"].size() > 1:
             reshards = False
@@ -260,6 +255,20 @@ class FSDP2Manager:
         if config.enable_fsdp2_prefetch:
             for units in lists:
                 _chain_prefetches(units, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+
+
+_SAME_NAME = (
+    "zero_dp_strategy",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "average_in_collective",
+    "disable_bucketing",
+    "calculate_per_token_loss",
+    "keep_fp8_transpose_cache",
+    "nccl_ub",
+    "fsdp_double_buffer",
+)
+"""Fields that `fully_shard_model` takes by the same name."""
 
 
 class MegatronFSDPManager:
@@ -318,9 +327,7 @@ class MegatronFSDPManager:
             checkpoint_mlps(model)
         elif self.config.activation_checkpointing:
             checkpoint_layers(model, is_selective=self.config.activation_checkpointing == "selective")
-        arguments = dict(self.engine_arguments())
-        if leaves_empty:
-            arguments["init_model_with_meta_device"] = EMPTY
+        arguments = {**self.engine_arguments(), **({"init_model_with_meta_device": EMPTY} if leaves_empty else {})}
         if optimizer is None:
             return fully_shard_model(model, **arguments), None
         return fully_shard(model, optimizer, **arguments)
@@ -338,18 +345,10 @@ class MegatronFSDPManager:
             "dp_shard_dim": get_megatron_dp_axis(self.device_mesh),
             "tp_dim": "tp",
             "fsdp_unit_modules": config.megatron_fsdp_unit_modules,
-            "zero_dp_strategy": config.zero_dp_strategy,
             "init_model_with_meta_device": config.init_fsdp_with_meta_device,
             "mixed_precision_policy": policy,
-            "overlap_grad_reduce": config.overlap_grad_reduce,
-            "overlap_param_gather": config.overlap_param_gather,
             "report_nan_in_param_grad": config.check_for_nan_in_grad,
-            "average_in_collective": config.average_in_collective,
-            "disable_bucketing": config.disable_bucketing,
-            "calculate_per_token_loss": config.calculate_per_token_loss,
-            "keep_fp8_transpose_cache": config.keep_fp8_transpose_cache,
-            "nccl_ub": config.nccl_ub,
-            "fsdp_double_buffer": config.fsdp_double_buffer,
+            **{name: getattr(config, name) for name in _SAME_NAME},
         }
 
 

@@ -7,13 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from megatron_fsdp.automodel import FSDP2Config
 from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline, build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from megatron_fsdp.errors import ConfigurationError
-from tests.automodel.pipeline_parallel.runs import CPU
+from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
+from tests.automodel.training import managed, reference
 from tests.conftest import RunRanks
+from tests.support.op_counts import OpCounts
+
+CPU = torch.device("cpu")
 
 
 def pipeline_of(
@@ -171,6 +177,29 @@ def run_scenarios() -> list[str]:
 def test_steps_with_all_kinds_of_inputs_equal_one_process(run_ranks: RunRanks) -> None:
     names = [scenario.__name__ for scenario in SCENARIOS]
     assert run_ranks(2, run_scenarios) == [names, names]
+
+
+def count_sharded() -> list[tuple[Any, ...]]:
+    """Gathers, reductions, error of the loss and dtypes of a step of stages in bfloat16, with two and four rows."""
+    with groups_destroyed():
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
+        pipeline = managed(FSDP2Config(backend="gloo", mp_policy=policy), build("llama"), pp_size=2)
+        found: list[tuple[Any, ...]] = []
+        for rows in (2, 4):  # the same on all ranks
+            with OpCounts(num_ranks=2) as counts:
+                loss = pipeline.step(**batch_of(rows)).item()
+            received = pipeline.stages[0].args_recv_info[0][0].buffer
+            sent = counts.collectives
+            error = abs(loss / reference("llama", steps=1, rows=rows).losses[0] - 1)
+            gradients = {param.grad.dtype for param in pipeline.parameters() if param.grad is not None}
+            found.append((sent.gathers, sent.reductions, error < 2e-2, getattr(received, "dtype", None), gradients))
+        return found
+
+
+def test_sharded_stages_gather_and_reduce_each_unit_once_in_a_step(run_ranks: RunRanks) -> None:
+    for rank, found in enumerate(run_ranks(4, count_sharded)):
+        sent = None if rank < 2 else torch.bfloat16
+        assert found == [(3, 3, True, sent, {torch.float32})] * 2  # two layers and the rest
 
 
 def message_of(call: Any, *args: Any, **kwargs: Any) -> str:

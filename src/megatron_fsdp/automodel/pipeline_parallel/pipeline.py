@@ -122,23 +122,19 @@ class Pipeline:
         Raises:
             ConfigurationError: Inputs do not fit, or differ between the ranks of the pipeline.
         """
-        inputs = self._take(input_ids, labels, per_token, ("step", num_label_tokens, dp_size))
-        if inputs.labels is None:
-            raise ConfigurationError("a training step needs labels or shift_labels on every rank of the pipeline")
+        inputs, target = self._take_labelled(input_ids, labels, per_token, ("step", num_label_tokens, dp_size))
         rows = input_ids.shape[0]
         if self.config.pp_batch_size not in (1, rows):
             raise ConfigurationError(
                 f"a step was given {rows} rows but pp_batch_size={self.config.pp_batch_size}; give that many, or set "
                 "pp_batch_size=1 to allow any number"
             )
-        self._loss.factor = self._factor(inputs.labels, num_label_tokens, dp_size)
+        self._loss.factor = self._factor(target, num_label_tokens, dp_size)
         losses: list[Tensor] = []
         self._prepare(inputs)
         if self._tied_end is not None:
             self._tied_end.before_step()
-        self.schedule.step(
-            *self._root(inputs), target=inputs.labels, losses=losses, return_outputs=False, **inputs.per_token
-        )
+        self.schedule.step(*self._root(inputs), target=target, losses=losses, return_outputs=False, **inputs.per_token)
         if self.finish_gradients is not None:
             self.finish_gradients()
         if self._tied_end is not None:
@@ -155,14 +151,10 @@ class Pipeline:
         **per_token: Any,
     ) -> Tensor:
         """Return the loss of `step` without gradients; arguments, result and errors are those of `step`."""
-        inputs = self._take(input_ids, labels, per_token, ("eval_step", num_label_tokens, dp_size))
-        if inputs.labels is None:
-            raise ConfigurationError(
-                "eval_step needs labels or shift_labels on every rank of the pipeline; see forward"
-            )
-        self._loss.factor = self._factor(inputs.labels, num_label_tokens, dp_size)
+        inputs, target = self._take_labelled(input_ids, labels, per_token, ("eval_step", num_label_tokens, dp_size))
+        self._loss.factor = self._factor(target, num_label_tokens, dp_size)
         losses: list[Tensor] = []
-        self._evaluate(inputs, inputs.labels, losses, return_outputs=False)
+        self._evaluate(inputs, target, losses, return_outputs=False)
         return self._total(losses)
 
     def forward(self, input_ids: Tensor, **per_token: Any) -> Tensor | None:
@@ -246,6 +238,16 @@ class Pipeline:
         assert inputs is not None
         check_call(self.parts[0], inputs.per_token)
         return inputs
+
+    def _take_labelled(
+        self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
+    ) -> tuple[StepInputs, Tensor]:
+        inputs = self._take(input_ids, labels, per_token, call)
+        if inputs.labels is None:
+            raise ConfigurationError(
+                f"{call[0]} needs labels or shift_labels on every rank of the pipeline; without them, see forward"
+            )
+        return inputs, inputs.labels
 
     def _factor(self, labels: Tensor, num_label_tokens: int | None, dp_size: int) -> Tensor | float:
         if self.config.scale_grads_in_schedule:
@@ -405,24 +407,18 @@ class StepInputs:
     def facts(self, call: tuple[Any, ...]) -> list[str]:
         """Describe what has to be the same on all ranks of a pipeline, `call` included, one line each."""
         others = [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(self.per_token.items())]
-        seen = [f"input_ids of shape {tuple(self.input_ids.shape)}", f"tokens with the checksum {_sum(self.input_ids)}"]
-        labels = "no labels" if self.labels is None else f"labels with the checksum {_sum(self.labels)}"
-        return [*seen, labels, f"other arguments {others} in {call}"]
-
-
-def _sum(ids: Tensor) -> int:
-    """Compute a checksum of integers that depends on their order."""
-    return int(fingerprint(ids))
+        return [
+            f"input_ids of shape {tuple(self.input_ids.shape)}",
+            f"tokens with the checksum {int(fingerprint(self.input_ids))}",
+            "no labels" if self.labels is None else f"labels with the checksum {int(fingerprint(self.labels))}",
+            f"other arguments {others} in {call}",
+        ]
 
 
 def _take_inputs(
     input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], vocabulary: int | None
 ) -> StepInputs:
-    """Check the inputs of a step and shift the labels.
-
-    Raises:
-        ConfigurationError: Shapes or tokens do not fit, something is no tensor, or there are two kinds of labels.
-    """
+    """Check the inputs of a step and shift the labels."""
     others = {name: value for name, value in per_token.items() if value is not None}
     shifted = others.pop("shift_labels", None)
     if input_ids.ndim != 2:
@@ -459,12 +455,7 @@ def _take_inputs(
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum the cross entropies in float32 over the counted labels.
-
-    Args:
-        logits: (rows, sequence, vocabulary).
-        labels: Of the same positions, (rows, sequence).
-    """
+    """Sum the cross entropies in float32 over the counted labels, (rows, sequence), of the same positions."""
     return nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
@@ -476,9 +467,6 @@ class MicrobatchLoss:
     With the factor dp_size / (label tokens of all data-parallel ranks) the gradients of a step, averaged over the
     data-parallel ranks, are those of the mean over all label tokens, however unevenly these lie over microbatches and
     ranks. A mean of means would be another number.
-
-    Args:
-        loss_fn: (logits, labels of the same positions) -> scalar; None: `cross_entropy_sum`.
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor] | None) -> None:

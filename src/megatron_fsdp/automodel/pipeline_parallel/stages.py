@@ -45,15 +45,9 @@ class StageForward:
     _stage_layers: str
 
     def forward(self, inputs: Tensor, **per_token: Any) -> Tensor:
-        """Run one microbatch through this stage.
+        """Run one microbatch through this stage: from token ids in the first one, to logits in the last one.
 
-        Args:
-            inputs: Token ids (microbatch, sequence) in the first stage, else hidden states (microbatch, sequence,
-                hidden).
-            per_token: What the model takes besides: attention_mask, position_ids, ...
-
-        Returns:
-            Hidden states (microbatch, sequence, hidden); logits (microbatch, sequence, vocabulary) in the last stage.
+        In between travel hidden states, (microbatch, sequence, hidden). `per_token`: attention_mask, position_ids, ...
         """
         model: Any = self
         base = model.base_model
@@ -213,17 +207,12 @@ class StageRun:
 
 
 class StageLayers(nn.ModuleDict):
-    """The layers of one stage under their indices in the whole model: a ModuleDict.
+    """The layers `start` to `stop` of a whole model, under their indices there.
 
     In `standing_in`, and only there, it iterates as the whole list does: forwards of transformers count layers and look
     up their kinds (full or sliding attention) by the index. The first layer here is then given what the stage before
     has sent, whatever the model has made of its inputs until then (scaled embeddings, dropout), and what the last one
     gives is kept.
-
-    Args:
-        layers: Of the whole model.
-        start: First layer of the stage.
-        stop: One past the last.
     """
 
     def __init__(self, layers: Sequence[nn.Module], start: int, stop: int) -> None:
@@ -256,8 +245,8 @@ class StageLayers(nn.ModuleDict):
         slots: dict[int, Any] = {**self._absent}
         for index in range(self._start, self._stop):
             layer = super().__getitem__(str(index))
-            at_end = index == self._start or index == self._stop - 1
-            slots[index] = _EndLayer(layer, run, index == self._start, index == self._stop - 1) if at_end else layer
+            is_first, is_last = index == self._start, index == self._stop - 1
+            slots[index] = _EndLayer(layer, run, is_first, is_last) if is_first or is_last else layer
         return [slots[index] for index in sorted(slots)]
 
 
@@ -284,24 +273,16 @@ class DecoderStage(PipelineStage):
 
     Torch would otherwise find out shapes by running a microbatch forward and backward, for each new sequence length,
     and forget the gradients accumulated so far.
-
-    Args:
-        part: What `cut_stage` gave.
-        place: (index of the stage, number of stages).
-        hidden: What stages send, (microbatch, sequence, hidden), on the meta device.
-        vocabulary: Size of the logits.
-        device: Of the stage.
-        group: Of the pipeline.
     """
 
     def __init__(
         self,
-        part: nn.Module,
-        place: tuple[int, int],
-        hidden: Tensor,
+        part: nn.Module,  # what `cut_stage` gave
+        place: tuple[int, int],  # index of the stage, number of stages
+        hidden: Tensor,  # what stages send, (microbatch, sequence, hidden), on the meta device
         vocabulary: int,
         device: torch.device,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup,  # of the pipeline
     ) -> None:
         index, num_stages = place
         tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")

@@ -20,20 +20,13 @@ class TiedEnd:
 
     Both ranks add up the gradients of both copies, so optimizers make the same updates of them. The sum of two numbers
     is the same in either order: copies stay equal bit for bit.
-
-    Attributes:
-        part: The stage that has the copy.
-        name: Of the parameter in it.
-        group: Of the pipeline.
-        peer: Rank in the group that has the other copy.
-        is_source: This is the input embeddings, whose values lead.
     """
 
-    part: nn.Module
-    name: str
-    group: dist.ProcessGroup
-    peer: int
-    is_source: bool
+    part: nn.Module  # the stage that has the copy
+    name: str  # of the parameter in it
+    group: dist.ProcessGroup  # of the pipeline
+    peer: int  # rank in the group that has the other copy
+    is_source: bool  # this is the input embeddings, whose values lead
     _kept: Tensor | None = field(default=None, init=False)
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megatron_fsdp.automodel.architecture import text_config
@@ -93,7 +93,7 @@ def parallelize_tensors(
     _make_rest_whole(model, {base.get_submodule(name) for name in steps}, tp_mesh)
     ties.restore(base)
     _restore_attributes(model, attributes)
-    _compare_first_forward(model, tp_mesh)
+    model.register_forward_pre_hook(_FirstForward(tp_mesh), with_kwargs=True)
     if chosen.is_given:
         _count_own_heads(base, styles, tp_mesh.size())
     if region is not None:
@@ -155,10 +155,7 @@ def _apply(model: nn.Module, steps: Steps, matched: MatchedPlan, mesh: DeviceMes
     for name, (style, scatters) in steps.items():
         module = model.get_submodule(name)
         found: ParallelStyle
-        placements = {
-            key: parameter_placement(of_key, module._parameters[key].ndim)  # type: ignore[union-attr] # it was matched
-            for key, of_key in own.pop(name, {}).items()
-        }
+        placements = _placements(module, own.pop(name, {}))
         if not isinstance(style, str):
             found = copy.copy(style)  # since applying changes a style
         elif isinstance(module, nn.Embedding):
@@ -169,17 +166,10 @@ def _apply(model: nn.Module, steps: Steps, matched: MatchedPlan, mesh: DeviceMes
             found = other_style(style, module, placements, text_config(model))
         parallelize_module(module, mesh, found, src_data_rank=None)
     for owner, keys in own.items():  # no style says how the module uses them: stored in parts, and used whole
-        _store_in_parts(model.get_submodule(owner), keys, mesh)
-
-
-def _store_in_parts(module: nn.Module, keys: Mapping[str, str], mesh: DeviceMesh) -> None:
-    placements = {
-        key: parameter_placement(style, module._parameters[key].ndim)  # type: ignore[union-attr] # it was matched
-        for key, style in keys.items()
-        if style not in NOT_DIVIDED
-    }
-    if placements:
-        parallelize_module(module, mesh, LocalParts(placements, whole=True), src_data_rank=None)
+        module = model.get_submodule(owner)
+        stored = _placements(module, {key: style for key, style in keys.items() if style not in NOT_DIVIDED})
+        if stored:
+            parallelize_module(module, mesh, LocalParts(stored, whole=True), src_data_rank=None)
 
 
 def _make_rest_whole(model: nn.Module, planned: set[nn.Module], mesh: DeviceMesh) -> None:
@@ -188,6 +178,11 @@ def _make_rest_whole(model: nn.Module, planned: set[nn.Module], mesh: DeviceMesh
         for use in uses:
             place(module.get_submodule(use.path), use.name, mesh, Replicate())
         use_plain_tensors(module, uses)
+
+
+def _placements(module: nn.Module, styles: Mapping[str, str]) -> dict[str, Placement]:
+    params: dict[str, Any] = module._parameters
+    return {key: parameter_placement(style, params[key].ndim) for key, style in styles.items()}
 
 
 def _count_own_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ranks: int) -> None:
@@ -241,18 +236,13 @@ def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> bool:
     return True
 
 
-def _compare_first_forward(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Let the first forward with gradients compare inputs, and where there is dropout random states, over the ranks.
+class _FirstForward:
+    """A hook that compares inputs, and where there is dropout random states, over the ranks; only the first time.
 
     Activations of ranks with different batches would be put together from different rows, and after different random
     numbers replicated weights would drift apart, with a loss that looks the same on all ranks. The usual cause is a
     sampler or a seed by the global rank.
     """
-    model.register_forward_pre_hook(_FirstForward(tp_mesh), with_kwargs=True)
-
-
-class _FirstForward:
-    """The hook; later forwards pass it by."""
 
     def __init__(self, tp_mesh: DeviceMesh) -> None:
         self._mesh = tp_mesh

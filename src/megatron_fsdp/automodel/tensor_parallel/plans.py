@@ -83,7 +83,14 @@ def _checked(plan: object, where: str) -> Plan:
             f"{where} {plan!r:.80}; a tensor-parallel plan is a dict, not empty, from names of modules to styles"
         )
     for key, style in plan.items():
-        check_style_name(key, style)
+        if isinstance(style, ParallelStyle) or (isinstance(style, str) and style in STYLE_NAMES):
+            continue
+        nearest = difflib.get_close_matches(str(style), sorted(STYLE_NAMES), n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ConfigurationError(
+            f"the tensor-parallel plan gives {key!r} the style {style!r}; {hint}allowed are a ParallelStyle of torch "
+            f"and the names {', '.join(sorted(STYLE_NAMES))}"
+        )
     return plan
 
 
@@ -102,7 +109,7 @@ def match_plan(model: nn.Module, plan: ChosenPlan) -> MatchedPlan:
     chosen: dict[str, str] = {}
     for key in plan.entries:
         named = [name for name in (*modules, *parameters) if _names(key, name)]
-        if not named and plan.is_given and not _was_taken_out(model, key):
+        if not named and plan.is_given and not any(_names(key, name) for name in _empty_places(model)):
             raise ConfigurationError(_names_nothing(key, modules))
         for name in named:
             chosen[name] = _more_special(name, key, chosen.get(name), plan)
@@ -139,12 +146,8 @@ def _more_special(name: str, key: str, other: str | None, plan: ChosenPlan) -> s
     return min(key, other, key=lambda entry: entry.count("*"))
 
 
-def _was_taken_out(model: nn.Module, key: str) -> bool:
-    """Tell whether the entry names a module whose place is kept but empty, as in a pipeline stage."""
-    return any(_names(key, name) for name in _empty_places(model))
-
-
 def _empty_places(model: nn.Module) -> Iterator[str]:
+    """Yield the names of modules and parameters that were taken out, as in a pipeline stage."""
     for name, part in model.named_modules():
         for child, value in (*part._modules.items(), *part._parameters.items()):
             if value is None:
@@ -156,18 +159,6 @@ def _names_nothing(key: str, modules: list[str]) -> str:
     nearest = difflib.get_close_matches(key, sorted(generic), n=3)
     hint = f"the nearest names are {', '.join(nearest)}" if nearest else f"names are like {sorted(generic)[-1]}"
     return f"the tensor-parallel plan has {key!r}, which names no module of this model; {hint}"
-
-
-def check_style_name(key: str, style: object) -> None:
-    """Refuse what is neither a style of torch nor a known name."""
-    if isinstance(style, ParallelStyle) or (isinstance(style, str) and style in STYLE_NAMES):
-        return
-    nearest = difflib.get_close_matches(str(style), sorted(STYLE_NAMES), n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise ConfigurationError(
-        f"the tensor-parallel plan gives {key!r} the style {style!r}; {hint}allowed are a ParallelStyle of torch and "
-        f"the names {', '.join(sorted(STYLE_NAMES))}"
-    )
 
 
 def linear_style(name: str, splits_tokens: bool) -> ParallelStyle:
@@ -271,15 +262,12 @@ def check_module(name: str, module: nn.Module, style: str, ranks: int) -> None:
     elif style in LINEAR:
         if not isinstance(module, nn.Linear):
             raise _wrong_kind(name, module, style, "an nn.Linear or nn.Embedding")
+        what = "out_features" if style in COLWISE else "in_features"
+        width = getattr(module, what)
         if style.startswith("packed"):
-            width, what = (
-                (module.out_features, "out_features") if style in COLWISE else (module.in_features, "in_features")
-            )
             _check_even(f"half of {name} ({what})", width // 2, ranks)
-        elif style == "colwise":
-            _check_even(f"{name} (out_features)", module.out_features, ranks)
-        elif style == "rowwise":
-            _check_even(f"{name} (in_features)", module.in_features, ranks)
+        elif style in ("colwise", "rowwise"):
+            _check_even(f"{name} ({what})", width, ranks)
 
 
 def check_parameter(name: str, param: nn.Parameter, style: str, ranks: int) -> None:

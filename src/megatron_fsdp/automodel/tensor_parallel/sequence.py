@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type
@@ -99,30 +100,23 @@ def _kind(part: nn.Module, styles: list[str]) -> str | None:
 def split_tokens(model: nn.Module, region: SequenceRegion, mesh: DeviceMesh) -> None:
     """Install the cuts and gathers of a region."""
     layers = region.layers.modules()
-    layers[0].register_forward_pre_hook(_cut_input(mesh), with_kwargs=True)
+    layers[0].register_forward_pre_hook(_on_input(partial(_cut, mesh=mesh)), with_kwargs=True)
     layers[-1].register_forward_hook(_on_output(lambda tensor: not_a_view(gather_tokens(tensor, mesh, Replicate()))))
-    for name in region.scattering:
-        model.get_submodule(name).register_forward_pre_hook(_gather_input(mesh, Partial()), with_kwargs=True)
+    for names, gradient in ((region.scattering, Partial()), (region.whole, Replicate())):
+        gather = _on_input(partial(gather_tokens, mesh=mesh, gradient=gradient))
+        for name in names:
+            model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     for name in region.whole:
-        block = model.get_submodule(name)
-        block.register_forward_pre_hook(_gather_input(mesh, Replicate()), with_kwargs=True)
-        block.register_forward_hook(_on_output(lambda tensor: own_tokens(tensor, mesh)))
+        model.get_submodule(name).register_forward_hook(_on_output(partial(own_tokens, mesh=mesh)))
 
 
-def _cut_input(mesh: DeviceMesh) -> Any:
-    def cut(tensor: Tensor) -> Tensor:
-        if tensor.shape[SEQUENCE_DIM] % mesh.size():
-            raise ParallelSizeError(
-                f"the batch has {tensor.shape[SEQUENCE_DIM]} tokens in a row, which {mesh.size()} tensor-parallel "
-                "ranks cannot share evenly under sequence parallelism; pad rows to a multiple of that"
-            )
-        return own_tokens(tensor, mesh)
-
-    return _on_input(cut)
-
-
-def _gather_input(mesh: DeviceMesh, gradient: Placement) -> Any:
-    return _on_input(lambda tensor: gather_tokens(tensor, mesh, gradient))
+def _cut(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    if tensor.shape[SEQUENCE_DIM] % mesh.size():
+        raise ParallelSizeError(
+            f"the batch has {tensor.shape[SEQUENCE_DIM]} tokens in a row, which {mesh.size()} tensor-parallel ranks "
+            "cannot share evenly under sequence parallelism; pad rows to a multiple of that"
+        )
+    return own_tokens(tensor, mesh)
 
 
 def _on_input(change: Any) -> Any:

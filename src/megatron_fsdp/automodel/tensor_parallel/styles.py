@@ -271,7 +271,7 @@ class LocalParts(ParallelStyle):
         if self._sums:
             if self._placements:
                 module.register_forward_pre_hook(_sum_input_gradients(device_mesh), with_kwargs=True)
-            module.register_forward_hook(_sum_output(device_mesh))
+            module.register_forward_hook(lambda _module, _args, output: summed(output, device_mesh))
         return module
 
 
@@ -304,13 +304,6 @@ def _sum_input_gradients(mesh: DeviceMesh) -> Callable[..., Any]:
             return with_summed_gradient(value, mesh) if is_activation else value
 
         return tuple(map(shared, args)), {name: shared(value) for name, value in kwargs.items()}
-
-    return hook
-
-
-def _sum_output(mesh: DeviceMesh) -> Callable[..., Any]:
-    def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return summed(output, mesh)
 
     return hook
 

@@ -1,0 +1,281 @@
+"""Any strategy on any mesh trains as one process does: losses, logits, norms, every gradient and two updates."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig
+from megatron_fsdp.automodel.context_parallel import enable_context_parallel
+from tests.automodel.process_groups import groups_destroyed
+from tests.automodel.small_models import FAMILIES, build
+from tests.automodel.training import (
+    assert_close,
+    assert_trained_alike,
+    managed,
+    parameters_of,
+    reference,
+    strategy,
+    train,
+)
+from tests.conftest import RunRanks
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to divide a model.
+
+    Attributes:
+        kind: Of the model, a key of `FAMILIES`.
+        sizes: As `from_pretrained` takes them.
+        name: Of the strategy.
+        fields: Of its config.
+        changes: Of the model's config.
+        pipeline: Its options.
+        rows: Of the batch; or of each data-parallel rank.
+        edit: Changes the whole model in place before it is divided.
+        load_balance: As of `enable_context_parallel`.
+        loss_inside: The model computes the loss, in place of the loop.
+    """
+
+    kind: str
+    sizes: dict[str, int]
+    name: str = "fsdp2"
+    fields: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+    pipeline: PipelineConfig | None = None
+    rows: Any = 4
+    edit: Callable[[Any], None] | None = None
+    load_balance: bool = True
+    loss_inside: bool = False
+
+    def expected(self) -> Any:
+        """What one process computes."""
+        rows = self.rows if isinstance(self.rows, int) else sum(self.rows)
+        return reference(self.kind, steps=2, rows=rows, changes=self.changes, edit=self.edit)
+
+
+def check(cases: list[Case]) -> None:
+    for case in cases:
+        with groups_destroyed(), ExitStack() as patches:
+            if not case.load_balance:
+                name = "megatron_fsdp.automodel.managers.enable_context_parallel"
+                patch = patches.enter_context(pytest.MonkeyPatch.context())
+                patch.setattr(name, partial(enable_context_parallel, load_balance=False))
+            model = build(case.kind, **case.changes)
+            if case.edit is not None:
+                case.edit(model)
+            sharded = managed(strategy(case.name, **case.fields), model, case.pipeline, **case.sizes)
+            try:
+                assert_trained_alike(train(sharded, rows=case.rows, loss_inside=case.loss_inside), case.expected())
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from None
+
+
+ENGINE = "megatron_fsdp"
+TWO_LAYERS = {"num_hidden_layers": 2}
+UNTIED = {"tie_word_embeddings": False}
+SOFTCAP = {"attn_logit_softcapping": 1.0}
+"""So low that scores bend."""
+
+DIVISIBLE = tuple(kind for kind in FAMILIES if kind != "gpt2")  # for gpt2 transformers has no plan
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+
+
+def tensors(kind: str, size: int = 2, names: tuple[str, ...] = ("fsdp2",), **changes: Any) -> list[Case]:
+    """Tensor parallelism without and with sequence parallelism."""
+    return [
+        Case(kind, {"tp_size": size}, name, {"sequence_parallel": splits}, {**TWO_LAYERS, **changes})
+        for name in names
+        for splits in (False, True)
+    ]
+
+
+def experts(kind: str, size: int = 2, changes: dict[str, Any] | None = None, **options: Any) -> Case:
+    return Case(kind, {"ep_size": size}, changes={**TWO_LAYERS, **(changes or {})}, **options)
+
+
+def sequences(kind: str, size: int = 2, **options: Any) -> Case:
+    return Case(kind, {"cp_size": size}, **options)
+
+
+def stages(kind: str, schedule: str = "1f1b", microbatch_size: int = 1, size: int = 2, **options: Any) -> Case:
+    return Case(kind, {"pp_size": size}, pipeline=PipelineConfig(schedule, microbatch_size), **options)
+
+
+def only_experts_of_the_first_rank(model: Any) -> None:
+    """Of DeepSeek's two groups of two experts the first is always chosen: that of rank 0 of 2."""
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias[:2] = 10.0
+
+
+def never_the_last_expert(model: Any) -> None:
+    """The last expert has no tokens; the other one of its rank may have some."""
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias[3] = -10.0
+
+
+def eager(model: Any) -> None:
+    """Expert after expert, which is not what transformers does by default."""
+    model.config._experts_implementation = "eager"
+
+
+def eager_on_the_first_rank_only(model: Any) -> None:
+    """Computed expert after expert, weights without tokens have no gradient, not even zeros."""
+    only_experts_of_the_first_rank(model)
+    eager(model)
+
+
+def frozen_first_weight(model: Any) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_("gate_up_proj" not in name)
+
+
+def recomputed_by_transformers(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": True})
+
+
+UNUSED = {only_experts_of_the_first_rank: [2, 3], eager_on_the_first_rank_only: [2, 3], never_the_last_expert: [3]}
+"""Experts without tokens, by what was edited."""
+
+EDGES_OF_EXPERTS = [
+    experts("qwen3_moe", rows=(3, 1)),
+    experts("mixtral", fields={"activation_checkpointing": True}),
+    experts("mixtral", edit=recomputed_by_transformers),
+    experts("deepseek_v3", edit=only_experts_of_the_first_rank),
+    experts("deepseek_v3", edit=eager_on_the_first_rank_only, fields={"activation_checkpointing": True}),
+    experts("deepseek_v3", changes={"topk_group": 2}, edit=never_the_last_expert),
+    experts("mixtral", edit=eager),
+    experts("qwen2_moe", edit=frozen_first_weight),
+]
+ALL_SEQUENCES = [
+    *map(sequences, ("llama", "llama_gqa", "qwen3", "mistral", "phi", "qwen3_moe", "deepseek_v3")),
+    *(sequences(kind, load_balance=False) for kind in ("llama_gqa", "mistral", "deepseek_v3")),
+    *(sequences("gemma2", changes=SOFTCAP, load_balance=balanced) for balanced in (True, False)),
+]
+
+TABLE: dict[str, tuple[int, list[Case]]] = {
+    **{f"tensors-{kind}": (2, tensors(kind)) for kind in DIVISIBLE},
+    **{f"tensors-{kind}-4": (4, tensors(kind, 4)) for kind in ("llama", "gemma3", "olmo2", "mixtral", "deepseek_v3")},
+    **{
+        f"tensors-{kind}-sharded": (4, tensors(kind, 2, ("fsdp2", ENGINE)))
+        for kind in ("qwen3", "gemma3", "qwen3_moe", "llama_gqa", "olmo2")
+    },
+    "tensors-uneven": (2, tensors("llama", vocab_size=97)),
+    "tensors-uneven-sharded": (4, tensors("llama_tied", 2, ("fsdp2", ENGINE), vocab_size=97)),
+    **{f"experts-{kind}": (2, [experts(kind)]) for kind in MIXTURES},
+    **{f"experts-{kind}-4": (4, [experts(kind, 4), experts(kind, 2)]) for kind in MIXTURES},
+    "experts-edges": (2, EDGES_OF_EXPERTS),
+    "experts-slices": (4, [experts("qwen3_moe", changes={"num_experts": 6})]),  # 3 are not shared out whole to 2 ranks
+    "sequences": (2, ALL_SEQUENCES),
+    "sequences-4": (4, [sequences("gemma2", 4, changes=SOFTCAP)]),
+    "sequences-sharded": (4, [sequences("llama_gqa"), sequences("llama_gqa", name=ENGINE)]),
+    "sequences-recomputed": (
+        2,
+        [
+            sequences("mistral", name=ENGINE, fields={"activation_checkpointing": "full"}),
+            sequences("mistral", fields={"activation_checkpointing": True}, load_balance=False),
+        ],
+    ),
+    "sequences-own-loss": (
+        2,
+        [sequences("qwen3", loss_inside=True), sequences("llama_gqa", name=ENGINE, loss_inside=True)],
+    ),
+    "stages": (
+        2,
+        [
+            stages("qwen3_moe", microbatch_size=2),
+            stages("gemma3"),  # tied
+            stages("llama", "gpipe", 4),
+            stages("gemma3", "interleaved1f1b", changes=UNTIED),
+            stages("llama", "loopedbfs"),
+        ],
+    ),
+    "stages-families": (
+        2,
+        [
+            stages("llama_gqa"),
+            stages("mistral"),
+            stages("gemma2", changes=UNTIED),
+            stages("granite", changes={"embedding_multiplier": 3.0}),
+            stages("phi"),
+            stages("gpt2", changes=UNTIED),
+            stages("deepseek_v3"),
+        ],
+    ),
+    "stages-4": (4, [stages("llama", size=4), stages("gemma2", size=4), stages("mixtral", "gpipe", 2, 4)]),
+    "stages-sharded": (
+        4,
+        [
+            stages("llama_gqa"),
+            stages("qwen3_moe", fields={"reshard_after_forward": True}),
+            stages("gemma3", "interleaved1f1b"),
+            stages("llama", "gpipe"),
+            stages("llama", "loopedbfs", fields={"reshard_after_forward": True}),
+        ],
+    ),
+    "copies": (4, [Case("llama", {"dp_replicate_size": 2})]),
+}
+"""Name -> number of ranks, and what is trained on them one after another."""
+
+SHORT = [
+    "tensors-phi",
+    "tensors-uneven-sharded",
+    "experts-qwen2_moe",
+    "experts-slices",
+    "sequences-4",
+    "sequences-own-loss",
+    "stages",
+]
+
+
+@pytest.mark.full(short=SHORT)
+@pytest.mark.parametrize(("ranks", "cases"), TABLE.values(), ids=TABLE)
+def test_ranks_train_as_one_process(run_ranks: RunRanks, ranks: int, cases: list[Case]) -> None:
+    for case in cases:
+        if case.edit in UNUSED:
+            gradient = case.expected().gradients[0]["model.layers.1.mlp.experts.down_proj"]
+            assert [e for e in range(4) if not gradient[e].any()] == UNUSED[case.edit]
+    run_ranks(ranks, check, cases, timeout_s=300.0)
+
+
+FILES: dict[str, tuple[int, Case]] = {
+    "tensors": (2, Case("gemma3", {"tp_size": 2}, fields={"sequence_parallel": True})),
+    "tensors-engine": (2, Case("olmo2", {"tp_size": 2}, ENGINE)),
+    "tensors-sharded": (4, Case("qwen3_moe", {"tp_size": 2}, ENGINE)),
+    "sequences": (2, Case("mistral", {"cp_size": 2})),
+    "sequences-engine": (4, Case("llama_tied", {"cp_size": 2}, ENGINE, {"activation_checkpointing": True})),
+    "stages": (2, Case("gemma3", {"pp_size": 2}, pipeline=PipelineConfig("interleaved1f1b"))),
+    "stages-sharded": (4, Case("llama_tied", {"pp_size": 2})),
+    "experts": (2, Case("mixtral", {"ep_size": 2})),
+    "experts-first-dense": (2, Case("deepseek_v3", {"ep_size": 2}, fields={"activation_checkpointing": True})),
+    "experts-4": (4, Case("qwen3_moe", {"ep_size": 4})),
+    "experts-slices": (4, Case("mixtral", {"ep_size": 2}, changes={**TWO_LAYERS, "num_local_experts": 6})),
+    "experts-sharded": (4, Case("qwen2_moe", {"ep_size": 2}, changes={"num_experts": 6})),
+    "copies": (4, Case("llama", {"dp_replicate_size": 2})),
+}
+
+
+def load_train_and_save(case: Case, folder: str) -> None:
+    options = {"distributed_config": strategy(case.name, **case.fields), "pipeline_config": case.pipeline}
+    with groups_destroyed():
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/in", dtype="float32", **options, **case.sizes)
+        expected = case.expected()
+        assert_trained_alike(train(model), expected)
+        model.save_pretrained(f"{folder}/out", max_shard_size="20KB")
+        again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/out", dtype="float32")
+        assert_close(dict(again.named_parameters()), parameters_of(model), 0, 0, "saved")
+
+
+@pytest.mark.full(short=["tensors-engine", "experts-slices"])
+@pytest.mark.parametrize(("ranks", "case"), FILES.values(), ids=FILES)
+def test_files_are_read_into_any_mesh_and_written_whole(
+    run_ranks: RunRanks, tmp_path: Path, ranks: int, case: Case
+) -> None:
+    build(case.kind, **case.changes).save_pretrained(tmp_path / "in")
+    run_ranks(ranks, load_train_and_save, case, str(tmp_path), timeout_s=300.0)
