@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import megatron_fsdp
+from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 from tests.support.train_program import environment
 
@@ -24,7 +25,7 @@ def loaded_after(code: str, names: tuple[str, ...]) -> list[str]:
     )
     script = f"{before}\n{code}\n{after}"
     command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=True)
     found = set(json.loads(ended.stdout))
     return [name for name in names if name in found]
 

@@ -14,6 +14,7 @@ import torch
 
 import megatron_fsdp
 from megatron_fsdp import MixedPrecisionPolicy
+from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 
 REQUIRED = "required"
@@ -237,7 +238,7 @@ def test_import_has_no_side_effects() -> None:
         env={"PYTHONPATH": str(SOURCE), "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import RunRanks
+from tests.support.settling import settled
 from tests.support.worker_pool import WorkerError, WorkerPool, preloaded_modules
 
 
@@ -207,12 +208,8 @@ def test_workers_end_when_their_parent_is_killed() -> None:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
-    for _ in range(200):
-        if not any(_is_alive(pid) for pid in pids):
-            break
-        time.sleep(0.05)
     assert len(pids) == 2
-    assert [pid for pid in pids if _is_alive(pid)] == []
+    assert settled(lambda: [pid for pid in pids if _is_alive(pid)], lambda alive: not alive) == []
 
 
 @pytest.mark.gpu

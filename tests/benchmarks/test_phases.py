@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from benchmarks.bench import Run, perform, run_to_end, runs
 from benchmarks.operators import MovedModel, engine_copies, ring_bytes
 from benchmarks.phases import PhaseNotes, host_microseconds_by_pass, main, phase_rows
+from tests.support.settling import LIMIT_S, settled
 
 
 def notes(*walls: float) -> PhaseNotes:
@@ -112,7 +112,7 @@ def test_rounds_can_be_chosen(arguments: tuple[bool, int | None], rounds: str) -
 
 @pytest.mark.full
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    document, problem = perform(Run("step", "phases.py", ("nonsense",), 60), tmp_path)
+    document, problem = perform(Run("step", "phases.py", ("nonsense",), LIMIT_S), tmp_path)
     assert document is None
     assert problem.startswith("ended with exit code 2: phases.py: error: argument what: invalid choice: 'nonsense'")
 
@@ -127,16 +127,12 @@ def test_a_run_that_is_given_up_leaves_no_process_behind(tmp_path: Path) -> None
         assert limit_s < 100
         assert run_to_end([sys.executable, "-S", "-c", script], os.environ, limit_s) is None
         limit_s *= 3
-    assert _has_ended(int(noted.read_text()))
+    state = Path(f"/proc/{noted.read_text()}/stat")
+    assert settled(lambda: _has_ended(state), bool)
 
 
-def _has_ended(pid: int) -> bool:
-    for _ in range(1000):
-        state = Path(f"/proc/{pid}/stat")
-        try:
-            if state.read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
+def _has_ended(state: Path) -> bool:
+    try:
+        return state.read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

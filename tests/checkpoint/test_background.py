@@ -26,6 +26,7 @@ from tests.checkpoint.test_load import step, wrap
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
 from tests.support.parity import assert_equal_tensors, fixed_seed
+from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 from tests.support.worker_pool import WorkerPool
 
@@ -46,7 +47,7 @@ def test_what_is_saved_is_what_was_there_at_the_start() -> None:
 
     def save(state: dict[str, Any], group: object) -> None:
         assert group is None
-        assert go.wait(30.0)
+        assert go.wait(LIMIT_S)
         saved.append(state["weight"].clone())
 
     with closing(BackgroundSaver()) as saver:
@@ -64,7 +65,7 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory() -> None:
     weight, order, go = torch.zeros(10), list[tuple[str, int]](), threading.Event()
 
     def slow(state: dict[str, Any], _group: object) -> None:
-        assert go.wait(30.0)
+        assert go.wait(LIMIT_S)
         order.append(("first", state["weight"].data_ptr()))
 
     def quick(state: dict[str, Any], _group: object) -> None:
@@ -124,7 +125,7 @@ def test_python_ends_when_the_save_has_ended(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     ended = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert ended.returncode == 0, ended.stderr
     assert (CheckpointStore(tmp_path).resolve() / ".metadata").read_text() == "5.0"
@@ -177,7 +178,7 @@ def train_while_saving(name: ModelName, root: Path) -> tuple[dict[str, Tensor], 
             go = threading.Event()
 
             def save(state: dict[str, Any], group: Any, iteration: int = iteration, go: threading.Event = go) -> None:
-                assert go.wait(60.0)
+                assert go.wait(LIMIT_S)
                 places.append([tensor.to_local().data_ptr() for tensor in state["model"].values()])
                 store.over(group).write(
                     iteration, lambda folder: dcp.save(state, checkpoint_id=folder, process_group=group)
@@ -289,7 +290,7 @@ def take_down(root: str) -> str:
     is_down, write = threading.Event(), SealingWriter.write_data
 
     def write_later(*args: Any) -> Any:
-        assert is_down.wait(60)
+        assert is_down.wait(LIMIT_S)
         return write(*args)
 
     SealingWriter.write_data = write_later  # type: ignore[method-assign]  # this process ends with the test
@@ -305,7 +306,7 @@ def take_down(root: str) -> str:
 def test_half_a_checkpoint_is_not_published(tmp_path: Path) -> None:
     pool = WorkerPool(2, ())
     try:
-        for told in pool.run(take_down, str(tmp_path), timeout_s=100.0):
+        for told in pool.run(take_down, str(tmp_path)):
             assert "before destroy_process_group()" in told
     finally:
         pool.stop()

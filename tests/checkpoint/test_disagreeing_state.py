@@ -13,7 +13,7 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
-from tests.checkpoint.test_rank_arguments import LIMIT_S, build, told
+from tests.checkpoint.test_rank_arguments import build, told
 from tests.conftest import RunRanks
 
 
@@ -53,7 +53,7 @@ def save_disagreeing(root: str) -> tuple[list[str], list[str]]:
 
 
 def test_ranks_that_hold_different_tensors_under_one_name_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, save_disagreeing, str(tmp_path), timeout_s=LIMIT_S)
+    first, second = run_ranks(2, save_disagreeing, str(tmp_path))
     assert first == second
     (local, shape, dtype, kind, plain, same), left = first
     assert "kept" in local
@@ -126,7 +126,7 @@ def load_damaged(root: str) -> tuple[dict[str, str], bool]:
 
 
 def test_damaged_random_states_change_nothing(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, load_damaged, str(tmp_path), timeout_s=LIMIT_S)
+    first, second = run_ranks(2, load_damaged, str(tmp_path))
     assert first == second
     said, is_untouched = first
     assert is_untouched
@@ -169,7 +169,7 @@ def save_beside(root: str) -> list[str]:
 
 
 def test_a_checkpoint_does_not_become_the_folder_of_a_run(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, save_beside, str(tmp_path), timeout_s=LIMIT_S)
+    first, second = run_ranks(2, save_beside, str(tmp_path))
     assert first == second
     assert f"{tmp_path} is a checkpoint itself (it has a .metadata); save in another folder" in first[0]
     assert not (tmp_path / "iter_0000002").exists()

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_fsdp.checkpoint.store import POINTER, CheckpointStore, FileOps, RunFolder
 from megatron_fsdp.errors import CheckpointError
-from tests.support.save_loop import iteration_in, nursery
+from tests.support.save_loop import iteration_in, nursery, save
 from tests.support.save_loop import save as save_files
 from tests.support.store_faults import (
     FAULTS,
@@ -236,7 +236,7 @@ def test_what_a_living_process_is_saving_is_not_taken_for_left_over(tmp_path: Pa
 
 
 KILLS = 24
-LONGEST_S = 0.06
+SAVES_WITHIN = 6  # the longest life of a saver, in undisturbed saves of this machine as busy as it is
 
 
 def kill_savers(root: Path) -> tuple[int, int]:
@@ -247,13 +247,16 @@ def kill_savers(root: Path) -> tuple[int, int]:
     process.start()
     there.close()
     draw = random.Random(0)
+    begin = time.monotonic()
+    save(CheckpointStore(root, keep_last=2), 1, "first")
+    save_s = time.monotonic() - begin
     interrupted, newest = 0, 0
     for kill in range(10 * KILLS):  # a busy machine finishes few saves in so short a time
         if kill >= KILLS and newest > KILLS // 4:
             break
         here.send("save")
         child = here.recv()
-        time.sleep(draw.uniform(0.0, LONGEST_S))
+        time.sleep(draw.uniform(0.0, SAVES_WITHIN * save_s))
         os.kill(child, signal.SIGKILL)
         assert here.recv() == -signal.SIGKILL
         interrupted += bool(RunFolder(root).hidden())

@@ -17,6 +17,7 @@ from megatron_fsdp.cli.checkpoint import inspector
 from megatron_fsdp.cli.main import main
 from tests.checkpoint.tools import builders
 from tests.support import json_schema
+from tests.support.settling import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "megatron_fsdp"
@@ -256,7 +257,7 @@ def test_both_programs_start(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr is not None
         errors = process.stderr.read()
-        assert (process.wait(60), errors) == (0, "")
+        assert (process.wait(LIMIT_S), errors) == (0, "")
 
 
 def test_errors_of_the_system_are_one_line(mfsdp: Mfsdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp.config.command_parser import end_quietly, raising
+from tests.support.settling import LIMIT_S
 from tests.support.source_tree import ROOT, SOURCE
 from tests.support.train_program import environment
 
@@ -39,7 +40,7 @@ def interrupted(entry: str, place: Path, *, where: str, before: str = "default_i
     (place / "sitecustomize.py").write_text(_INTERRUPTING)
     env = environment(PYTHONPATH=f"{place}:{SOURCE}", WHERE=where, BEFORE=before)
     command = [sys.executable, *ENTRIES[entry], "--help"]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     return ended.returncode, ended.stderr
 
 
@@ -77,7 +78,7 @@ print("not ended")
 
 def test_what_has_begun_can_be_tidied_up_and_after_it_the_end_is_quiet_again() -> None:
     command = [sys.executable, "-c", _WORKING]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "tidied up\n", "")
 
 

@@ -153,8 +153,8 @@ def start_slowly() -> float:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             made = row_exchange.destroy_with
-            patch.setattr(row_exchange, "destroy_with", lambda *args: (made(*args), time.sleep(3)))
-        model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=2.0)
+            patch.setattr(row_exchange, "destroy_with", lambda *args: (made(*args), time.sleep(6)))
+        model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], verify_ranks=5.0)
     return model(_x()).sum().item()
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.doctor.local_ranks import run_on_local_ranks
 from megatron_fsdp.errors import RankError
+from tests.support.settling import LIMIT_S
 
 MODEL = ["tests.doctor.patients:build", "--batch", "tests.doctor.patients:tokens", "--steps", "1", "--no-checkpoint"]
 
@@ -44,9 +45,9 @@ def misbehave(how: str, _device: str | None) -> str:
 @pytest.mark.parametrize(
     ("how", "timeout_s", "message"),
     [
-        ("die", 60.0, r"rank 1 died with exit code 7, and all ranks were ended"),
-        ("killed", 60.0, r"rank 1 died \(killed by signal 9, as when memory runs out\), and all ranks were ended"),
-        ("raise", 60.0, r"rank 1 failed, and all ranks were ended:\n(?s:.*)KeyError: 'no such layer'"),
+        ("die", LIMIT_S, r"rank 1 died with exit code 7, and all ranks were ended"),
+        ("killed", LIMIT_S, r"rank 1 died \(killed by signal 9, as when memory runs out\), and all ranks were ended"),
+        ("raise", LIMIT_S, r"rank 1 failed, and all ranks were ended:\n(?s:.*)KeyError: 'no such layer'"),
         ("hang", 8.0, r"took more than 8 s and were ended"),
     ],
     ids=["die", "killed", "raise", "hang"],

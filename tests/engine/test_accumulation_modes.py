@@ -12,7 +12,7 @@ A microbatch is run in one of these ways:
 
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import pytest
 
@@ -20,6 +20,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh
 from tests.support.models import MODEL_CASES
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
 SHOWS = ("auto", "last", "sync", "hand")
@@ -86,44 +87,25 @@ def test_any_mixture_of_ways_to_synchronise_gives_the_sum(run_ranks: RunRanks, n
     check_strategies(run_ranks, num_ranks, Scenario(train_mixed, MODEL_CASES["odd_shapes"]), [Setting(strategy)])
 
 
-def states_around_exceptions() -> list[tuple[object, ...]]:
-    """Switches before, inside and after each context that a backward inside breaks."""
+@on_ranks(2)
+def test_an_exception_inside_a_context_restores_what_was_there_before() -> None:
     model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], sync_model_each_microbatch=False)
     model.is_last_microbatch = True
-    found = []
-    for context in (model.no_sync, model.sync):
-        states = [(model.model_auto_sync, model.is_last_microbatch)]
-        try:
-            with context():
-                states.append((model.model_auto_sync, model.is_last_microbatch))
-                backward(model, next(batches(1)))
-                raise RuntimeError("after a microbatch")
-        except RuntimeError:
-            states.append((model.model_auto_sync, model.is_last_microbatch))
-        found.append(tuple(states))
-    return found
+    for context, inside in ((model.no_sync, (False, False)), (model.sync, (True, True))):
+        with suppress(KeyError), context():
+            assert (model.model_auto_sync, model.is_last_microbatch) == inside
+            backward(model, next(batches(1)))
+            raise KeyError("after a microbatch")
+        assert (model.model_auto_sync, model.is_last_microbatch) == (False, True)
 
 
-def test_an_exception_inside_a_context_restores_what_was_there_before(run_ranks: RunRanks) -> None:
-    before = (False, True)
-    for found in run_ranks(2, states_around_exceptions):
-        assert found == [(before, (False, False), before), (before, (True, True), before)]
-
-
-def count_microbatches() -> list[int]:
-    """`microbatch_count` after each backward: those since the last sync."""
+@on_ranks(2)
+def test_microbatches_are_counted_from_sync_to_sync() -> None:
     model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], sync_model_each_microbatch=False)
-    counts = []
-    for position, batch in enumerate(batches(7)):
+    for position, (batch, count) in enumerate(zip(batches(7), (1, 2, 0, 1, 2, 1, 0), strict=True)):
         model.is_last_microbatch = position in (2, 6)
         backward(model, batch)
-        counts.append(model.microbatch_count)
+        assert model.microbatch_count == count
         if position == 4:
             model.finish_grad_sync()
-            counts.append(model.microbatch_count)
-    return counts
-
-
-def test_microbatches_are_counted_from_sync_to_sync(run_ranks: RunRanks) -> None:
-    for counts in run_ranks(2, count_microbatches):
-        assert counts == [1, 2, 0, 1, 2, 0, 1, 0]
+            assert model.microbatch_count == 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
@@ -25,6 +26,7 @@ from megatron_fsdp.sharding.accounting import (
 )
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
@@ -180,32 +182,24 @@ def test_gathered_bytes_are_those_worked_out_by_hand(readings: Readings) -> None
 
 
 @each_case
-def test_borrowed_memory_peaks_where_the_formula_says(
+def test_bytes_and_traffic_are_those_of_the_formulas(
     readings: Readings, allocator: WeightAllocator, units: int
 ) -> None:
     reading = readings[allocator, units]
-    assert reading.transient_bytes == borrowed(reading, allocator, units).total
-
-
-@each_case
-def test_memory_at_rest_is_what_is_kept(readings: Readings, allocator: WeightAllocator, units: int) -> None:
-    reading = readings[allocator, units]
-    formula = borrowed(reading, allocator, units)
+    formula, passing = borrowed(reading, allocator, units), passing_bytes(reading.groups, ZERO3)
+    assert reading.transient_bytes == formula.total
+    # At rest.
     kept = {WeightAllocator.RESIZE: 0, WeightAllocator.DOUBLE_BUFFER: ROOT + 2 * FLOOR}.get(allocator, formula.gathered)
     kept -= ROOT if allocator is WeightAllocator.SLOTS else 0
     persistent = persistent_bytes(reading.groups, ZERO3)
     assert reading.gathered_bytes[-1] == kept
     assert reading.rest_bytes == persistent.total - persistent.main_grad + kept + STAND_INS.get(allocator, 0)
-
-
-@each_case
-def test_peak_of_a_step_is_within_the_formula(readings: Readings, allocator: WeightAllocator, units: int) -> None:
-    reading = readings[allocator, units]  # beyond what is held before: what is borrowed and what the model takes
-    passing, formula = passing_bytes(reading.groups, ZERO3), borrowed(reading, allocator, units)
-    weights = formula.gathered - reading.gathered_bytes[-1]
+    # At the peak of a step, beyond what is held before: what is borrowed and what the model takes.
+    weights = formula.gathered - kept
     given_back = weights + formula.buckets + formula.scratch
     own = reading.unsharded_bytes + passing.local_sum + passing.cast_grads
     assert weights <= reading.peak_bytes <= given_back + own
+    assert reading.traffic == [step_traffic(reading.groups, ZERO3, count, units, allocator) for count in (1, 3)]
 
 
 def test_resized_storages_are_seen_at_their_peak(readings: Readings) -> None:
@@ -233,13 +227,6 @@ def test_memory_is_given_back_when_the_backward_is_over(readings: Readings) -> N
     assert after_backward[WeightAllocator.RESIZE] == 0
     assert after_backward[WeightAllocator.DOUBLE_BUFFER] == ROOT + 2 * FLOOR
     assert after_backward[WeightAllocator.SLOTS] == ROOT + 2 * WIDE  # nothing foretold that the step would end here
-
-
-@each_case
-def test_traffic_of_a_step_is_what_the_formula_says(readings: Readings, allocator: WeightAllocator, units: int) -> None:
-    reading = readings[allocator, units]
-    expected = [step_traffic(reading.groups, ZERO3, count, units, allocator) for count in (1, 3)]
-    assert reading.traffic == expected
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
@@ -297,20 +284,16 @@ def train_twice(run: Run) -> None:
     run.train(0, 1)
 
 
-def recomputing_units() -> Recomputed:
-    return Recomputed("units", reentrant=False)
-
-
-def recomputing_pairs() -> Recomputed:
-    return Recomputed("pairs", reentrant=True)
-
-
-def reusing_units() -> Ordered:
-    return Ordered((0, 1, 0, 2, 3, 1))
-
-
-@pytest.mark.full(short=["recomputing_pairs"])
-@pytest.mark.parametrize("build", [recomputing_units, recomputing_pairs, reusing_units])
+@pytest.mark.full(short=["pairs"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(Recomputed, "units", reentrant=False),
+        partial(Recomputed, "pairs", reentrant=True),
+        partial(Ordered, (0, 1, 0, 2, 3, 1)),
+    ],
+    ids=["units", "pairs", "reused"],
+)
 def test_recomputed_and_reused_units_equal_one_process_in_storages_that_come_and_go(
     run_ranks: RunRanks, build: Callable[[], torch.nn.Module]
 ) -> None:
@@ -324,80 +307,57 @@ def test_recomputed_and_reused_units_equal_one_process_in_storages_that_come_and
     )
 
 
-# ---- several models, one rank --------------------------------------------------------------------------------------
+# ---- several models, one rank ----------------------------------------------------------------------------------------
 
 
-def storages_of_two_models(options: dict[str, Any]) -> list[set[int]]:
-    """Where the gathered weights of two models in one process lie, both in the middle of a forward pass."""
-    addresses = []
-    models = [_wrapped(options) for _ in range(2)]
-    for model in models:
-        tower_loss(model, torch.ones(2, FEATURES))
-    for model in models:
-        memory = engine_of(model).executor.weight_memory
-        blocks = [*memory._own.values(), *memory._slots._blocks.values()]
-        addresses.append({block._bytes.untyped_storage()._cdata for block in blocks})
-    return addresses
-
-
-def _wrapped(options: dict[str, Any]) -> MegatronFSDP:
+def wrapped_tower(**options: Any) -> MegatronFSDP:
     model = Tower(WIDTHS)
-    wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)
-    return wrapped
+    return fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)[0]
+
+
+X = torch.ones(2, FEATURES)
 
 
 @each_allocator
-def test_two_models_in_one_process_share_no_memory(run_ranks: RunRanks, allocator: WeightAllocator) -> None:
-    for first, second in run_ranks(2, storages_of_two_models, CHOICES[allocator]):
-        assert first
-        assert len(first) == len(second)
-        assert not first & second
+@on_ranks(2)
+def test_two_models_in_one_process_share_no_memory(allocator: WeightAllocator) -> None:
+    """Both in the middle of a forward pass."""
+    models = [wrapped_tower(**CHOICES[allocator]) for _ in range(2)]
+    for model in models:
+        tower_loss(model, X)
+    memories = [engine_of(model).executor.weight_memory for model in models]
+    first, second = (
+        {block._bytes.untyped_storage()._cdata for block in (*memory._own.values(), *memory._slots._blocks.values())}
+        for memory in memories
+    )
+    assert len(first) == len(second) > 0
+    assert not first & second
 
 
-def gathered_on_one_rank() -> list[int]:
-    held = []
+@on_ranks(1)
+def test_a_single_rank_gathers_nothing_under_any_allocator() -> None:
     for options in CHOICES.values():
-        model = _wrapped(options)
-        tower_loss(model, torch.ones(2, FEATURES)).backward()
-        held.append(model.memory().gathered_bytes)
-    return held
+        model = wrapped_tower(**options)
+        tower_loss(model, X).backward()
+        assert model.memory().gathered_bytes == 0
 
 
-def test_a_single_rank_gathers_nothing_under_any_allocator(run_ranks: RunRanks) -> None:
-    assert run_ranks(1, gathered_on_one_rank) == [[0] * len(CHOICES)]
-
-
-def read_a_released_weight() -> tuple[tuple[int, ...], float, str]:
-    """A full parameter whose memory was given back, and an unannounced backward through it."""
-    model = _wrapped({"weight_allocator": "resize"})
+@on_ranks(2)
+def test_released_weights_can_neither_be_read_nor_differentiated() -> None:
+    model = wrapped_tower(weight_allocator="resize")
     weight = model.raw_param["floors.0.up.weight"]
     saved = []
-    model.module.floors[0].register_forward_hook(lambda _module, _args, _out: saved.append((weight * weight).sum()))  # type: ignore[union-attr, index, operator]
-    tower_loss(model, torch.ones(2, FEATURES)).backward()
-    try:
+    model.module.floors[0].register_forward_hook(lambda _module, _args, _out: saved.append((weight * weight).sum()))
+    tower_loss(model, X).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved[0].backward()
-    except RuntimeError as error:
-        return tuple(weight.shape), weight.sum().item(), str(error)
-    return tuple(weight.shape), weight.sum().item(), "computed"
-
-
-def test_released_weights_can_neither_be_read_nor_differentiated(run_ranks: RunRanks) -> None:
-    for shape, total, message in run_ranks(2, read_a_released_weight):
-        assert (shape, total) == ((32, FEATURES), 0.0)
-        assert "modified by an inplace operation" in message
-
-
-def refusal_of(options: dict[str, Any]) -> str:
-    model = torch.nn.Linear(4, 4)
-    try:
-        fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[], **options)
-    except ConfigurationError as error:
-        return str(error)
-    return "accepted"
+    assert (tuple(weight.shape), weight.sum().item()) == ((32, FEATURES), 0.0)
 
 
 @pytest.mark.parametrize("name", ["fsdp_double_buffer", "maxpool_double_buffer", "enable_fine_grained_param_gather"])
-def test_models_without_units_are_refused_alike_on_all_ranks(run_ranks: RunRanks, name: str) -> None:
-    first, second = run_ranks(2, refusal_of, {name: True})
-    assert first == second
-    assert "=True has no effect on a model without units besides the root; name the classes of its units" in first
+@on_ranks(2)
+def test_models_without_units_are_refused_alike_on_all_ranks(name: str) -> None:
+    said = "=True has no effect on a model without units besides the root; name the classes of its units"
+    with pytest.raises(ConfigurationError, match=said) as raised:
+        fully_shard_model(torch.nn.Linear(4, 4), fsdp_unit_modules=[], **{name: True})
+    same_on_ranks(str(raised.value))

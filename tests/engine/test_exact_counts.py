@@ -107,36 +107,21 @@ EACH = [
     for strategy in STRATEGIES
     for count in NUM_MICROBATCHES
 ]
-each_run = pytest.mark.parametrize(("name", "num_ranks", "strategy", "microbatches"), EACH)
 
 
-@each_run
-def test_a_steady_step_sends_what_the_formula_says_and_nothing_else(
+@pytest.mark.parametrize(("name", "num_ranks", "strategy", "microbatches"), EACH)
+def test_a_steady_step_sends_what_the_formula_says_and_takes_no_new_memory(
     runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
 ) -> None:
+    """The first step only adds one agreement on what was used."""
     for run in runs(name, num_ranks, strategy, microbatches):
         expected = asdict(step_traffic(run.groups, strategy, microbatches))
-        for step in run.steps[1:]:
+        first, *later = run.steps
+        assert asdict(first.counted) == expected
+        assert first.seen.reductions - expected["reductions"] == (num_ranks > 1)
+        for step in later:
             assert asdict(step.seen) == {**expected, "others": []}
             assert asdict(step.counted) == expected
-
-
-@each_run
-def test_the_first_step_only_adds_one_agreement_on_what_was_used(
-    runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
-) -> None:
-    for run in runs(name, num_ranks, strategy, microbatches):
-        first = run.steps[0]
-        expected = step_traffic(run.groups, strategy, microbatches)
-        assert asdict(first.counted) == asdict(expected)
-        assert first.seen.reductions - expected.reductions == (num_ranks > 1)
-
-
-@each_run
-def test_gathering_allocates_nothing_after_the_first_step(
-    runs: Runs, name: ModelName, num_ranks: int, strategy: ShardingStrategy, microbatches: int
-) -> None:
-    for run in runs(name, num_ranks, strategy, microbatches):
         assert run.transient_bytes == [run.transient_bytes[0]] * STEPS
         assert run.addresses == [run.addresses[0]] * STEPS
 

@@ -4,11 +4,13 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,7 +18,13 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.engine import engine
 from megatron_fsdp.engine.fused_linear import FusedLinear
 from megatron_fsdp.engine.gradients import GradientBuffers
+from megatron_fsdp.errors import NonFiniteGradientError
 from tests.conftest import RunRanks
+from tests.support.ddp_run import DdpSetting, ddp
+from tests.support.models import Batch, ModelCase
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded_run import Run, Scenario, Setting, check_jobs, check_strategies
+from tests.support.usage_models import Recomputed, vector_case
 
 WIDTH = 8
 
@@ -201,14 +209,9 @@ CASES = {
 }
 
 
-def both_ways(names: list[str], strategies: list[int]) -> list[tuple[str, int, Seen, Seen]]:
-    """For a worker: each case with the option off and on."""
-    return [(name, s, see(CASES[name], s, False), see(CASES[name], s, True)) for name in names for s in strategies]
-
-
-def _check(name: str, strategy: int, off: Seen, on: Seen) -> None:
-    where = f"{name}, strategy {strategy}"
-    case = CASES[name]
+def _check(name: str, strategy: int) -> None:
+    case, where = CASES[name], f"{name}, strategy {strategy}"
+    off, on = (see(case, strategy, fused) for fused in (False, True))
     assert (on.written, on.copied) == (case.written, case.copied), where
     assert (off.written, off.copied) == (0, case.written + case.copied), where
     assert torch.equal(off.output, on.output), where
@@ -226,20 +229,26 @@ SUMS = (twice_deferred, retained)
 """What adds up in the product, not after it: the same sum, rounded otherwise."""
 
 
-def test_numbers_are_those_of_the_copy(run_ranks: RunRanks) -> None:
-    for jobs in ((sorted(CASES), [3]), (["deferred", "retained", "matrix"], [0, 1])):
-        for of_rank in run_ranks(2, both_ways, *jobs):
-            for found in of_rank:
-                _check(*found)
-    assert any(seen.grads["0.up.weight"] is not None for _, _, _, seen in of_rank)
+@on_ranks(2)
+def test_numbers_are_those_of_the_copy() -> None:
+    for name in CASES:
+        _check(name, 3)
+    for name in ("deferred", "retained", "matrix"):
+        for strategy in (0, 1):
+            _check(name, strategy)
 
 
-def taken() -> dict[str, bool]:
-    """Which forwards of a weight that hangs in its place are taken."""
-    model = build(torch.float32)
-    sharded, _ = fully_shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), zero_dp_strategy=0, gradient_accumulation_fusion=True
-    )
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def shard(model: nn.Module, fused: bool = True, **options: Any) -> nn.Module:
+    return fully_shard(model, sgd(model), gradient_accumulation_fusion=fused, **options)[0]
+
+
+@on_ranks(1)
+def test_only_plain_products_are_taken() -> None:
+    sharded = shard(build(torch.float32), zero_dp_strategy=0)
     found = {}
 
     def ask(linear: FusedLinear, given: tuple[Tensor]) -> None:
@@ -259,106 +268,177 @@ def taken() -> dict[str, bool]:
             found["autocast"] = place.takes(tensor, weight, bias)
             found["autocast that is off"] = torch.autocast("cpu", enabled=False)(place.takes)(tensor, weight, bias)
 
-    linear = sharded.module[0].up  # type: ignore[index, union-attr]
-    linear.register_forward_pre_hook(ask)
+    sharded.module[0].up.register_forward_pre_hook(ask)
     sharded(torch.randn(4, WIDTH))
-    return found
-
-
-def test_only_plain_products_are_taken(run_ranks: RunRanks) -> None:
-    (found,) = run_ranks(1, taken)
     assert len(found) == 11
     assert {name for name, is_taken in found.items() if is_taken} == {"plain", "autocast that is off"}
 
 
-def second_derivatives() -> tuple[Seen, Seen]:
-    case = Case(twice_differentiated, 0, 0)
-    return see(case, 1, False), see(case, 1, True)
-
-
-def test_a_second_derivative_takes_the_usual_way(run_ranks: RunRanks) -> None:
-    ((off, on),) = run_ranks(1, second_derivatives)
+@on_ranks(1)
+def test_a_second_derivative_takes_the_usual_way() -> None:
+    off, on = (see(Case(twice_differentiated, 0, 0), 1, fused) for fused in (False, True))
     assert (on.written, on.copied) == (off.written, off.copied) == (0, 0)
     assert torch.equal(off.output, on.output)
-    assert torch.equal(off.grads["input"], on.grads["input"])  # type: ignore[arg-type]
-    assert bool((on.grads["input"] != 0).any())  # type: ignore[union-attr]
+    assert torch.equal(off.grads["input"], on.grads["input"])
+    assert (on.grads["input"] != 0).any()
 
 
-# ---- memory, and what the model looks like --------------------------------------------------------------------------
+# ---- memory, and what the model looks like ---------------------------------------------------------------------------
 
 
-def large_allocations() -> dict[bool, int]:
-    """How often the backward of a wide linear takes as much as its gradient, with the option off and on."""
-    found = {}
-    for fused in (False, True):
-        model = nn.Sequential(nn.Linear(512, 512, bias=False))
-        sharded, _ = fully_shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), gradient_accumulation_fusion=fused, zero_dp_strategy=2
-        )
-        for _ in range(2):
-            loss = sharded(torch.ones(2, 512)).sum()
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
-                loss.backward()
-        assert prof.profiler is not None
-        events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
-        found[fused] = sum(event.nbytes() == 512 * 512 * 4 for event in events if event.name() == "[memory]")
-    return found
+@pytest.mark.parametrize(("fused", "expected"), [(False, 2), (True, 1)])  # the bucket is taken in every backward
+@on_ranks(1)
+def test_the_gradient_has_no_tensor_of_its_own(fused: bool, expected: int) -> None:
+    sharded = shard(nn.Sequential(nn.Linear(512, 512, bias=False)), fused, zero_dp_strategy=2)
+    for _ in range(2):
+        loss = sharded(torch.ones(2, 512)).sum()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+            loss.backward()
+    events = prof.profiler.kineto_results.events()
+    assert sum(event.nbytes() == 512 * 512 * 4 for event in events if event.name() == "[memory]") == expected
 
 
-def test_the_gradient_has_no_tensor_of_its_own(run_ranks: RunRanks) -> None:
-    (found,) = run_ranks(1, large_allocations)
-    assert found == {False: 2, True: 1}  # the bucket is taken in every backward
-
-
-def looks() -> list[Any]:
+@on_ranks(1)
+def test_the_model_looks_as_before_and_copies_are_plain() -> None:
     model = nn.Sequential(Pair(), nn.Linear(WIDTH, 2))
     before = repr(model), list(model.state_dict())
-    sharded, _ = fully_shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Pair], gradient_accumulation_fusion=True
-    )
-    alike = (repr(sharded.module), list(sharded.module.state_dict())) == before
-    linear = sharded.module[1]  # type: ignore[index]
-    plain = copy.deepcopy(nn.Linear(2, 2))
-    plain.__class__ = FusedLinear
-    plain._fused_target = linear._fused_target  # type: ignore[assignment, union-attr]
-    copied = copy.deepcopy(plain)
-    return [alike, isinstance(linear, nn.Linear), type(linear) is FusedLinear, type(copied) is nn.Linear, vars(copied)]
+    sharded = shard(model, fsdp_unit_modules=[Pair])
+    assert (repr(sharded.module), list(sharded.module.state_dict())) == before
+    linear = sharded.module[1]
+    assert type(linear) is FusedLinear
+    assert isinstance(linear, nn.Linear)
+    fused = nn.Linear(2, 2)
+    fused.__class__ = FusedLinear
+    fused._fused_target = linear._fused_target
+    copied = copy.deepcopy(fused)
+    assert type(copied) is nn.Linear
+    assert "_fused_target" not in vars(copied)
 
 
-def test_the_model_looks_as_before_and_copies_are_plain(run_ranks: RunRanks) -> None:
-    ((*flags, attributes),) = run_ranks(1, looks)
-    assert flags == [True] * 4
-    assert "_fused_target" not in attributes
+@on_ranks(1)
+def test_a_model_that_it_does_nothing_for_is_warned_of() -> None:
+    said = "^gradient_accumulation_fusion=True has no effect on this model: no plain nn.Linear"
+    with pytest.warns(UserWarning, match=said):
+        shard(nn.Sequential(nn.Bilinear(3, 3, 3)))
 
 
-def warned_of() -> list[str]:
-    model = nn.Sequential(nn.Bilinear(3, 3, 3))
-    with pytest.warns(UserWarning, match="no effect") as caught:
-        fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), gradient_accumulation_fusion=True)
-    return [str(item.message) for item in caught]
-
-
-def test_a_model_that_it_does_nothing_for_is_warned_of(run_ranks: RunRanks) -> None:
-    ((message,),) = run_ranks(1, warned_of)
-    assert message.startswith("gradient_accumulation_fusion=True has no effect on this model: no plain nn.Linear")
-
-
-def bad_gradient() -> list[str]:
-    model = build(torch.float32)
-    sharded, _ = fully_shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        report_nan_in_param_grad=True,
-        gradient_accumulation_fusion=True,
-    )
-    try:
+@on_ranks(1)
+def test_a_gradient_that_is_not_finite_is_found_in_the_bucket() -> None:
+    sharded = shard(build(torch.float32), report_nan_in_param_grad=True)
+    with pytest.raises(NonFiniteGradientError, match=r"0\.up\.weight|1\.down\.weight"):
         (sharded(torch.ones(2, WIDTH)).sum() * torch.inf).backward()
-    except Exception as error:  # noqa: BLE001
-        return [type(error).__name__, str(error)]
-    return []
 
 
-def test_a_gradient_that_is_not_finite_is_found_in_the_bucket(run_ranks: RunRanks) -> None:
-    ((kind, message),) = run_ranks(1, bad_gradient)
-    assert kind == "NonFiniteGradientError"
-    assert "0.up.weight" in message or "1.down.weight" in message
+# ---- against one process ---------------------------------------------------------------------------------------------
+
+
+def _settings(*strategies: int) -> list[Setting]:
+    return [Setting(strategy, options=(("gradient_accumulation_fusion", True),)) for strategy in strategies]
+
+
+def steps_of_all_kinds(run: Run) -> None:
+    """A plain step, one with a deferred microbatch, and one of two forwards with a backward each and together."""
+    run.train(0)
+    with run.no_sync():
+        run.loss(1).backward()
+    run.loss(2).backward()
+    run.step()
+    losses = [run.loss(3), run.loss(4), run.loss(5)]
+    (losses[0] + losses[1]).backward()
+    losses[2].backward()
+    run.step()
+
+
+class Usual(nn.Module):
+    """What a block may do with linears: none of these is without a weight gradient.
+
+    A tied pair, a linear that is called twice, a weight that is also read by itself, a frozen one, one without a bias,
+    one behind a frozen input, one that is never called, one that two calls of three skip, a subclass, one of one row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.read = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.frozen_weight = nn.Linear(WIDTH, WIDTH)
+        self.frozen_weight.weight.requires_grad_(False)
+        self.tied = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.tied[1].weight = self.tied[0].weight
+        self.never = nn.Linear(WIDTH, 3)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.own = OwnLinear(WIDTH, WIDTH)
+        self.row = nn.Linear(WIDTH, 1)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        y = y + self.read(x.detach()) + 0.1 * self.read.weight.square().sum()
+        y = y + self.tied[1](torch.tanh(self.tied[0](self.frozen(x)))) + self.frozen_weight(y)
+        self.calls += 1
+        if self.calls % 3 == 0:
+            y = y + self.sometimes(x.transpose(0, 1)).transpose(0, 1)  # not contiguous
+        return x + self.own(y) * self.row(y)
+
+
+class OwnLinear(nn.Linear):
+    """A subclass, whose forward may do anything."""
+
+
+class Matrices(nn.Module):
+    """Blocks between two linears, on samples of a (3, WIDTH) matrix each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(Usual() for _ in range(2))
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x.mean(1))
+
+
+def _matrices(samples: int, generator: torch.Generator) -> Batch:
+    return Batch(torch.randn(samples, 3, 5, generator=generator), torch.randn(samples, 2, generator=generator))
+
+
+def _squares(module: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(module(batch.inputs), batch.targets)
+
+
+MATRICES = ModelCase(Matrices, _matrices, _squares, (Usual,))
+
+
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_training_equals_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+    check_strategies(run_ranks, num_ranks, Scenario(steps_of_all_kinds, MATRICES), _settings(0, 1, 2, 3))
+
+
+@pytest.mark.full(short=["True"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_equals_one_process(run_ranks: RunRanks, reentrant: bool) -> None:
+    case = vector_case(partial(Recomputed, "pairs", reentrant))
+    check_strategies(run_ranks, 2, Scenario(steps_of_all_kinds, case), _settings(2, 3))
+
+
+BUCKETS: list[DdpSetting] = [
+    ddp(gradient_accumulation_fusion=True, bucket_size=90, **fields)
+    for fields in (
+        {"overlap_grad_reduce": True},
+        {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True},
+        {"overlap_grad_reduce": False, "use_distributed_optimizer": True, "average_in_collective": True},
+        {"overlap_grad_reduce": True, "gradient_reduce_div_fusion": False},
+    )
+]
+
+
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_buckets_equal_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+    plain = vector_case(partial(Recomputed, "pairs", False))
+    jobs = [(Scenario(steps_of_all_kinds, MATRICES), setting) for setting in BUCKETS]
+    check_jobs(run_ranks, num_ranks, [*jobs, (Scenario(steps_of_all_kinds, plain), BUCKETS[1])])

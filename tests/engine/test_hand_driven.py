@@ -1,5 +1,7 @@
 """The calls of loops that drive gathers and reductions by hand: an effect on communication, none on results."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,75 +13,70 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 
 
-def gathers_by_hand() -> dict[str, int]:
-    """How many gathers each call starts, after a forward that left the last units in their slots."""
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
-    layers = [module for module in model.modules() if isinstance(module, Layer)]
-    counts = {}
+def wrap() -> MegatronFSDP:
+    return fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
 
-    def count(name: str, call: object, *args: object) -> None:
+
+def sgd(model: MegatronFSDP) -> torch.optim.Optimizer:
+    return fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def trained_on_one_process() -> dict[str, Tensor]:
+    reference = build()
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 3)
+    return weights(reference)
+
+
+@on_ranks(2)
+def test_released_units_are_gathered_again_and_others_are_not() -> None:
+    model = wrap()
+    first, head = model.module.layers[0], model.module.head
+
+    def gathers(call: Callable[..., object], *args: object) -> int:
         before = model.traffic()
-        call(*args)  # type: ignore[operator]
-        counts[name] = model.traffic().since(before).gathers
+        call(*args)
+        return model.traffic().since(before).gathers
 
-    count("gather", model.pre_backward, layers[0])
-    count("gather again", model.pre_backward, layers[0])
-    model.post_forward_release_module(layers[0])
-    count("after release", model.pre_backward, layers[0])
-    model.post_backward_release_module(layers[0])
-    count("after backward release", model.pre_backward, layers[0])
+    assert gathers(model.pre_backward, first) == 1
+    assert gathers(model.pre_backward, first) == 0
+    model.post_forward_release_module(first)
+    assert gathers(model.pre_backward, first) == 1
+    model.post_backward_release_module(first)
+    assert gathers(model.pre_backward, first) == 1
     model.post_forward_release_module(model.module)  # every unit but the root
-    count("root", model.pre_backward, model.module.head)
-    model.post_forward_release_module(model.module.head)
-    count("root again", model.pre_backward, model.module.head)
-    return counts
+    assert gathers(model.pre_backward, head) == 1
+    model.post_forward_release_module(head)
+    assert gathers(model.pre_backward, head) == 0
 
 
-def test_released_units_are_gathered_again_and_others_are_not(run_ranks: RunRanks) -> None:
-    for counts in run_ranks(2, gathers_by_hand):
-        assert counts == {
-            "gather": 1,
-            "gather again": 0,
-            "after release": 1,
-            "after backward release": 1,
-            "root": 1,
-            "root again": 0,
-        }
-
-
-def train_by_hand(by_hand: bool) -> tuple[dict[str, Tensor], int]:
-    """Three steps; by hand, every unit is released after each forward and the last is reduced on demand."""
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    if not by_hand:
-        train(model, optimizer, 3)
-        return weights(model), model.traffic().gathers
-    layers = [module for module in model.modules() if isinstance(module, Layer)]
+@on_ranks(2)
+def test_driving_by_hand_changes_traffic_and_not_results() -> None:
+    """Every unit is released after each forward and the last is reduced on demand."""
+    plain, driven = wrap(), wrap()
+    train(plain, sgd(plain), 3)
+    layers, optimizer = driven.module.layers, sgd(driven)
     for module in layers:
-        module.register_forward_hook(lambda layer, _args, _out: model.post_forward_release_module(layer))
-    layers[1].register_full_backward_hook(lambda layer, _in, _out: model.post_backward(layer))
+        module.register_forward_hook(lambda layer, _args, _out: driven.post_forward_release_module(layer))
+    layers[1].register_full_backward_hook(lambda layer, _in, _out: driven.post_backward(layer))
     for batch in batches(3):
         optimizer.zero_grad()
-        backward(model, batch)
+        backward(driven, batch)
         optimizer.step()
-    return weights(model), model.traffic().gathers
+    assert largest_difference(weights(driven), weights(plain)) < 1e-6
+    assert driven.traffic().gathers > plain.traffic().gathers
 
 
-def test_driving_by_hand_changes_traffic_and_not_results(run_ranks: RunRanks) -> None:
-    for (plain, few), (driven, many) in zip(
-        run_ranks(2, train_by_hand, False), run_ranks(2, train_by_hand, True), strict=True
-    ):
-        assert largest_difference(driven, plain) < 1e-6
-        assert many > few
-
-
-def param_sync(starts_only: bool, force_sync: bool) -> tuple[list[bool], int, int, dict[str, Tensor]]:
-    """Which units are under way after `start_param_sync`, gathers in it and in the forward after it, and weights."""
+@pytest.mark.parametrize("starts_only", [True, False])
+@pytest.mark.parametrize("force_sync", [True, False])
+@on_ranks(2)
+def test_start_param_sync_starts_gathers_or_finishes_them_as_the_config_says(
+    starts_only: bool, force_sync: bool
+) -> None:
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim_grads_params",
         overlap_param_gather=True,
@@ -87,24 +84,13 @@ def param_sync(starts_only: bool, force_sync: bool) -> tuple[list[bool], int, in
         fsdp_all_gather_in_start_param_sync=starts_only,
     )
     model = MegatronFSDP(build(), FSDPDistributedIndex(mesh(), "dp"), config, fsdp_unit_modules=[Layer])
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = sgd(model)
     train(model, optimizer, 1)
     before = model.traffic()
     model.start_param_sync(force_sync=force_sync)
-    under_way = [bool(unit._tickets) for unit in engine_of(model).units]
-    started = model.traffic().since(before).gathers
+    assert [bool(unit._tickets) for unit in engine_of(model).units] == [starts_only and not force_sync] * 3
+    assert model.traffic().since(before).gathers == 3
     train(model, optimizer, 2, first=1)
-    return under_way, started, model.traffic().since(before).gathers, weights(model)
-
-
-@pytest.mark.parametrize(("starts_only", "force_sync"), [(True, False), (True, True), (False, False), (False, True)])
-def test_start_param_sync_starts_gathers_or_finishes_them_as_the_config_says(
-    run_ranks: RunRanks, starts_only: bool, force_sync: bool
-) -> None:
-    reference = build()
-    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 3)
-    for under_way, started, gathers, trained in run_ranks(2, param_sync, starts_only, force_sync):
-        assert under_way == [starts_only and not force_sync] * 3
-        assert started == 3
-        assert gathers == 3 + 3  # those of the first step and of the second; backward finds all in their slots
-        assert largest_difference(trained, weights(reference)) < 1e-6
+    # Those of the first step and of the second; backward finds all in their slots.
+    assert model.traffic().since(before).gathers == 3 + 3
+    assert largest_difference(weights(model), trained_on_one_process()) < 1e-6

@@ -3,108 +3,83 @@
 import importlib.util
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp.engine.meta_init import own_part, uninitialized_parameter, uninitialized_tensor
+from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.meta_models import META_CASES, MetaCase, SmallGPT, token_loss, tokens
-from tests.support.models import Block
+from tests.support.live_bytes import LiveBytes
+from tests.support.meta_models import META_CASES, MetaCase, SmallGPT, tokens
+from tests.support.models import Block, ModelCase, TinyTransformer, make_token_batch, token_loss
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import assert_equal_tensors, fixed_seed
-from tests.support.sharded_run import FP32
+from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
+CPU = torch.device("cpu")
 SEED = 5
 
 
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return build()
 
 
 def shard_meta(case: MetaCase, strategy: int) -> MegatronFSDP:
     return fully_shard_model(
-        build_on_meta(case.build),
+        on_meta(case.build),
         fsdp_unit_modules=case.units,
         zero_dp_strategy=strategy,
         init_model_with_meta_device=True,
-        mixed_precision_policy=_follow(),
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
     )
-
-
-def _follow() -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(main_params_dtype=None)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
-def differences(case: MetaCase, strategy: int) -> list[str]:
-    """What of the meta-built model is not as in the eagerly built one, on this rank."""
-    with fixed_seed(SEED):
-        eager = case.build()
-        end = torch.get_rng_state()
-    with fixed_seed(SEED):
-        model = shard_meta(case, strategy)
-        same_end = torch.equal(torch.get_rng_state(), end)
-    found = [] if same_end else ["the random state after it"]
-    weights = model.full_parameters()
-    expected = dict(eager.named_parameters())
-    assert weights.keys() == expected.keys()
-    found += [name for name, weight in weights.items() if not same_bits(weight, expected[name])]
-    buffers = dict(model.module.named_buffers())
-    assert buffers.keys() == dict(eager.named_buffers()).keys()
-    found += [name for name, buffer in eager.named_buffers() if not same_bits(buffers[name], buffer)]
-    if _ties(model.module) != _ties(eager):
-        found.append("ties")
-    if [p.requires_grad for p in model.parameters()] != [p.requires_grad for p in eager.parameters()]:
-        found.append("requires_grad")
-    if not same_bits(model(case.make_input()), eager(case.make_input())):
-        found.append("output")
-    return found
-
-
-def _ties(module: nn.Module) -> list[int]:
+def ties(module: nn.Module) -> list[int]:
     """For each name of a parameter, tied ones included, the position of the first name of the same."""
     params = [param for _, param in module.named_parameters(remove_duplicate=False)]
     return [next(i for i, other in enumerate(params) if other is param) for param in params]
 
 
-def all_differences(strategy: int) -> dict[str, list[str]]:
-    return {name: found for name, case in META_CASES.items() if (found := differences(case, strategy))}
+def check_begins_as_eagerly(case: MetaCase, strategy: int) -> None:
+    with fixed_seed(SEED):
+        eager = case.build()
+        end = torch.get_rng_state()
+    with fixed_seed(SEED):
+        model = shard_meta(case, strategy)
+        assert torch.equal(torch.get_rng_state(), end)
+    for found, expected in (
+        (model.full_parameters(), dict(eager.named_parameters())),
+        (dict(model.module.named_buffers()), dict(eager.named_buffers())),
+    ):
+        assert found.keys() == expected.keys()
+        assert [name for name, value in expected.items() if not same_bits(found[name], value)] == []
+    assert ties(model.module) == ties(eager)
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in eager.parameters()]
+    assert same_bits(model(case.make_input()), eager(case.make_input()))
 
 
 @pytest.mark.full(short=["0-2", "3-2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", range(4))
-def test_weights_buffers_and_generators_are_those_of_eager_construction(
-    strategy: int, num_ranks: int, run_ranks: RunRanks
-) -> None:
-    assert run_ranks(num_ranks, all_differences, strategy) == [{}] * num_ranks
+@on_ranks()
+def test_weights_buffers_and_generators_are_those_of_eager_construction(strategy: int) -> None:
+    for case in META_CASES.values():
+        check_begins_as_eagerly(case, strategy)
 
 
-def llama_differences(tied: bool) -> list[str]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a library of others deprecates is not tested here
-        case = MetaCase(lambda: _Logits(LlamaForCausalLM(config)), tokens, None)
-        return [found for strategy in (0, 3) for found in differences(case, strategy)]
-
-
-class _Logits(nn.Module):
+class Logits(nn.Module):
     """A Hugging Face model that returns its logits."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -118,137 +93,386 @@ class _Logits(nn.Module):
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_llama_begins_as_its_own_library_begins_it_rotary_frequencies_included(
-    tied: bool, run_ranks: RunRanks
-) -> None:
-    assert run_ranks(2, llama_differences, tied) == [[], []]
+@on_ranks(2)
+def test_a_llama_begins_as_its_own_library_begins_it_rotary_frequencies_included(tied: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a library of others deprecates is not tested here
+        for strategy in (0, 3):
+            check_begins_as_eagerly(MetaCase(lambda: Logits(LlamaForCausalLM(config)), tokens, None), strategy)
 
 
-# ---- training afterwards -------------------------------------------------------------------------------------------
+class FromMeta(Setting):
+    """Shards a model that is built anew on the meta device, as its optimizer is."""
+
+    def shard(self, scenario: Scenario, model: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]:  # noqa: ARG002
+        with fixed_seed(0):
+            return super().shard(scenario, on_meta(scenario.case.build))
 
 
-Step = tuple[float, dict[str, Tensor], dict[str, Tensor]]
+def train(run: Run) -> None:
+    run.train(0, 1, 2)
 
 
-def train_from_meta(strategy: int) -> list[Step]:
-    """Three updates with an optimizer that was built on the meta parameters; loss, gradients and weights of each."""
-    with fixed_seed(SEED):
-        model = build_on_meta(SmallGPT)
-        model, optimizer = fully_shard(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            fsdp_unit_modules=[Block],
-            zero_dp_strategy=strategy,
-            init_model_with_meta_device=True,
-        )
-    share = tokens().chunk(dist.get_world_size())[dist.get_rank()]
-    steps = []
-    for _ in range(3):
-        loss = token_loss(model, share)
-        loss.backward()
-        gradients = {name: grad.clone() for name, grad in model.full_gradients().items() if grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((loss.item(), gradients, {n: p.clone() for n, p in model.full_parameters().items()}))
-    return steps
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train_eagerly() -> list[Step]:
-    with fixed_seed(SEED):
-        model = SmallGPT()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    steps = []
-    for _ in range(3):
-        loss = token_loss(model, tokens())
-        loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((loss.item(), gradients, {n: p.detach().clone() for n, p in model.named_parameters()}))
-    return steps
+def test_training_goes_on_as_on_one_process_with_an_optimizer_built_before(run_ranks: RunRanks) -> None:
+    scenario = Scenario(train, ModelCase(SmallGPT, make_token_batch, token_loss, (Block,)), momentum)
+    settings = [FromMeta(strategy, options=(("init_model_with_meta_device", True),)) for strategy in (1, 3)]
+    check_strategies(run_ranks, 2, scenario, settings)
 
 
-@pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_training_goes_on_as_on_one_process_with_an_optimizer_built_before(strategy: int, run_ranks: RunRanks) -> None:
-    by_rank = run_ranks(2, train_from_meta, strategy)
-    expected = train_eagerly()
-    for position, (loss, gradients, weights) in enumerate(expected):
-        steps = [steps[position] for steps in by_rank]
-        assert sum(step[0] for step in steps) / 2 == pytest.approx(loss, rel=1e-5)
-        for _, got_gradients, got_weights in steps:
-            assert_equal_tensors(got_gradients, gradients, FP32.rtol, FP32.atol)
-            assert_equal_tensors(got_weights, weights, FP32.rtol, FP32.atol)
+# ---- random states, mixed models -------------------------------------------------------------------------------------
 
 
-# ---- random states -------------------------------------------------------------------------------------------------
-
-
-def seeded_by_rank() -> tuple[list[str], bool, list[str]]:
-    """Differences to the eager model of rank 0, whether this rank's generator is as it was, and the warnings."""
+@on_ranks(3)
+def test_ranks_seeded_differently_draw_what_the_first_draws_and_get_their_own_state_back() -> None:
     with fixed_seed(100):
         expected = dict(SmallGPT().named_parameters())
-    with fixed_seed(100 + dist.get_rank()), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with fixed_seed(100 + dist.get_rank()):
         before = torch.get_rng_state()
-        model = shard_meta(META_CASES["gpt"], 3)
-        restored = torch.equal(torch.get_rng_state(), before)
-    wrong = [name for name, weight in model.full_parameters().items() if not torch.equal(weight, expected[name])]
-    return wrong, restored, [str(warning.message) for warning in caught]
+        with pytest.warns(UserWarning, match="^ranks were seeded differently, so the weights were initialised with"):
+            model = shard_meta(META_CASES["gpt"], 3)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert_equal_tensors(model.full_parameters(), expected)
 
 
-def test_ranks_seeded_differently_draw_what_the_first_draws_and_get_their_own_state_back(run_ranks: RunRanks) -> None:
-    for wrong, restored, caught in run_ranks(3, seeded_by_rank):
-        assert (wrong, restored) == ([], True)
-        assert len(caught) == 1
-        assert caught[0].startswith("ranks were seeded differently, so the weights were initialised with the random ")
-
-
-# ---- mixed models --------------------------------------------------------------------------------------------------
-
-
-def mixed_model() -> nn.Module:
+@on_ranks(2)
+def test_real_tensors_keep_their_values_and_are_matched_over_ranks() -> None:
     """The embedding and one bias of a block are real, as after a load; attention has a real output projection."""
-    model = build_on_meta(lambda: nn.Sequential(SmallGPT(), nn.MultiheadAttention(8, 2)))
+    model = on_meta(lambda: nn.Sequential(SmallGPT(), nn.MultiheadAttention(8, 2)))
     gpt, attention = model
-    assert isinstance(gpt, SmallGPT)
     gpt.tokens.weight = nn.Parameter(torch.full((31, 16), 2.0 + dist.get_rank()))
-    gpt.blocks[0].up.bias = nn.Parameter(torch.full((64,), 3.0))  # type: ignore[union-attr]
+    gpt.blocks[0].up.bias = nn.Parameter(torch.full((64,), 3.0))
     attention.out_proj = nn.Linear(8, 8)
-    with torch.no_grad():
-        attention.out_proj.weight.fill_(4.0)  # type: ignore[union-attr,operator]
-        attention.out_proj.bias.fill_(5.0)  # type: ignore[union-attr,operator]
-    return model
-
-
-def wrap_mixed() -> tuple[dict[str, Tensor], list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with fixed_seed(SEED):
-            model = fully_shard_model(mixed_model(), fsdp_unit_modules=[Block], init_model_with_meta_device=True)
-    return model.full_parameters(), [str(warning.message) for warning in caught]
-
-
-def test_real_tensors_keep_their_values_and_are_matched_over_ranks(run_ranks: RunRanks) -> None:
-    (weights, caught), (other, _) = run_ranks(2, wrap_mixed)
-    assert_equal_tensors(other, weights)
+    nn.init.constant_(attention.out_proj.weight, 4.0)
+    nn.init.constant_(attention.out_proj.bias, 5.0)
+    differed = r"^1 parameters or buffers differed between ranks at wrap time \(first: 0.tokens.weight\)"
+    with fixed_seed(SEED), pytest.warns(UserWarning, match=differed):
+        wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], init_model_with_meta_device=True)
+    weights = wrapped.full_parameters()
     constants = {"0.tokens.weight": 2.0, "0.blocks.0.up.bias": 3.0, "1.out_proj.weight": 4.0, "1.out_proj.bias": 5.0}
     for name, value in constants.items():
         assert weights[name].unique().tolist() == [value], name
-    assert caught[0].startswith("1 parameters or buffers differed between ranks at wrap time (first: 0.tokens.weight)")
     bound = (6 / (4 * 8)) ** 0.5
     assert 0.9 * bound < weights["1.in_proj_weight"].abs().max().item() <= bound
     assert 0.9 / 4 < weights["0.blocks.0.up.weight"].abs().max().item() <= 1 / 4
 
 
-def wrap_real_with_the_flag() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_without_meta_tensors_the_flag_changes_nothing() -> None:
     with fixed_seed(SEED):
         model = SmallGPT()
         before, expected = torch.get_rng_state(), {name: p.detach().clone() for name, p in model.named_parameters()}
         wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], init_model_with_meta_device=True)
-        kept = torch.equal(before, torch.get_rng_state())
-    return kept, all(torch.equal(weight, expected[name]) for name, weight in wrapped.full_parameters().items())
+        assert torch.equal(before, torch.get_rng_state())
+    assert_equal_tensors(wrapped.full_parameters(), expected)
 
 
-def test_without_meta_tensors_the_flag_changes_nothing(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, wrap_real_with_the_flag) == [(True, True)] * 2
+# ---- what cannot be initialised --------------------------------------------------------------------------------------
+
+
+class Gain(nn.Module):
+    """A parameter and a buffer, and nothing that sets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(2), persistent=False)
+
+
+class Cached(nn.Module):
+    """A tensor that is neither parameter nor buffer, and a reset method that forgets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.cache = torch.ones(2)
+
+    def reset_parameters(self) -> None:
+        """Leave the cache as it is."""
+
+
+class HalfReset(nn.Module):
+    """A reset method that leaves one row, one parameter and one integer buffer without a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(3, 2))
+        self.forgotten = nn.Parameter(torch.empty(2))
+        self.given = nn.Parameter(torch.empty(2))
+        self.register_buffer("count", torch.empty(2, dtype=torch.int64))
+        self.register_buffer("steps", torch.empty((), dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.rows[1:].fill_(1.0)
+            self.given.data.fill_(1.0)
+            self.steps.zero_()
+
+
+class WholeModelReset(SmallGPT):
+    """A root that draws every matrix anew, as torch.nn.Transformer does."""
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            if param.dim() > 1:
+                nn.init.xavier_uniform_(param)
+
+
+class TakesScale(nn.Linear):
+    """A reset method with an argument that may be left out."""
+
+    def reset_parameters(self, scale: float = 0.5) -> None:
+        nn.init.constant_(self.weight, scale)
+        nn.init.constant_(self.bias, -scale)
+
+
+class NeedsScale(nn.Module):
+    """A reset method that nobody can call without knowing the scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2))
+
+    def reset_parameters(self, scale: float) -> None:
+        nn.init.constant_(self.weight, scale)
+
+
+class Whole(nn.Module):
+    """A buffer on the meta device next to real parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.empty(3, device="meta"))
+
+
+def meta_on_rank_one() -> nn.Module:
+    return on_meta(SmallGPT) if dist.get_rank() else SmallGPT()
+
+
+REFUSALS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "several helpless": (
+        lambda: on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Gain(), nn.Sequential(Gain()))),
+        (
+            "2 modules hold tensors on the meta device and have no method that initialises them: ",
+            ": 1 (Gain: gain, scale); 2.0 (Gain: gain, scale); give each a reset_parameters()",
+        ),
+    ),
+    "root parameter": (lambda: on_meta(TinyTransformer), ("1 modules hold", "(root) (TinyTransformer: positions)")),
+    "forgotten attribute": (
+        lambda: on_meta(Cached),
+        ("1 tensors are still on the meta device after", "cache of (root) (Cached)"),
+    ),
+    "half reset": (
+        lambda: on_meta(HalfReset),
+        ("3 tensors got no value, or NaN,", ": rows, forgotten, buffer count of (root) (HalfReset); let reset_"),
+    ),
+    "needs scale": (lambda: on_meta(NeedsScale), ("1 modules hold", "(root) (NeedsScale: weight)")),
+    "whole model reset": (
+        lambda: on_meta(WholeModelReset),
+        (
+            "initialising (root) (WholeModelReset) writes parameters of units below it (such as blocks.0.",
+            "fsdp_unit_modules=[] for one unit",
+        ),
+    ),
+    "meta buffer": (Whole, ("(root) (Whole: mask)", "reset_buffers() for buffers")),
+    "meta on rank one": (
+        meta_on_rank_one,
+        (
+            "ranks of the group disagree: rank 0 has 'tokens.weight ",
+            "requires_grad=True', rank 1 has 'tokens.weight ",
+            "requires_grad=True on the meta device'; give every rank the same model",
+        ),
+    ),
+}
+
+
+def refusal(model: nn.Module, flag: bool = True, **arguments: Any) -> str:
+    """What every rank says alike, with the random state as it was."""
+    state = torch.get_rng_state()
+    with pytest.raises(ConfigurationError) as caught:
+        fully_shard_model(model, init_model_with_meta_device=flag, **arguments)
+    assert torch.equal(torch.get_rng_state(), state)
+    return same_on_ranks(str(caught.value))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@on_ranks(2)
+def test_what_cannot_be_initialised_is_refused_alike_on_every_rank(name: str) -> None:
+    build, told = REFUSALS[name]
+    message = refusal(build())
+    for part in told:
+        assert part in message
+
+
+@on_ranks(2)
+def test_a_refused_model_is_as_it_was() -> None:
+    model = REFUSALS["several helpless"][0]()
+    before = dict(model.named_parameters())
+    refusal(model)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(param is before[name] and param.is_meta for name, param in after.items())
+
+
+@on_ranks(2)
+def test_without_the_flag_meta_tensors_are_refused_with_a_pointer_to_it() -> None:
+    message = refusal(on_meta(TinyTransformer), False)
+    assert "parameters are on the meta device (such as positions)" in message
+    assert "init_model_with_meta_device is False; set it to let modules initialise themselves" in message
+    message = refusal(Whole(), False)
+    assert message.startswith("1 of 1 buffers are on the meta device (such as mask) and init_model_with_meta_device is")
+
+
+@on_ranks(2)
+def test_one_unit_may_be_reset_as_a_whole_and_methods_may_have_arguments_with_defaults() -> None:
+    with fixed_seed(3):
+        eager = WholeModelReset()
+        eager.reset_parameters()
+    with fixed_seed(3):
+        model = fully_shard_model(on_meta(WholeModelReset), fsdp_unit_modules=[], init_model_with_meta_device=True)
+    assert_equal_tensors(model.full_parameters(), dict(eager.named_parameters()))
+    model = fully_shard_model(on_meta(lambda: TakesScale(4, 4)), init_model_with_meta_device=True)
+    assert [weight.unique().item() for weight in model.full_parameters().values()] == [0.5, -0.5]
+
+
+# ---- the peak: what is held for good, and the full tensors of one unit -----------------------------------------------
+
+FP32_BYTES = 4
+FEATURES, HIDDEN, FLOORS = 64, 128, 8
+ROOT_NUMEL, FLOOR_NUMEL = 2 * FEATURES * FEATURES, 2 * FEATURES * HIDDEN
+SCALARS_BYTES = 128
+"""The results of checks."""
+
+
+class Floor(nn.Module):
+    """Two layers, which initialise themselves one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, FEATURES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class ResetFloor(Floor):
+    """A floor with a method of its own, which has to see all it holds at once."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.up.weight)
+        nn.init.normal_(self.down.weight)
+
+
+class Tower(nn.Module):
+    """A layer, eight floors, a layer; the two layers belong to the root. Its bytes divide over 1, 2 and 4 ranks."""
+
+    floor: type[Floor] = Floor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.floors = nn.Sequential(*(self.floor() for _ in range(FLOORS)))
+        self.last = nn.Linear(FEATURES, FEATURES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.floors(self.first(x)))
+
+
+class ResetFloorTower(Tower):
+    """Floors that see all they hold at once."""
+
+    floor = ResetFloor
+
+
+class ModelMethodTower(Tower):
+    """A model that initialises every module below it after construction, and itself last."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+
+
+@pytest.mark.full(short=["one module-0-2", "one unit-3-2", "root and one unit-3-2"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize(
+    ("tower", "extra_numel"),
+    [(Tower, FLOOR_NUMEL // 2), (ResetFloorTower, FLOOR_NUMEL), (ModelMethodTower, FLOOR_NUMEL + ROOT_NUMEL)],
+    ids=["one module", "one unit", "root and one unit"],
+)
+@on_ranks()
+def test_wrapping_takes_the_shards_and_what_one_method_has_to_see(
+    tower: type[Tower], extra_numel: int, strategy: int, num_ranks: int
+) -> None:
+    model = on_meta(tower)
+    torch.manual_seed(0)
+    with LiveBytes() as live:
+        wrapped = fully_shard_model(
+            model, fsdp_unit_modules=[Floor], zero_dp_strategy=strategy, init_model_with_meta_device=True
+        )
+    ranks_of_shards = 1 if strategy == 0 else num_ranks
+    shards_bytes = 2 * FP32_BYTES * (ROOT_NUMEL + FLOORS * FLOOR_NUMEL) // ranks_of_shards
+    assert wrapped.memory().persistent_bytes == shards_bytes  # weights and gradients
+    extra = live.peak_bytes - shards_bytes // 2  # gradients are taken when there are some
+    assert FP32_BYTES * extra_numel <= extra <= FP32_BYTES * extra_numel + SCALARS_BYTES
+
+
+# ---- tensors that wait for a value -----------------------------------------------------------------------------------
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64, torch.float8_e4m3fn]
+WHOLE_NUMBERS = [torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_floats_are_set_when_every_element_is(dtype: torch.dtype) -> None:
+    made = uninitialized_tensor(torch.empty(3, 2, dtype=dtype, device="meta"), CPU)
+    assert (made.tensor.dtype, made.tensor.shape) == (dtype, (3, 2))
+    assert made.is_unset
+    made.tensor[1:] = 0
+    assert made.is_unset
+    made.tensor.data[:1] = 0
+    assert not made.is_unset
+
+
+@pytest.mark.parametrize("dtype", WHOLE_NUMBERS, ids=str)
+@pytest.mark.parametrize("value", [0, 1])
+def test_whole_numbers_are_set_when_they_were_written(dtype: torch.dtype, value: int) -> None:
+    made = uninitialized_tensor(torch.empty(3, dtype=dtype, device="meta"), CPU)
+    assert made.is_unset
+    made.tensor.fill_(value)
+    assert not made.is_unset
+
+
+def test_a_parameter_keeps_what_it_has_and_an_empty_tensor_needs_no_value() -> None:
+    like = nn.Parameter(torch.empty(2, dtype=torch.float64, device="meta"), requires_grad=False)
+    like.mark = "kept"
+    made = uninitialized_parameter(like, CPU)
+    param = made.tensor
+    assert isinstance(param, nn.Parameter)
+    assert (param.shape, param.dtype, param.requires_grad, param.device) == ((2,), torch.float64, False, CPU)
+    assert param.mark == "kept"
+    assert made.is_unset
+    assert not uninitialized_tensor(torch.empty(0, 3, device="meta"), CPU).is_unset
+
+
+@pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()]], ids=str)
+@on_ranks(2)
+def test_a_tensor_parallel_parameter_is_drawn_whole_and_cut_to_this_rank(placements: list[Placement]) -> None:
+    shape = (5, 4)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    original = nn.Parameter(distribute_tensor(torch.empty(shape, device="meta"), mesh, placements))
+    assert isinstance(original, DTensor)
+    assert uninitialized_parameter(original, CPU).tensor.shape == shape
+    full = torch.arange(20.0).view(shape)
+    part = own_part(full, original)
+    assert type(part) is Tensor
+    assert torch.equal(part, distribute_tensor(full, mesh, placements).to_local())

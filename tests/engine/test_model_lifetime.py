@@ -2,47 +2,65 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
-from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh, train
+from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.settling import settled
+from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 
 
-def wrap(strategy: int, **arguments: Any) -> MegatronFSDP:
+def wrap(strategy: int = 3, **arguments: Any) -> MegatronFSDP:
     return fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def references(model: MegatronFSDP) -> dict[str, weakref.ref[Any]]:
     """Weak references to everything large or hooked that belongs to a model."""
-    found: dict[str, weakref.ref[Any]] = {
-        "wrapper": weakref.ref(model),
-        "module": weakref.ref(model.module),
-        "engine": weakref.ref(engine_of(model)),
-        "executor": weakref.ref(engine_of(model).executor),
-        "buffer": weakref.ref(next(model.buffers())),
+    things: dict[str, Any] = {
+        "wrapper": model,
+        "module": model.module,
+        "engine": engine_of(model),
+        "executor": engine_of(model).executor,
+        "buffer": next(model.buffers()),
     }
     for number, group in enumerate(model.parameter_groups()):
-        assert group.gradients is not None
-        found[f"main weights {number}"] = weakref.ref(group.weights.main.local)
-        found[f"compute weights {number}"] = weakref.ref(group.weights.compute.local)
-        found[f"main gradients {number}"] = weakref.ref(group.gradients.main.local)
-        found[f"full {number}"] = weakref.ref(group.full[0])
-        found[f"sharded {number}"] = weakref.ref(group.sharded[0])
+        things[f"main weights {number}"] = group.weights.main.local
+        things[f"compute weights {number}"] = group.weights.compute.local
+        things[f"main gradients {number}"] = group.gradients.main.local
+        things[f"full {number}"] = group.full[0]
+        things[f"sharded {number}"] = group.sharded[0]
     for number, unit in enumerate(engine_of(model).units):
-        found[f"gathered {number}"] = weakref.ref(unit._gathered[0])
-    return found
+        things[f"gathered {number}"] = unit._gathered[0]
+    return {name: weakref.ref(thing) for name, thing in things.items()}
 
 
-def alive_after_deletion(strategy: int, keep_optimizer: bool) -> set[str]:
-    """What of a trained model is still alive after `del`, with the garbage collector off."""
+@pytest.mark.parametrize(
+    ("strategy", "keeps_optimizer"), [(0, False), (1, False), (2, False), (3, False), (0, True), (3, True)]
+)
+@on_ranks(2)
+def test_deleting_frees_everything_at_once_but_the_parameters_of_a_kept_optimizer(
+    strategy: int, keeps_optimizer: bool
+) -> None:
     model = wrap(strategy, report_nan_in_param_grad=True)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
     train(model, optimizer, 2)
@@ -51,104 +69,40 @@ def alive_after_deletion(strategy: int, keep_optimizer: bool) -> set[str]:
     model.clip_grad_norm_(1.0)
     model.state_dict()
     optimizer.zero_grad()
-    watched = references(model)
-    gc.collect()
-    gc.disable()
-    try:
-        if keep_optimizer:
-            del model
-        else:
-            del model, optimizer
-        return settled(lambda: alive(watched), lambda kinds: kinds <= ({"sharded"} if keep_optimizer else set()))
-    finally:
-        gc.enable()
+    watched, kept = references(model), {"sharded"} if keeps_optimizer else set()
 
+    def alive() -> set[str]:
+        return {name.rstrip(" 0123456789") for name, reference in watched.items() if reference() is not None}
 
-def alive(watched: dict[str, weakref.ref[Any]]) -> set[str]:
-    """What is alive, without the numbers."""
-    return {name.rstrip(" 0123456789") for name, reference in watched.items() if reference() is not None}
-
-
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_deleting_model_and_optimizer_frees_everything_at_once(strategy: int, run_ranks: RunRanks) -> None:
-    assert run_ranks(2, alive_after_deletion, strategy, False) == [set(), set()]
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_an_optimizer_keeps_its_parameters_alive_and_nothing_else(strategy: int, run_ranks: RunRanks) -> None:
-    for kinds in run_ranks(2, alive_after_deletion, strategy, True):
-        assert kinds <= {"sharded"}
-
-
-def back_reference() -> dict[str, Any]:
-    model = wrap(3)
-    param = next(model.parameters())
-    found: dict[str, Any] = {"before": param._megatron_fsdp_model.data_parallel_sharding_strategy}  # type: ignore[attr-defined]
-    gc.disable()
-    try:
+    with no_garbage_collection():
         del model
-        try:
-            found["after"] = param._megatron_fsdp_model.data_parallel_sharding_strategy  # type: ignore[attr-defined]
-        except ReferenceError:
-            found["after"] = "gone"
-    finally:
-        gc.enable()
-    return found
+        if not keeps_optimizer:
+            del optimizer
+        assert settled(alive, lambda kinds: kinds <= kept) <= kept
 
 
-def test_parameters_refer_to_their_model_weakly(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, back_reference):
-        assert found == {"before": "optim_grads_params", "after": "gone"}
-
-
-def use_the_inner_module_alone() -> str:
-    inner = wrap(3).module
-    try:
+@on_ranks(2)
+def test_parameters_refer_to_their_model_weakly_and_the_inner_module_misses_it() -> None:
+    model = wrap()
+    param, inner = next(model.parameters()), model.module
+    assert param._megatron_fsdp_model.data_parallel_sharding_strategy == "optim_grads_params"
+    with no_garbage_collection():
+        del model
+        with pytest.raises(ReferenceError):
+            param._megatron_fsdp_model.data_parallel_sharding_strategy  # noqa: B018
+    with pytest.raises(ScheduleError, match="the MegatronFSDP object that owned its parameters has been deleted; keep"):
         inner(torch.ones(2, 5))
-    except ScheduleError as error:
-        return str(error)
-    return "ran"
 
 
-def test_the_inner_module_says_that_its_wrapper_is_gone(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, use_the_inner_module_alone):
-        assert "the MegatronFSDP object that owned its parameters has been deleted; keep the object" in message
-
-
-def failed_wrap() -> tuple[bool, list[str]]:
-    """A model that is refused is left as it was: same parameters, no hooks, and free when deleted."""
+@on_ranks(2)
+def test_a_refused_model_is_left_as_it_was() -> None:
     model = build()
     before = [id(param) for param in model.parameters()]
-    refused = False
-    try:
+    with pytest.raises(ValueError, match="Conv2d"):
         fully_shard_model(model, mesh(), fsdp_unit_modules=[nn.Conv2d])
-    except ValueError:
-        refused = True
-    changed = [
-        name
-        for name, module in model.named_modules()
-        if module._forward_hooks or module._forward_pre_hooks or module._state_dict_hooks
-    ]
-    if [id(param) for param in model.parameters()] != before:
-        changed.append("parameters")
-    return refused, changed
-
-
-def test_a_refused_model_is_left_as_it_was(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, failed_wrap) == [(True, []), (True, [])]
-
-
-def wrap_train_delete(count: int) -> list[int]:
-    """Number of live tensors after each of several models in one process."""
-    counts: list[int] = []
-    for _ in range(count):
-        model = wrap(3)
-        train(model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)), 1)
-        del model
-        gc.collect()
-        most = counts[-1] if len(counts) > 1 else None
-        counts.append(settled(live_tensors, lambda found, most=most: most is None or found <= most))
-    return counts
+    assert [id(param) for param in model.parameters()] == before
+    hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks or m._state_dict_hooks]
+    assert hooks == []
 
 
 def live_tensors() -> int:
@@ -157,7 +111,76 @@ def live_tensors() -> int:
     )  # proxies may have lost their object
 
 
-def test_models_one_after_another_leave_nothing_behind(run_ranks: RunRanks) -> None:
-    for counts in run_ranks(2, wrap_train_delete, 4, timeout_s=300.0):
-        # What earlier tests left in the worker may go meanwhile; nothing may come.
-        assert counts[1:] == sorted(counts[1:], reverse=True)
+@on_ranks(2)
+def test_models_one_after_another_leave_nothing_behind() -> None:
+    counts: list[int] = []
+    for _ in range(4):
+        model = wrap()
+        train(model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)), 1)
+        del model
+        gc.collect()
+        most = counts[-1] if len(counts) > 1 else None
+        counts.append(settled(live_tensors, lambda found, most=most: most is None or found <= most))
+    # What earlier tests left in the worker may go meanwhile; nothing may come.
+    assert counts[1:] == sorted(counts[1:], reverse=True)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+STEPS = 12
+CASES: dict[str, dict[str, Any]] = {
+    "no_shard, late": {"zero_dp_strategy": 0, "overlap_grad_reduce": False},
+    "optim": {"zero_dp_strategy": 1},
+    "optim_grads": {"zero_dp_strategy": 2},
+    "slots": {},
+    "resize": {"weight_allocator": "resize"},
+    "double buffer": {"fsdp_double_buffer": True},
+    "persistent double buffer": {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
+    "max pool": {"maxpool_double_buffer": True},
+    "fine-grained": {"enable_fine_grained_param_gather": True},
+}
+X = torch.ones(2, FEATURES)
+
+
+def wrap_tower(name: str) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    model = Tower((8, 8, 16, 8))
+    return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], **CASES[name])
+
+
+def step(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
+    tower_loss(model, X).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.full(short=["slots", "resize"])
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_the_peak_varies_by_zero_bytes_from_the_third_step_on(name: str) -> None:
+    model, optimizer = wrap_tower(name)
+    found = []
+    for _ in range(STEPS):
+        with LiveBytes(comes_and_goes(model)) as live:
+            step(model, optimizer)
+        found.append((live.peak_bytes, live.now_bytes))
+    peak, left = found[2]
+    assert found[2:] == [(peak, left)] * (STEPS - 2)
+    assert peak > 0
+    assert left == 0
+
+
+@pytest.mark.full(short=["resize"])
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_deleting_gives_every_byte_back_without_garbage_collection(name: str) -> None:
+    for is_first in (True, False):  # what torch makes once per process, at the first use of something, is not ours
+        before = held_bytes()
+        model, optimizer = wrap_tower(name)
+        for _ in range(2):
+            step(model, optimizer)
+        with model.no_sync():
+            tower_loss(model, X).backward()
+        assert held_bytes() > before
+        with no_garbage_collection():
+            del model, optimizer
+            assert is_first or held_bytes(collect=False) == before

@@ -1,16 +1,13 @@
 """What observers are told, against what is known of a step; and that a watched run computes the same."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fsdp import fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.observer import Observer, Phase
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.tower import FEATURES, FLOORS, Floor, Tower, tower_loss
 
@@ -40,68 +37,49 @@ class Notes(Observer):
         return list(self._open)
 
 
-def _train(watched: bool, strategy: int) -> dict[str, Any]:
-    with fixed_seed(0):
-        model = Tower()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    sharded, optimizer = fully_shard(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        device_mesh=mesh,
-        dp_shard_dim="dp",
-        fsdp_unit_modules=[Floor],
-        zero_dp_strategy=strategy,
-    )
-    notes = Notes()
-    if watched:
-        sharded.observe(notes)
-    losses, second, x = [], 0, torch.linspace(-1, 1, 4 * FEATURES).view(4, FEATURES)
-    for step in range(3):
-        second = len(notes.told) if step == 1 else second
-        optimizer.zero_grad()
-        loss = tower_loss(sharded, x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    end = len(notes.told)
-    if watched:
-        sharded.stop_observing(notes)
-        tower_loss(sharded, x).backward()
-        assert len(notes.told) == end
-    return {
-        "losses": losses,
-        "told": notes.told[second : notes.told.index("install 0", second + 1) + 1] if watched else [],
-        "moments": list(notes.moments.values()),
-        "unfinished": notes.unfinished,
-        "collectives": sharded.traffic().gathers + sharded.traffic().reductions,
-    }
+def train(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = tower_loss(model, torch.linspace(-1, 1, 4 * FEATURES).view(4, FEATURES))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
 
 
 @pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_watching_tells_every_phase_and_changes_nothing(run_ranks: RunRanks, strategy: int) -> None:
-    plain = run_ranks(2, _train, False, strategy)
-    watched = run_ranks(2, _train, True, strategy)
-    for rank in range(2):
-        assert watched[rank]["losses"] == plain[rank]["losses"]
-        assert watched[rank]["unfinished"] == []
-        told = watched[rank]["told"]
-        assert [text for text in told if text.startswith("forward")] == [f"forward {u}" for u in range(FLOORS + 1)]
-        backward = [text for text in told if text.startswith("backward")]
-        assert backward == ["backward 0", *(f"backward {unit}" for unit in range(FLOORS, 0, -1))]
-        assert told.count("finalise 0") == 1
-        assert sum(text.startswith("reduce") for text in told) == FLOORS + 1
-        gathers = [int(text.split()[1]) for text in told if text.startswith("gather ")]
-        expected = {0: [], 1: [*range(FLOORS + 1)], 2: [*range(FLOORS + 1)]}
-        if strategy in expected:
-            assert gathers == expected[strategy]
-        else:
-            assert gathers == [*range(FLOORS + 1), *range(FLOORS - 2, 0, -1)]
-
-
-def test_every_collective_is_told_from_launch_to_the_end_of_waiting(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, _train, True, 3):
-        lived = {tuple(moments) for moments in found["moments"]}
-        life = ("launches", "launched", "waits", "arrived", "finished", "waited")
-        assert lived == {("gather", *life), ("reduce", *life)}
-        assert len(found["moments"]) < found["collectives"]  # the last backward was not watched
+@on_ranks(2)
+def test_watching_tells_every_phase_and_collective_and_changes_nothing(strategy: int) -> None:
+    losses, notes = [], Notes()
+    for watched in (False, True):
+        with fixed_seed(0):
+            model = Tower()
+        sharded, optimizer = fully_shard(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            fsdp_unit_modules=[Floor],
+            zero_dp_strategy=strategy,
+        )
+        if watched:
+            sharded.observe(notes)
+        ends = []
+        for _ in range(3):
+            losses.append(train(sharded, optimizer))
+            ends.append(len(notes.told))
+    assert losses[:3] == losses[3:]
+    assert notes.unfinished == []
+    told = notes.told[ends[0] : notes.told.index("install 0", ends[0] + 1) + 1]
+    assert [text for text in told if text.startswith("forward")] == [f"forward {u}" for u in range(FLOORS + 1)]
+    backward = [text for text in told if text.startswith("backward")]
+    assert backward == ["backward 0", *(f"backward {unit}" for unit in range(FLOORS, 0, -1))]
+    assert told.count("finalise 0") == 1
+    assert sum(text.startswith("reduce") for text in told) == FLOORS + 1
+    gathers = [int(text.split()[1]) for text in told if text.startswith("gather ")]
+    again = [*range(FLOORS - 2, 0, -1)] if strategy == 3 else []
+    assert gathers == ([*range(FLOORS + 1), *again] if strategy else [])
+    life = ("launches", "launched", "waits", "arrived", "finished", "waited")
+    kinds = {tuple(moments) for moments in notes.moments.values()}
+    assert kinds == {("reduce", *life), *([("gather", *life)] if strategy else [])}
+    sharded.stop_observing(notes)
+    train(sharded, optimizer)
+    assert len(notes.told) == ends[-1]
+    assert len(notes.moments) < sharded.traffic().gathers + sharded.traffic().reductions

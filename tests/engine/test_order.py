@@ -1,103 +1,42 @@
 """A recorded order foretells what the last pass needed, for as long as the pass keeps to it."""
 
+import pytest
+
 from megatron_fsdp.engine.schedule import RecordedOrder, StepLength
 
+# A whole pass each, then the units noted in the next pass, and at which depth which units are foretold.
+FORETOLD: dict[str, tuple[list[list[int]], list[int], int, tuple[int, ...]]] = {
+    "the first pass foretells nothing": ([], [0], 3, ()),
+    "nothing was needed yet": ([[0, 1, 2, 3]], [], 1, ()),
+    "the next units, nearest first": ([[0, 1, 2, 3]], [0], 2, (1, 2)),
+    "no more than there are": ([[0, 1, 2, 3]], [0, 1], 9, (2, 3)),
+    "nothing at the end": ([[0, 1, 2, 3]], [0, 1, 2, 3], 1, ()),
+    "nothing at depth zero": ([[0, 1]], [0], 0, ()),
+    "twice in a row counts once": ([[0, 1, 1, 2]], [0, 1], 1, (2,)),
+    "also in this pass": ([[0, 1, 1, 2]], [0, 1, 1], 1, (2,)),
+    "again later counts twice": ([[1, 2, 1]], [1, 2], 1, (1,)),
+    "nothing where it left the order": ([[0, 1, 2]], [0, 2], 1, ()),
+    "nor later in this pass": ([[0, 1, 2]], [0, 2, 2, 1], 1, ()),
+    "the order that was taken is expected next": ([[0, 1, 2], [0, 2, 1]], [0], 2, (2, 1)),
+    "nothing beyond the recorded pass": ([[0, 1]], [0, 1, 2], 1, ()),
+}
 
-def record(order: RecordedOrder, *units: int) -> None:
-    """One whole pass."""
-    order.begin()
-    for unit in units:
-        order.note(unit)
-    order.end()
 
-
-def test_the_first_pass_foretells_nothing() -> None:
+@pytest.mark.parametrize("name", FORETOLD)
+def test_a_repeated_pass_foretells_the_next_units(name: str) -> None:
+    passes, noted, depth, expected = FORETOLD[name]
     order = RecordedOrder()
-    order.begin()
-    order.note(0)
-    assert order.upcoming(3) == ()
-
-
-def test_a_repeated_pass_foretells_the_next_units_nearest_first() -> None:
-    order = RecordedOrder()
-    record(order, 0, 1, 2, 3)
-    order.begin()
-    assert order.upcoming(1) == ()  # nothing was needed yet
-    order.note(0)
-    assert order.upcoming(2) == (1, 2)
-    order.note(1)
-    assert order.upcoming(9) == (2, 3)
-    order.note(2)
-    order.note(3)
-    assert order.upcoming(1) == ()
-
-
-def test_nothing_is_asked_for_at_depth_zero() -> None:
-    order = RecordedOrder()
-    record(order, 0, 1)
-    order.begin()
-    order.note(0)
-    assert order.upcoming(0) == ()
-
-
-def test_a_unit_needed_twice_in_a_row_counts_once() -> None:
-    order = RecordedOrder()
-    record(order, 0, 1, 1, 2)
-    order.begin()
-    order.note(0)
-    order.note(1)
-    assert order.upcoming(1) == (2,)
-    order.note(1)
-    assert order.upcoming(1) == (2,)
-
-
-def test_a_unit_needed_again_later_counts_twice() -> None:
-    order = RecordedOrder()
-    record(order, 1, 2, 1)
-    order.begin()
-    order.note(1)
-    order.note(2)
-    assert order.upcoming(1) == (1,)
-
-
-def test_a_pass_that_leaves_the_order_foretells_nothing_until_it_ends() -> None:
-    order = RecordedOrder()
-    record(order, 0, 1, 2)
-    order.begin()
-    order.note(0)
-    order.note(2)
-    assert order.upcoming(1) == ()
-    order.note(2)
-    order.note(1)
-    assert order.upcoming(1) == ()
-
-
-def test_the_order_that_was_taken_is_the_one_expected_next() -> None:
-    order = RecordedOrder()
-    record(order, 0, 1, 2)
-    record(order, 0, 2, 1)
-    order.begin()
-    order.note(0)
-    assert order.upcoming(2) == (2, 1)
-
-
-def test_a_pass_longer_than_the_recorded_one_foretells_nothing_beyond_it() -> None:
-    order = RecordedOrder()
-    record(order, 0, 1)
-    order.begin()
-    for unit in (0, 1, 2):
-        order.note(unit)
-    assert order.upcoming(1) == ()
-
-
-def test_a_pass_that_is_broken_off_leaves_the_recorded_order() -> None:
-    order = RecordedOrder()
-    record(order, 0, 1, 2)
+    for units in passes:
+        order.begin()
+        for unit in units:
+            order.note(unit)
+        order.end()
     order.begin()
     order.note(5)
-    order.begin()
-    order.note(0)
-    assert order.upcoming(2) == (1, 2)
+    order.begin()  # a pass that is broken off leaves the recorded order
+    for unit in noted:
+        order.note(unit)
+    assert order.upcoming(depth) == expected
 
 
 def lasts(length: StepLength, *steps: int) -> list[list[bool]]:

@@ -1,17 +1,21 @@
 """An exception at any point, `reset()`, and training goes on as on one process that dropped the same batch."""
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.conftest import RunRanks
-from tests.support.failing_model import LAYERS, POINTS, FailingModel, HalfwaySGD, PlannedError, failing_at
+from tests.support.failing_model import LAYERS, POINTS, Failing, FailingModel, HalfwaySGD, PlannedError, failing_at
 from tests.support.live_bytes import held_bytes
 from tests.support.models import Batch
+from tests.support.on_ranks import of_ranks, on_ranks
+from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.usage_models import make_batch, squared_error, vector_case
 
@@ -116,7 +120,62 @@ def test_a_step_that_broke_off_leaves_what_it_leaves_on_one_process(
     check_strategies(run_ranks, 2, Scenario(fail_in_the_optimizer, CASE, halfway_sgd), settings)
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------
+# ---- sums of earlier microbatches ------------------------------------------------------------------------------------
+
+
+def _deferring(model: MegatronFSDP, mode: str, last: bool) -> contextlib.AbstractContextManager[None]:
+    if mode == "no_sync" and not last:
+        return model.no_sync()
+    model.set_model_auto_sync(last)
+    return contextlib.nullcontext()
+
+
+def _backward(model: nn.Module, number: int) -> None:
+    """On a batch of 4 samples: its half of the ranks, or all of it."""
+    whole = make_batch(4, torch.Generator().manual_seed(number))
+    squared_error(model, whole.part(dist.get_rank(), 2) if isinstance(model, MegatronFSDP) else whole).backward()
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", ["no_sync", "auto"])
+@on_ranks(2)
+def test_sums_of_earlier_microbatches_survive_a_failed_forward(strategy: int, mode: str) -> None:
+    with fixed_seed(0):
+        plain = FailingModel()
+    model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Failing], zero_dp_strategy=strategy)
+    with _deferring(model, mode, last=False):
+        _backward(model, 0)
+        with failing_at(model.module, 1, "forward"), pytest.raises(PlannedError):
+            _backward(model, 1)
+    model.reset()
+    with _deferring(model, mode, last=True):
+        _backward(model, 2)
+    for number in (0, 2):
+        _backward(plain, number)
+    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    assert_equal_tensors(model.full_gradients(), wanted, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_ranks_that_failed_at_different_points_reduce_alike_afterwards(strategy: int) -> None:
+    """The failed microbatch may have left a part of its gradients, as on one process; nobody hangs."""
+    with fixed_seed(0):
+        model = FailingModel()
+    options = {} if strategy == 0 else {"max_gathered_units": LAYERS}  # no gather that one rank alone would begin
+    model = fully_shard_model(model, fsdp_unit_modules=[Failing], zero_dp_strategy=strategy, **options)
+    with model.no_sync():
+        _backward(model, 0)
+        with failing_at(model.module, dist.get_rank(), "backward of the output"), pytest.raises(PlannedError):
+            _backward(model, 1)
+    model.reset()
+    _backward(model, 2)
+    first, second = of_ranks(model.full_gradients())
+    assert all(grad is not None for grad in first.values())
+    assert_equal_tensors(first, second)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
@@ -125,16 +184,17 @@ def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, batch: Batch) -
     optimizer.zero_grad()
 
 
-def held_after_failures(strategy: int, options: dict[str, Any]) -> list[int]:
-    """Bytes that are alive after two steps, and after 1 and 20 failures, each with a reset."""
+@pytest.mark.full(short=["3-resize"])
+@pytest.mark.parametrize(("strategy", "allocator"), [*((each, "slots") for each in range(4)), (3, "resize")])
+@on_ranks(2)
+def test_no_failure_leaves_memory_behind(strategy: int, allocator: str) -> None:
     model = FailingModel()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
-    kind = type(model.layers[0])
-    wrapped, optimizer = fully_shard(model, optimizer, zero_dp_strategy=strategy, fsdp_unit_modules=[kind], **options)
+    options = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Failing], "weight_allocator": allocator}
+    wrapped, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()), **options)
     batch = make_batch(3, torch.Generator().manual_seed(0))
     for _ in range(2):
         _step(wrapped, optimizer, batch)
-    held = [held_bytes()]
+    before = held_bytes()
     for number in range(20):
         failing = failing_at(wrapped.module, number % LAYERS, POINTS[number % len(POINTS)])
         with failing, contextlib.suppress(PlannedError):
@@ -142,12 +202,4 @@ def held_after_failures(strategy: int, options: dict[str, Any]) -> list[int]:
         wrapped.reset()
         optimizer.zero_grad()
         if number in (0, 19):
-            held.append(held_bytes())
-    return held
-
-
-@pytest.mark.full(short=["3-resize"])
-@pytest.mark.parametrize(("strategy", "allocator"), [*((each, "slots") for each in range(4)), (3, "resize")])
-def test_no_failure_leaves_memory_behind(run_ranks: RunRanks, strategy: int, allocator: str) -> None:
-    for held in run_ranks(2, held_after_failures, strategy, {"weight_allocator": allocator}):
-        assert held == [held[0]] * 3
+            assert held_bytes() == before

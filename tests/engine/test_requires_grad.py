@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import MegatronFSDPError
@@ -17,6 +17,7 @@ from tests.support.api_net import Layer, backward, batches, build, mesh, own_par
 from tests.support.arrangements import hybrid
 from tests.support.ddp_run import ddp
 from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, Setting, check_jobs, check_strategies
 from tests.support.usage_models import Nested, Recomputed, vector_case
@@ -231,35 +232,35 @@ def test_hybrid_sharding_and_buckets_thaw_what_was_frozen(run_ranks: RunRanks) -
     check_jobs(run_ranks, 2, [(scenario, ddp(**SHARDS, overlap_param_gather=True))])
 
 
-def thaw_in_bfloat16(strategy: int, is_frozen_before: bool) -> tuple[list[torch.dtype], dict[str, Tensor]]:
-    """Dtypes of the sharded parameters, and main weights after three steps in which the layers are trained last."""
-    net = (all_but_the_head if is_frozen_before else build)().to(torch.bfloat16)
-    model = fully_shard_model(net, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-    frozen = [*model.module.layers.parameters(), model.module.gain]
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    for index, (inputs, targets) in enumerate(batches(3)):
-        for param in frozen:
-            param.requires_grad_(index > 0)
-        output = model(own_part(inputs).bfloat16())
-        nn.functional.mse_loss(output, own_part(targets).bfloat16()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.dtype for param in model.parameters()], model.full_parameters()
-
-
 @pytest.mark.parametrize("strategy", [0, 2, 3])
-def test_a_thawed_parameter_gets_main_weights_as_if_it_had_been_wrapped_so(run_ranks: RunRanks, strategy: int) -> None:
-    dtypes, thawed = run_ranks(2, thaw_in_bfloat16, strategy, True)[0]
-    _, wanted = run_ranks(2, thaw_in_bfloat16, strategy, False)[0]
-    assert set(dtypes) == {torch.float32}
-    assert_equal_tensors(thawed, wanted, rtol=1e-6, atol=1e-6)
+@on_ranks(2)
+def test_a_thawed_parameter_gets_main_weights_as_if_it_had_been_wrapped_so(strategy: int) -> None:
+    """After three steps in which the layers are trained last."""
+    trained = []
+    for make in (all_but_the_head, build):
+        net = make().to(torch.bfloat16)
+        model = fully_shard_model(net, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+        frozen = [*net.layers.parameters(), net.gain]
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for index, (inputs, targets) in enumerate(batches(3)):
+            for param in frozen:
+                param.requires_grad_(index > 0)
+            output = model(own_part(inputs).bfloat16())
+            nn.functional.mse_loss(output, own_part(targets).bfloat16()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        trained.append(model.full_parameters())
+    assert_equal_tensors(*trained, rtol=1e-6, atol=1e-6)
 
 
 # ---- a teacher, costs, errors ----------------------------------------------------------------------------------------
 
 
-def evaluate_a_teacher(strategy: int) -> tuple[Tensor, Tensor, bool, int]:
-    """Its outputs under no_grad and inference mode, whether any parameter moved or has a gradient; bytes reduced."""
+@pytest.mark.full(short=["0", "3"])
+@pytest.mark.parametrize("strategy", range(4))
+@on_ranks(2)
+def test_a_frozen_teacher_is_evaluated_and_left_alone(strategy: int) -> None:
     student, teacher = (
         fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy) for _ in range(2)
     )
@@ -269,33 +270,22 @@ def evaluate_a_teacher(strategy: int) -> tuple[Tensor, Tensor, bool, int]:
     inputs = own_part(next(batches(1))[0])
     (student(inputs) - teacher(inputs)).square().mean().backward()
     optimizer.step()
-    after = teacher.full_parameters()
-    moved = any(not torch.equal(after[name], value) for name, value in before.items())
-    has_gradients = any(param.grad is not None for param in teacher.parameters())
+    assert_equal_tensors(teacher.full_parameters(), before)
+    assert all(param.grad is None for param in teacher.parameters())
     with torch.no_grad():
         first = teacher(inputs)
     with torch.inference_mode():
-        second = teacher(inputs).clone()
-    return first, second, moved or has_gradients, teacher.traffic().reduce_bytes
+        assert torch.equal(first, teacher(inputs))
+    assert torch.allclose(first, build()(inputs), rtol=1e-5, atol=1e-6)
+    assert teacher.traffic().reduce_bytes == 0
 
 
 @pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", range(4))
-def test_a_frozen_teacher_is_evaluated_and_left_alone(run_ranks: RunRanks, strategy: int) -> None:
-    expected = build()(next(batches(1))[0]).detach().chunk(2)
-    for wanted, (first, second, touched, reduced) in zip(
-        expected, run_ranks(2, evaluate_a_teacher, strategy), strict=True
-    ):
-        assert torch.allclose(first, wanted, rtol=1e-5, atol=1e-6)
-        assert torch.equal(first, second)
-        assert not touched
-        assert reduced == 0
-
-
-def count_agreements(strategy: int) -> tuple[list[int], list[int]]:
-    """How often ranks agree, and reductions, in each of several steps; layers are frozen in some."""
+@on_ranks(2)
+def test_ranks_agree_once_when_something_changes_and_never_in_a_steady_step(strategy: int) -> None:
     model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-    counts, reductions = [], []
+    agreements, reductions = [], []
     for frozen in (False, False, True, True, False, False):
         model.module.layers.requires_grad_(not frozen)
         before = model.traffic()
@@ -307,36 +297,9 @@ def count_agreements(strategy: int) -> tuple[list[int], list[int]]:
         model.zero_grad()
         reductions.append(model.traffic().since(before).reductions)
         by_all_reduce = 0 if strategy else reductions[-1]
-        counts.append(sums.call_count + objects.call_count - by_all_reduce)
-    return counts, reductions
-
-
-@pytest.mark.full(short=["0", "3"])
-@pytest.mark.parametrize("strategy", range(4))
-def test_ranks_agree_once_when_something_changes_and_never_in_a_steady_step(run_ranks: RunRanks, strategy: int) -> None:
-    for counts, reductions in run_ranks(2, count_agreements, strategy):
-        assert counts == [1, 0, 1, 0, 1, 0]  # the first about which parameters are used
-        assert reductions == [3, 3, 1, 1, 3, 3]
-
-
-def disagree(strategy: int, options: dict[str, Any], change: Callable[[MegatronFSDP], None]) -> tuple[str, bool]:
-    """What a step says after a change that ranks do not make alike, and whether a later step trains as one process."""
-    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **options)
-    backward(model, next(batches(1)))
-    model.zero_grad()
-    change(model)
-    try:
-        backward(model, next(batches(1)))
-    except (MegatronFSDPError, dist.DistBackendError) as error:
-        message = f"{type(error).__name__}: {error}"
-    model.requires_grad_(True)
-    model.reset()
-    model.zero_grad()
-    backward(model, next(batches(1)))
-    reference = build()
-    backward(reference, next(batches(1)))
-    grads = model.full_gradients()
-    return message, all(torch.allclose(grads[n], p.grad, atol=1e-6) for n, p in reference.named_parameters())
+        agreements.append(sums.call_count + objects.call_count - by_all_reduce)
+    assert agreements == [1, 0, 1, 0, 1, 0]  # the first about which parameters are used
+    assert reductions == [3, 3, 1, 1, 3, 3]
 
 
 def freeze_another(model: MegatronFSDP) -> None:
@@ -347,27 +310,39 @@ def freeze_on_one(model: MegatronFSDP) -> None:
     model.module.layers[0].requires_grad_(dist.get_rank() == 0)
 
 
-@pytest.mark.full(short=["3"])
+FREEZES_ANOTHER = (
+    "ConfigurationError: requires_grad was not changed alike: ranks of the group disagree: rank 0 has "
+    "'requires_grad=False of layers.0.linear.bias', rank 1 has 'requires_grad=False of layers.1.linear.bias'; "
+    "set it alike on all ranks"
+)
+
+
+@pytest.mark.full(short=["freeze_another-3", "freeze_on_one-1"])
 @pytest.mark.parametrize("strategy", range(4))
-def test_ranks_that_freeze_different_parameters_stop_with_one_message(run_ranks: RunRanks, strategy: int) -> None:
-    (first, goes_on), (second, _) = run_ranks(2, disagree, strategy, {}, freeze_another)
-    assert (
-        first
-        == second
-        == (
-            "ConfigurationError: requires_grad was not changed alike: ranks of the group disagree: rank 0 has "
-            "'requires_grad=False of layers.0.linear.bias', rank 1 has 'requires_grad=False of layers.1.linear.bias'; "
-            "set it alike on all ranks"
-        )
+@pytest.mark.parametrize("change", [freeze_another, freeze_on_one])
+@on_ranks(2)
+def test_ranks_that_freeze_different_parameters_stop_with_one_message(
+    strategy: int, change: Callable[[MegatronFSDP], None]
+) -> None:
+    options = {} if change is freeze_another else {"verify_ranks": True}
+    model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **options)
+    backward(model, next(batches(1)))
+    model.zero_grad()
+    change(model)
+    with pytest.raises(MegatronFSDPError) as raised:
+        backward(model, next(batches(1)))
+    message = same_on_ranks(f"{type(raised.value).__name__}: {raised.value}")
+    if change is freeze_another:
+        assert message == FREEZES_ANOTHER
+    else:
+        assert message.startswith("ScheduleError: ")
+        assert "rank 1 follows a change of requires_grad" in message
+    model.requires_grad_(True)
+    model.reset()
+    model.zero_grad()
+    reference = build()
+    for each in (model, reference):
+        backward(each, next(batches(1)))
+    assert_equal_tensors(
+        model.full_gradients(), {name: param.grad for name, param in reference.named_parameters()}, atol=1e-6
     )
-    assert goes_on
-
-
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_ranks_that_are_compared_stop_with_one_message(run_ranks: RunRanks, strategy: int) -> None:
-    options = {"verify_ranks": True}
-    (first, goes_on), (second, _) = run_ranks(2, disagree, strategy, options, freeze_on_one)
-    assert first == second
-    assert first.startswith("ScheduleError: ")
-    assert "rank 1 follows a change of requires_grad" in first
-    assert goes_on

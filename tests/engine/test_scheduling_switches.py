@@ -20,6 +20,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, step_traffic, transient_bytes
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, Floor, Tower, tower_loss
@@ -140,8 +141,11 @@ def test_weights_are_gathered_ahead_or_on_demand(run_ranks: RunRanks) -> None:
                 assert trace.ahead == int(overlap or strategy == 3)
 
 
-def count_late_reductions(strategy: int, overlap: bool) -> list[int]:
-    """Reductions after each of three backwards, and after `finish_grad_sync`."""
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("strategy", [0, 1])
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_finish_grad_sync_reduces_whole_gradients_once(strategy: int, overlap: bool) -> None:
     model = fully_shard_model(
         Tower((32,) * FLOORS),
         fsdp_unit_modules=[Floor],
@@ -149,22 +153,12 @@ def count_late_reductions(strategy: int, overlap: bool) -> list[int]:
         overlap_grad_reduce=overlap,
         sync_model_each_microbatch=False,
     )
-    counts = []
     for _ in range(3):
         tower_loss(model, torch.ones(2, FEATURES)).backward()
-        counts.append(model.traffic().reductions)
-    model.finish_grad_sync()
-    counts.append(model.traffic().reductions)
-    model.finish_grad_sync()
-    return [*counts, model.traffic().reductions]
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("strategy", [0, 1])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_finish_grad_sync_reduces_whole_gradients_once(run_ranks: RunRanks, strategy: int, overlap: bool) -> None:
-    groups = FLOORS + 1
-    assert run_ranks(2, count_late_reductions, strategy, overlap) == [[0, 0, 0, groups, groups]] * 2
+        assert model.traffic().reductions == 0
+    for _ in range(2):
+        model.finish_grad_sync()
+        assert model.traffic().reductions == FLOORS + 1
 
 
 # ---- how far ahead, how many at a time -----------------------------------------------------------------------------
@@ -206,52 +200,6 @@ def test_backward_looks_ahead_by_itself(run_ranks: RunRanks) -> None:
         ]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that a model tells, and what it borrowed and sent in a step, against the formulas."""
-
-    prefetch: int
-    capacity: int
-    units: int
-    borrowed: tuple[int, int]
-    gathers: tuple[int, int]
-    in_reduction: int
-
-
-def sizes_with(unit_size: int | None, capacity: int | None) -> Sizes:
-    config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy="optim_grads_params", suggested_communication_unit_size=unit_size
-    )
-    index = FSDPDistributedIndex(mesh(), "dp")
-    model = MegatronFSDP(
-        Tower((32,) * FLOORS), index, config, fsdp_unit_modules=[Floor], sync_model_each_microbatch=True
-    )
-    if capacity is not None:
-        model.suggested_RS_queue_capacity = capacity
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    trace = Trace()
-    observe(model, trace)
-    before = model.traffic()
-    for _ in range(2):
-        before = model.traffic()
-        tower_loss(model, torch.ones(2, FEATURES)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    groups, strategy = model.footprints(), ShardingStrategy.optim_grads_params
-    buckets = model.suggested_RS_queue_capacity // FLOOR_NUMEL
-    borrowed = transient_bytes(
-        groups, strategy, model.max_gathered_units, buckets, exchange_scratch_bytes(groups, strategy, buckets)
-    )
-    return Sizes(
-        model.suggested_AG_prefetch_size,
-        model.suggested_RS_queue_capacity,
-        model.max_gathered_units,
-        (model.memory().transient_peak_bytes, borrowed.total),
-        (model.traffic().since(before).gathers, step_traffic(groups, strategy, 1, model.max_gathered_units).gathers),
-        max(trace.in_reduction),
-    )
-
-
 @pytest.mark.parametrize(
     ("unit_size", "capacity", "ahead", "buckets", "units"),
     [
@@ -264,43 +212,46 @@ def sizes_with(unit_size: int | None, capacity: int | None) -> Sizes:
         (2 * FLOOR_NUMEL, 0, 2, 1, 3),
     ],
 )
+@on_ranks(2)
 def test_sizes_in_elements_become_units_and_buckets(
-    run_ranks: RunRanks, unit_size: int | None, capacity: int | None, ahead: int, buckets: int, units: int
+    unit_size: int | None, capacity: int | None, ahead: int, buckets: int, units: int
 ) -> None:
-    for sizes in run_ranks(2, sizes_with, unit_size, capacity):
-        assert (sizes.prefetch, sizes.capacity, sizes.units) == (ahead * FLOOR_NUMEL, buckets * FLOOR_NUMEL, units)
-        assert sizes.borrowed[0] == sizes.borrowed[1]
-        assert sizes.gathers[0] == sizes.gathers[1]
-        assert sizes.in_reduction == max(1, buckets - 1)
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params", suggested_communication_unit_size=unit_size
+    )
+    index = FSDPDistributedIndex(mesh(), "dp")
+    model = MegatronFSDP(
+        Tower((32,) * FLOORS), index, config, fsdp_unit_modules=[Floor], sync_model_each_microbatch=True
+    )
+    if capacity is not None:
+        model.suggested_RS_queue_capacity = capacity
+    assert model.suggested_AG_prefetch_size == ahead * FLOOR_NUMEL
+    assert model.suggested_RS_queue_capacity == buckets * FLOOR_NUMEL
+    assert model.max_gathered_units == units
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    trace = Trace()
+    observe(model, trace)
+    for _ in range(2):
+        before = model.traffic()
+        tower_loss(model, torch.ones(2, FEATURES)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    groups, strategy = model.footprints(), ShardingStrategy.optim_grads_params
+    scratch = exchange_scratch_bytes(groups, strategy, buckets)
+    assert model.memory().transient_peak_bytes == transient_bytes(groups, strategy, units, buckets, scratch).total
+    assert model.traffic().since(before).gathers == step_traffic(groups, strategy, 1, units).gathers
+    assert max(trace.in_reduction) == max(1, buckets - 1)
 
 
-def refuse_capacity() -> str:
+@on_ranks(2)
+def test_a_capacity_without_effect_is_refused() -> None:
     model = fully_shard_model(Tower(), fsdp_unit_modules=[Floor], zero_dp_strategy=1, overlap_grad_reduce=False)
-    try:
+    said = "^suggested_RS_queue_capacity=10 has no effect with overlap_grad_reduce=False, where"
+    with pytest.raises(ConfigurationError, match=said):
         model.suggested_RS_queue_capacity = 10
-    except ConfigurationError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_a_capacity_without_effect_is_refused(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, refuse_capacity):
-        assert message.startswith("suggested_RS_queue_capacity=10 has no effect with overlap_grad_reduce=False, where")
 
 
 # ---- buckets outside of units --------------------------------------------------------------------------------------
-
-
-def buckets_of(bucket_size: int | None, disable: bool) -> tuple[int | None, list[list[str]], int]:
-    """What `bucket_size` says, the names in each bucket of the root, and the reductions of one step."""
-    config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", bucket_size=bucket_size)
-    model = MegatronFSDP(
-        Ordered(layers=1, order=(0,)), FSDPDistributedIndex(mesh(), "dp"), config, disable_bucketing=disable
-    )
-    tower_loss(model, torch.ones(2, 6)).backward()
-    model.finish_grad_sync()
-    root = engine_of(model).units[0].groups
-    return model.bucket_size, [list(group.names) for group in root], model.traffic().reductions
 
 
 FIRST, LAST = ["first.weight", "first.bias"], ["last.weight", "last.bias"]
@@ -316,11 +267,19 @@ MIDDLE = ["layers.0.up.weight", "layers.0.up.bias", "layers.0.down.weight", "lay
         (1, False, 1, [[name] for name in (*FIRST, *MIDDLE, *LAST)]),
     ],
 )
+@on_ranks(2)
 def test_parameters_outside_of_units_are_cut_where_a_bucket_is_full(
-    run_ranks: RunRanks, bucket_size: int | None, disable: bool, told: int | None, buckets: list[list[str]]
+    bucket_size: int | None, disable: bool, told: int | None, buckets: list[list[str]]
 ) -> None:
-    for found in run_ranks(2, buckets_of, bucket_size, disable):
-        assert found == (told, buckets, len(buckets))
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", bucket_size=bucket_size)
+    model = MegatronFSDP(
+        Ordered(layers=1, order=(0,)), FSDPDistributedIndex(mesh(), "dp"), config, disable_bucketing=disable
+    )
+    tower_loss(model, torch.ones(2, 6)).backward()
+    model.finish_grad_sync()
+    assert model.bucket_size == told
+    assert [list(group.names) for group in engine_of(model).units[0].groups] == buckets
+    assert model.traffic().reductions == len(buckets)
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
@@ -335,11 +294,7 @@ def train_with_sizes(run: Run) -> None:
         run.train(2 * index + 1, 2 * index + 2)
 
 
-def ordered() -> Ordered:
-    return Ordered()
-
-
 def test_sizes_may_change_between_steps_and_results_do_not(run_ranks: RunRanks) -> None:
     settings = [Setting(strategy) for strategy in (1, 3)]
     settings.append(Setting(3, options=(("weight_allocator", "resize"),)))
-    check_strategies(run_ranks, 2, Scenario(train_with_sizes, vector_case(ordered)), settings)
+    check_strategies(run_ranks, 2, Scenario(train_with_sizes, vector_case(Ordered)), settings)

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
-from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
 WIDTH = 6
@@ -190,7 +190,7 @@ HYBRID = -1
 """In the place of a strategy: 3 on 2 x 2 ranks."""
 
 
-def _wrap(
+def wrap(
     model: nn.Module, units: tuple[type[nn.Module], ...], strategy: int
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -198,212 +198,173 @@ def _wrap(
     return fully_shard(model, optimizer, fsdp_unit_modules=list(units), **arguments)
 
 
-def train(name: str, strategy: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Gradients and weights of three steps of two microbatches, sharded and on one process."""
-    case = CASES[name]
-    with fixed_seed(0):
-        reference = case.build()
-    with fixed_seed(0):
-        model, optimizer = _wrap(case.build(), case.units, strategy)
-    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    pairs = []
-    for step in range(3):
-        for microbatch in range(2):
-            generator = torch.Generator().manual_seed(10 * step + microbatch)
-            x, y = (torch.randn(12, WIDTH, generator=generator) for _ in range(2))
-            case.loss(reference, x, y).backward()
-            rank, ranks = dist.get_rank(), dist.get_world_size()
-            case.loss(model, x.chunk(ranks)[rank], y.chunk(ranks)[rank]).backward()
-        found = {key: grad for key, grad in model.full_gradients().items() if grad is not None}
-        pairs.append((found, {key: param.grad.clone() for key, param in reference.named_parameters()}))
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
-        pairs.append((model.full_parameters(), copy.deepcopy(dict(reference.named_parameters()))))
-    return pairs
-
-
 # On 3 ranks shards are cut inside rows.
 RUNS = [(name, *setting) for name in CASES for setting in [(2, 0), (2, 1), (2, 3), (3, 3)]]
 RUNS.append(("numbers times data", 4, HYBRID))
 
 
+def part(tensor: Tensor) -> Tensor:
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize(("name", "num_ranks", "strategy"), RUNS)
-def test_trains_as_one_process(run_ranks: RunRanks, name: str, num_ranks: int, strategy: int) -> None:
-    for pairs in run_ranks(num_ranks, train, name, strategy):
-        for found, wanted in pairs:
-            assert_equal_tensors(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-def sum_with_numbers(strategy: int) -> tuple[float, str]:
-    """With gradients that are summed: how wrong that of a penalty is, and what is said of a number times data."""
+@on_ranks()
+def test_trains_as_one_process(name: str, strategy: int) -> None:
+    """Three steps of two microbatches."""
+    case = CASES[name]
     with fixed_seed(0):
-        reference = Layers()
-        model = fully_shard_model(
-            copy.deepcopy(reference),
-            fsdp_unit_modules=[nn.Linear],
-            zero_dp_strategy=strategy,
-            calculate_per_token_loss=True,
-        )
-    x, y = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(0))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    globally_penalised_loss(reference, x, y).backward()
-    mine = plain_loss(model, x.chunk(ranks)[rank], y.chunk(ranks)[rank]) / ranks
-    (mine + 0.1 * sum((param**2).sum() for param in model.parameters())).backward()
-    found = model.full_gradients()
-    worst = max((found[name] - param.grad).abs().max().item() for name, param in reference.named_parameters())
-    with pytest.raises(ShardOperationError) as raised:
-        (
-            plain_loss(model, x.chunk(ranks)[rank], y.chunk(ranks)[rank]) * model.module.layers[0].weight.norm()
-        ).backward()
-    return worst, str(raised.value)
+        reference = case.build()
+    with fixed_seed(0):
+        model, optimizer = wrap(case.build(), case.units, strategy)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for microbatch in range(2):
+            generator = torch.Generator().manual_seed(10 * step + microbatch)
+            x, y = (torch.randn(12, WIDTH, generator=generator) for _ in range(2))
+            case.loss(reference, x, y).backward()
+            case.loss(model, part(x), part(y)).backward()
+        found = {key: grad for key, grad in model.full_gradients().items() if grad is not None}
+        assert_equal_tensors(found, gradients_of(reference), rtol=1e-5, atol=1e-6)
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+        assert_equal_tensors(model.full_parameters(), dict(reference.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
-def test_what_summed_gradients_mean_for_a_number_is_not_guessed(run_ranks: RunRanks, strategy: int) -> None:
-    for worst, message in run_ranks(2, sum_with_numbers, strategy):
-        assert worst < 1e-6
-        assert message.startswith("ranks have different gradients for a number or a whole tensor that was made of")
-
-
-def mix_units(strategy: int) -> str:
-    """Each rank calls another layer."""
+@on_ranks(2)
+def test_what_summed_gradients_mean_for_a_number_is_not_guessed(strategy: int) -> None:
     with fixed_seed(0):
-        model, _ = _wrap(Layers(), (nn.Linear,), strategy)
+        reference = Layers()
+    model = fully_shard_model(
+        copy.deepcopy(reference),
+        fsdp_unit_modules=[nn.Linear],
+        zero_dp_strategy=strategy,
+        calculate_per_token_loss=True,
+    )
+    x, y = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(0))
+    globally_penalised_loss(reference, x, y).backward()
+    mine = plain_loss(model, part(x), part(y)) / dist.get_world_size()
+    (mine + 0.1 * sum((param**2).sum() for param in model.parameters())).backward()
+    assert_equal_tensors(model.full_gradients(), gradients_of(reference), atol=1e-6)
+    with pytest.raises(ShardOperationError, match="ranks have different gradients for a number or a whole tensor"):
+        (plain_loss(model, part(x), part(y)) * model.module.layers[0].weight.norm()).backward()
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_ranks_that_call_different_units_are_found(strategy: int) -> None:
+    model = wrap_layers(strategy)[0]
     layers = model.module.layers
     del layers[2 + dist.get_rank() :]
     del layers[1 : 1 + dist.get_rank()]
     with pytest.raises(ScheduleError) as raised:
-        plain_loss(model, torch.ones(2, WIDTH), torch.ones(2, WIDTH)).backward()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_ranks_that_call_different_units_are_found(run_ranks: RunRanks, strategy: int) -> None:
-    first, second = run_ranks(2, mix_units, strategy)
-    assert first == second
-    assert first.startswith("ranks gathered or reduced different units")
-
-
-def _refusal(
-    use: Callable[[MegatronFSDP, torch.optim.Optimizer], object],
-    strategy: int = 3,
-    build: Callable[[], nn.Module] = Layers,
-) -> str:
-    with fixed_seed(0):
-        model, optimizer = _wrap(build(), (nn.Linear,), strategy)
-    with pytest.raises((ConfigurationError, ScheduleError)) as raised:
-        use(model, optimizer)
-    return str(raised.value)
+        plain_loss(model, X, X).backward()
+    assert same_on_ranks(str(raised.value)).startswith("ranks gathered or reduced different units")
 
 
 X = torch.ones(2, WIDTH)
 
 
-def call_with_other_weights() -> str:
-    return _refusal(lambda m, _: torch.func.functional_call(m, {k: p.detach() for k, p in m.named_parameters()}, (X,)))
+def wrap_layers(strategy: int = 3, build: type[Layers] = Layers) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    with fixed_seed(0):
+        return wrap(build(), (nn.Linear,), strategy)
 
 
-def replace_data() -> str:
-    def use(model: MegatronFSDP, _: torch.optim.Optimizer) -> None:
-        param = model.module.layers[2].weight
-        model(X)
-        param._local_tensor = torch.zeros_like(param._local_tensor)
-        model(X)
-
-    return _refusal(use)
+def call_with_other_weights(model: MegatronFSDP) -> None:
+    torch.func.functional_call(model, {k: p.detach() for k, p in model.named_parameters()}, (X,))
 
 
-def write_in_forward() -> str:
-    def use(model: MegatronFSDP, _: torch.optim.Optimizer) -> None:
-        def clamp(layer: nn.Module, _args: object) -> None:
-            with torch.no_grad():
-                layer.weight.clamp_(-0.1, 0.1)
-
-        model.module.layers[1].register_forward_pre_hook(clamp)
-        model(X)
-
-    return _refusal(use)
+def replace_data(model: MegatronFSDP) -> None:
+    param = model.module.layers[2].weight
+    model(X)
+    param._local_tensor = torch.zeros_like(param._local_tensor)
+    model(X)
 
 
-def differentiate_twice() -> str:
-    return _refusal(lambda m, _: m(X).sum().backward(create_graph=True), 0)
+def write_in_forward(model: MegatronFSDP) -> None:
+    def clamp(layer: nn.Module, _args: object) -> None:
+        with torch.no_grad():
+            layer.weight.clamp_(-0.1, 0.1)
+
+    model.module.layers[1].register_forward_pre_hook(clamp)
+    model(X)
 
 
-def differentiate_on_two_threads() -> str:
-    return _refusal(lambda m, _: m(X.clone().requires_grad_()).sum().backward(), build=Threaded)
-
-
-def copy_deeply() -> str:
-    return _refusal(lambda m, _: copy.deepcopy(m))
-
-
-def pickle_it() -> str:
-    return _refusal(lambda m, _: torch.save(m, io.BytesIO()))
-
-
-def shard_lazy() -> str:
-    return _refusal(lambda _m, _o: fully_shard_model(nn.Sequential(nn.LazyLinear(3))))
-
-
-def use_fused_sgd() -> str:
-    return _refusal(lambda m, _: fully_shard_optimizer(torch.optim.SGD(m.parameters(), lr=0.1, fused=True)))
-
-
-REFUSALS = {
-    call_with_other_weights: "weight of a Linear in unit layers.0 is not the sharded parameter any more",
-    replace_data: "the data of layers.2.weight was replaced after the model was sharded",
-    write_in_forward: "layers.1.weight was modified in place inside the forward of unit layers.1",
-    differentiate_twice: "has a graph of its own (create_graph=True)",
-    differentiate_on_two_threads: "the backward of unit layers.0 runs on another thread than that of earlier units",
-    copy_deeply: "a sharded model cannot be deep-copied",
-    pickle_it: "a sharded model cannot be pickled",
-    shard_lazy: "2 parameters are not initialised yet (such as 0.weight)",
-    use_fused_sgd: "SGD with fused=True cannot update sharded parameters",
+# What is done with a model, what is said, and how the model is wrapped.
+REFUSALS: dict[str, tuple[Any, ...]] = {
+    "other weights": (
+        call_with_other_weights,
+        "weight of a Linear in unit layers.0 is not the sharded parameter any more",
+    ),
+    "data replaced": (replace_data, "the data of layers.2.weight was replaced after the model was sharded"),
+    "write in forward": (
+        write_in_forward,
+        "layers.1.weight was modified in place inside the forward of unit layers.1",
+    ),
+    "second derivative": (
+        lambda model: model(X).sum().backward(create_graph=True),
+        "has a graph of its own (create_graph=True)",
+        0,
+    ),
+    "two threads": (
+        lambda model: model(X.clone().requires_grad_()).sum().backward(),
+        "the backward of unit layers.0 runs on another thread than that of earlier units",
+        3,
+        Threaded,
+    ),
+    "deep copy": (copy.deepcopy, "a sharded model cannot be deep-copied"),
+    "pickle": (lambda model: torch.save(model, io.BytesIO()), "a sharded model cannot be pickled"),
+    "lazy": (
+        lambda _: fully_shard_model(nn.Sequential(nn.LazyLinear(3))),
+        "2 parameters are not initialised yet (such as 0.weight)",
+    ),
+    "fused SGD": (
+        lambda model: fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=True)),
+        "SGD with fused=True cannot update sharded parameters",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case.__name__)
-def test_what_cannot_work_is_refused_in_words(run_ranks: RunRanks, case: Callable[[], str]) -> None:
-    first, second = run_ranks(2, case)
-    assert first == second
-    assert REFUSALS[case] in first
+@pytest.mark.parametrize("name", REFUSALS)
+@on_ranks(2)
+def test_what_cannot_work_is_refused_in_words(name: str) -> None:
+    use, words, *how = REFUSALS[name]
+    model = wrap_layers(*how)[0]
+    with pytest.raises((ConfigurationError, ScheduleError)) as raised:
+        use(model)
+    assert words in same_on_ranks(str(raised.value))
 
 
-def train_complex_and_sparse() -> tuple[Tensor, Tensor]:
-    """A complex weight and a sparse embedding gradient, against one process."""
-    results = []
-    for sharded in (True, False):
-        with fixed_seed(0):
-            phase = nn.Linear(4, 4, dtype=torch.complex64)
-            model: nn.Module = nn.ModuleDict({"table": nn.Embedding(9, 4, sparse=True), "phase": phase})
-        model.forward = lambda ids, m=model: m["phase"](m["table"](ids).cfloat()).abs()
-        ids = torch.arange(6)
-        if sharded:
-            wrapped = fully_shard_model(model)
-            wrapped(ids.chunk(dist.get_world_size())[dist.get_rank()]).mean().backward()
-            grads = wrapped.full_gradients()
-        else:
-            model(ids).mean().backward()
-            grads = {name: param.grad for name, param in model.named_parameters()}
-        table, phase = grads["table.weight"], grads["phase.weight"]
-        assert table is not None
-        assert phase is not None
-        results.append((table.to_dense() if table.is_sparse else table, phase))
-    (found_table, found_phase), (table, phase) = results
-    return (found_table - table).abs().max(), (found_phase - phase).abs().max()
+@on_ranks(2)
+def test_complex_weights_and_sparse_gradients_are_right() -> None:
+    with fixed_seed(0):
+        phase = nn.Linear(4, 4, dtype=torch.complex64)
+        reference = nn.ModuleDict({"table": nn.Embedding(9, 4, sparse=True), "phase": phase})
+
+    def forward(model: nn.Module, ids: Tensor) -> Tensor:
+        return model["phase"](model["table"](ids).cfloat()).abs()
+
+    module, ids = copy.deepcopy(reference), torch.arange(6)
+    module.forward = lambda ids: forward(module, ids)
+    model = fully_shard_model(module)
+    model(part(ids)).mean().backward()
+    forward(reference, ids).mean().backward()
+    found, wanted = model.full_gradients(), gradients_of(reference)
+    table = found["table.weight"]
+    assert torch.allclose(table.to_dense() if table.is_sparse else table, wanted["table.weight"].to_dense(), atol=1e-6)
+    assert torch.allclose(found["phase.weight"], wanted["phase.weight"], atol=1e-6)
 
 
-def test_complex_weights_and_sparse_gradients_are_right(run_ranks: RunRanks) -> None:
-    for table_error, phase_error in run_ranks(2, train_complex_and_sparse):
-        assert table_error < 1e-6
-        assert phase_error < 1e-6
-
-
-def train_after_inference_mode(strategy: int, is_built_there: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and buffers after two steps of a model wrapped in inference mode, and those of one process."""
-
+@pytest.mark.parametrize("is_built_there", [False, True])
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_a_model_wrapped_in_inference_mode_trains_outside(strategy: int, is_built_there: bool) -> None:
     def build(seed: int) -> nn.Module:
         with fixed_seed(seed):
             return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False))
@@ -419,17 +380,9 @@ def train_after_inference_mode(strategy: int, is_built_there: bool) -> tuple[dic
     with torch.inference_mode(is_built_there):
         plain = build(dist.get_rank())
     with torch.inference_mode(), pytest.warns(UserWarning, match="differed between ranks"):
-        model, optimizer = _wrap(plain, (nn.Linear,), strategy)
+        model, optimizer = wrap(plain, (nn.Linear,), strategy)
     optimizer.param_groups[0]["momentum"] = 0.0
     train(model, optimizer)
     found = {**model.full_parameters(), **dict(plain.named_buffers())}
-    return found, {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
-
-
-@pytest.mark.parametrize("is_built_there", [False, True])
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_a_model_wrapped_in_inference_mode_trains_outside(
-    run_ranks: RunRanks, strategy: int, is_built_there: bool
-) -> None:
-    for found, wanted in run_ranks(2, train_after_inference_mode, strategy, is_built_there):
-        assert_equal_tensors(found, wanted, rtol=1e-5, atol=1e-6)
+    wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    assert_equal_tensors(found, wanted, rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed import distributed_c10d
 from megatron_fsdp import fully_shard
 from megatron_fsdp.engine import domains as sharding_file
 from megatron_fsdp.engine.wrap import GroupPlanner
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 
 COLLECTIVES = (
@@ -54,8 +55,10 @@ def wrap(model: nn.Module) -> Any:
     return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Block])[0]
 
 
-def collectives(num_blocks: int) -> dict[str, int]:
-    """How often each was called while a model was wrapped; one that another calls counts as well."""
+@pytest.mark.parametrize("num_blocks", [1, 6])
+@on_ranks(2)
+def test_three_small_collectives_are_all(num_blocks: int) -> None:
+    """One that another calls counts as well."""
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
@@ -74,50 +77,28 @@ def collectives(num_blocks: int) -> dict[str, int]:
             for module in (dist, distributed_c10d):
                 patch.setattr(module, name, stand_in)
         wrap(model)
-    return dict(calls)
+    assert calls == EXPECTED
 
 
-@pytest.mark.parametrize("num_blocks", [1, 6])
-def test_three_small_collectives_are_all(run_ranks: RunRanks, num_blocks: int) -> None:
-    for calls in run_ranks(2, collectives, num_blocks):
-        assert calls == EXPECTED
+@on_ranks(2)
+def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
+    with mock.patch.object(sharding_file, "plan_layout", wraps=sharding_file.plan_layout) as planned:
+        model = wrap(build(5))
+    assert planned.call_count == 2
+    root, *blocks = (unit.groups[0] for unit in engine_of(model).units)
+    first = blocks[0]
+    assert root.plan.layout is not first.plan.layout
+    shapes = [param.to_local().shape for param in first.sharded]
+    for block in blocks:
+        assert block.plan.layout is first.plan.layout
+        assert all(a.description is b.description for a, b in zip(block.frames, first.frames, strict=True))
+        assert [param.to_local().shape for param in block.sharded] == shapes
+    descriptions = {id(frame.description) for group in (root, first) for frame in group.frames}
+    assert len(descriptions) == len(root.frames) + len(first.frames)  # each parameter its own
 
 
-def planned(num_blocks: int) -> tuple[int, list[list[int]], list[list[int]], list[list[tuple[int, ...]]]]:
-    """Layouts planned; for each unit which layout and cuts it has, by when they came first; local shapes."""
-    calls, real = [], sharding_file.plan_layout
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return real(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding_file, "plan_layout", counted)
-        model = wrap(build(num_blocks))
-    numbers: dict[int, int] = {}
-
-    def number(thing: object) -> int:
-        return numbers.setdefault(id(thing), len(numbers))
-
-    groups = [unit.groups[0] for unit in engine_of(model).units]
-    layouts = [[number(group.plan.layout)] for group in groups]
-    cuts = [[number(frame.description) for frame in group.frames] for group in groups]
-    shapes = [[tuple(param.to_local().shape) for param in group.sharded] for group in groups]
-    return len(calls), layouts, cuts, shapes
-
-
-def test_equal_blocks_have_one_layout_and_the_same_descriptions(run_ranks: RunRanks) -> None:
-    for num_planned, layouts, cuts, shapes in run_ranks(2, planned, 5):
-        assert num_planned == 2
-        assert layouts == [[0], *[[1]] * 5]
-        root, *blocks = cuts
-        assert root == [2, 3, 4, 5]
-        assert blocks == [[6, 7, 8, 9, 10, 11]] * 5
-        assert shapes[1:] == [shapes[1]] * 5
-
-
-def other_kinds() -> tuple[bool, bool, bool, bool]:
-    """Whether two groups share descriptions of shards: equal ones; frozen beside trained; other shapes; experts."""
+@on_ranks(2)
+def test_only_groups_that_are_alike_share_descriptions() -> None:
     model = wrap(build(2))
     first, second = (engine_of(model).units[index].groups[0].plan.spec for index in (1, 2))
     originals = [nn.Parameter(torch.empty(info.shape)) for info in first.parameters]
@@ -132,14 +113,7 @@ def other_kinds() -> tuple[bool, bool, bool, bool]:
     frozen = replace(second, key=replace(second.key, requires_grad=False))
     shorter = replace(second, parameters=second.parameters[:-1])
     experts = [replace(each, key=replace(each.key, is_expert=True)) for each in (first, second)]
-    return (
-        share(first, second, originals),
-        share(first, frozen, originals),
-        share(first, shorter, originals[:-1]),
-        share(experts[0], experts[1], originals),
-    )
-
-
-def test_only_groups_that_are_alike_share_descriptions(run_ranks: RunRanks) -> None:
-    for shared in run_ranks(2, other_kinds):
-        assert shared == (True, False, False, True)
+    assert share(first, second, originals)
+    assert not share(first, frozen, originals)
+    assert not share(first, shorter, originals[:-1])
+    assert share(experts[0], experts[1], originals)

@@ -1,6 +1,6 @@
 """Autocast in all its forms, and recomputation with nesting, keywords and dropout, equal one process."""
 
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,8 +11,19 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
+from tests.support.parity import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
-from tests.support.usage_models import FEATURES, Layer, Ordered, Recomputed, Where, make_batch, vector_case
+from tests.support.usage_models import (
+    FEATURES,
+    Layer,
+    Ordered,
+    Recomputed,
+    Where,
+    make_batch,
+    squared_error,
+    vector_case,
+)
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
 SHARDED = (Setting(3), Setting(2))
@@ -23,7 +34,7 @@ BF16 = Tolerance(rtol=2e-2, atol=1e-3, of_largest=2e-2)
 # ---- autocast ------------------------------------------------------------------------------------------------------
 
 
-def train_under_autocast(run: Run, cache: bool) -> None:
+def train_under_autocast(run: Run, cache: bool = True) -> None:
     for step in range(3):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             loss = run.loss(step)
@@ -40,22 +51,13 @@ def accumulate_inside_autocast(run: Run) -> None:
         run.step()
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_training_under_autocast(run_ranks: RunRanks, cache: bool) -> None:
-    script = train_with_cache if cache else train_without_cache
-    check_strategies(run_ranks, 2, Scenario(script, vector_case(Ordered)), ALL, BF16)
-
-
-def train_with_cache(run: Run) -> None:
-    train_under_autocast(run, cache=True)
-
-
 def train_without_cache(run: Run) -> None:
     train_under_autocast(run, cache=False)
 
 
-def test_several_microbatches_inside_one_autocast(run_ranks: RunRanks) -> None:
-    check_strategies(run_ranks, 2, Scenario(accumulate_inside_autocast, vector_case(Ordered)), ALL, BF16)
+@pytest.mark.parametrize("script", [train_under_autocast, train_without_cache, accumulate_inside_autocast])
+def test_training_under_autocast(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, vector_case(Ordered)), ALL, BF16)
 
 
 # ---- recomputation -------------------------------------------------------------------------------------------------
@@ -110,8 +112,10 @@ class DroppedAndRecomputed(Recomputed):
         return self.last(x)
 
 
-def dropped_gradients(where: Where, reentrant: bool) -> float:
-    """Largest difference between gradients with and without recomputation, under the same seeds."""
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["units", "pairs"])
+@on_ranks(2)
+def test_recomputed_dropout_drops_the_same(where: Where, reentrant: bool) -> None:
     found = []
     for recompute in (True, False):
         torch.manual_seed(0)
@@ -121,28 +125,7 @@ def dropped_gradients(where: Where, reentrant: bool) -> float:
             model(torch.ones(3, FEATURES)).square().sum().backward()
         found.append({name: grad for name, grad in model.full_gradients().items() if grad is not None})
     assert len(found[0]) == 20
-    return max((grad - found[1][name]).abs().max().item() for name, grad in found[0].items())
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("where", ["units", "pairs"])
-def test_recomputed_dropout_drops_the_same(run_ranks: RunRanks, where: Where, reentrant: bool) -> None:
-    assert run_ranks(2, dropped_gradients, where, reentrant) == [0.0, 0.0]
-
-
-def count_gathers(where: Where | None, reentrant: bool) -> list[int]:
-    """Gathers of each of four steps."""
-    torch.manual_seed(0)
-    build = Ordered if where is None else partial(Recomputed, where, reentrant)
-    model = fully_shard_model(build(), fsdp_unit_modules=[Layer])
-    counts = []
-    for _ in range(4):
-        before = model.traffic()
-        batch = make_batch(2, torch.Generator().manual_seed(0))
-        F.mse_loss(model(batch.inputs), batch.targets).backward()
-        model.install_optimized_model_weights()
-        counts.append(model.traffic().since(before).gathers)
-    return counts
+    assert_equal_tensors(*found)
 
 
 GATHERS: dict[Where | None, int] = {
@@ -157,6 +140,12 @@ GATHERS: dict[Where | None, int] = {
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", GATHERS)
-def test_recomputation_gathers_as_often_as_it_must(run_ranks: RunRanks, where: Where | None, reentrant: bool) -> None:
-    for counts in run_ranks(2, count_gathers, where, reentrant):
-        assert counts[2:] == [GATHERS[where]] * 2
+@on_ranks(2)
+def test_recomputation_gathers_as_often_as_it_must(where: Where | None, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = fully_shard_model(Ordered() if where is None else Recomputed(where, reentrant), fsdp_unit_modules=[Layer])
+    for step in range(4):
+        before = model.traffic()
+        squared_error(model, make_batch(2, torch.Generator().manual_seed(0))).backward()
+        model.install_optimized_model_weights()
+        assert step < 2 or model.traffic().since(before).gathers == GATHERS[where]

@@ -1,9 +1,11 @@
 """Ranks without data for a unit, or without a batch at all, take part; training equals one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.engine.participation import UnitCall, unit_calls
@@ -11,6 +13,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.experts import Expert, Experts, let_take_part
 from tests.support.models import ModelCase
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.usage_models import FEATURES, Layer, Nested, Ordered, make_batch, squared_error, vector_case
 
@@ -125,49 +128,29 @@ def test_frozen_units_that_some_ranks_skip(run_ranks: RunRanks) -> None:
 # ---- evaluation, and what is refused -------------------------------------------------------------------------------
 
 
-def evaluate_unevenly() -> list[Tensor]:
+@on_ranks(2)
+def test_evaluation_goes_on_while_any_rank_has_batches() -> None:
     """Rank 1 has fewer batches; every rank asks whether any has one left."""
     torch.manual_seed(0)
     plain = Ordered()
-    model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
-    model.load_state_dict(
-        {
-            f"module.{k}": model.shard_like(p, v)
-            for (k, v), p in zip(plain.state_dict().items(), model.parameters(), strict=True)
-        }
-    )
+    model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Layer])
     batches = [torch.randn(2, FEATURES) for _ in range(3)]
     mine = batches if dist.get_rank() == 0 else batches[:1]
-    differences = []
     with torch.no_grad():
         for index in range(len(batches)):
             if index < len(mine):
-                differences.append((model(mine[index]) - plain(mine[index])).abs().max())
+                assert torch.allclose(model(mine[index]), plain(mine[index]), atol=1e-6)
             else:
                 assert not model.take_part().requires_grad
-    return differences
 
 
-def test_evaluation_goes_on_while_any_rank_has_batches(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, evaluate_unevenly)
-    assert (len(first), len(second)) == (3, 1)
-    assert max(*first, *second) < 1e-6
-
-
-def refuse() -> list[str]:
+@on_ranks(2)
+def test_foreign_modules_and_tensors_without_gradient_are_refused() -> None:
     model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
-    messages = []
-    for module, hidden in ((nn.Linear(1, 1), None), (model.module.layers[0], torch.ones(2, dtype=torch.int64))):
-        with pytest.raises((ConfigurationError, ScheduleError)) as raised:
-            model.take_part(module, hidden)
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_foreign_modules_and_tensors_without_gradient_are_refused(run_ranks: RunRanks) -> None:
-    for foreign, integers in run_ranks(2, refuse):
-        assert "a Linear that is not part of the sharded model" in foreign
-        assert "a tensor of torch.int64, which carries no gradient" in integers
+    with pytest.raises(ConfigurationError, match="a Linear that is not part of the sharded model"):
+        model.take_part(nn.Linear(1, 1))
+    with pytest.raises((ConfigurationError, ScheduleError), match="which carries no gradient"):
+        model.take_part(model.module.layers[0], torch.ones(2, dtype=torch.int64))
 
 
 def test_the_units_of_a_module_are_found_inside_each_other() -> None:

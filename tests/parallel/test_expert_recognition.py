@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
 from tests.support.expert_meshes import FLAT, arguments, experts_of, place
 from tests.support.mixture import MixtureOfExperts
 from tests.support.models import ModelCase
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parallel_transformer import ParallelBlock, build_with_experts, make_tokens, mean_loss
 from tests.support.parity import fixed_seed
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
@@ -30,7 +31,7 @@ def mark(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             for param in module.get_submodule(module.experts_name).parameters():
-                param.allreduce = False  # type: ignore[attr-defined]
+                param.allreduce = False
 
 
 def place_marked(model: nn.Module) -> None:
@@ -51,59 +52,44 @@ def test_marked_parameters_of_another_name_are_experts(run_ranks: RunRanks) -> N
     check_strategies(run_ranks, 4, Scenario(three_steps, SPECIALISTS), [Setting(s, arrangement=marked) for s in (0, 3)])
 
 
-def ranks_by_name(name: str, is_marked: bool) -> dict[str, int]:
-    """Over how many ranks each parameter of the block is sharded."""
+def build_experts(is_marked: bool = False, **options: Any) -> nn.Module:
     with fixed_seed(0):
-        model = build_with_experts(name=name)
+        model = build_with_experts(**options)
+    if is_marked:
+        mark(model)
+    return model
+
+
+@pytest.mark.parametrize(("name", "is_marked"), [("experts", False), ("experts", True), ("specialists", True)])
+@on_ranks(4)
+def test_experts_are_sharded_over_the_ranks_that_share_them(name: str, is_marked: bool) -> None:
+    """Everything else, routers included, is sharded over all ranks."""
+    model = build_experts(name=name)
+    whole = model.get_parameter(f"blocks.0.mlp.{name}.up").detach().clone()
     place(FLAT, model)
     if is_marked:
         mark(model)
     sharded = fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], **arguments(FLAT))
-    return {found: param.device_mesh.size() for found, param in sharded.module.named_parameters()}
+    ranks = {found: param.device_mesh.size() for found, param in model.named_parameters()}
+    experts = {param for param in ranks if f".{name}." in param}
+    assert len(experts) == 6
+    assert {ranks[param] for param in experts} == {2}
+    assert {ranks[param] for param in ranks.keys() - experts} == {4}
+    # Ranks 0 and 1 hold the first two experts, ranks 2 and 3 the others: they are not made equal.
+    assert torch.equal(sharded.full_parameters()[f"blocks.0.mlp.{name}.up"], whole.chunk(2)[dist.get_rank() // 2])
 
 
-@pytest.mark.parametrize(("name", "is_marked"), [("experts", False), ("experts", True), ("specialists", True)])
-def test_experts_are_sharded_over_the_ranks_that_share_them(run_ranks: RunRanks, name: str, is_marked: bool) -> None:
-    """Everything else, routers included, is sharded over all ranks."""
-    for found in run_ranks(4, ranks_by_name, name, is_marked):
-        experts = {param for param in found if f".{name}." in param}
-        assert len(experts) == 6
-        assert {found[param] for param in experts} == {2}
-        assert {found[param] for param in found.keys() - experts} == {4}
-
-
-def without_mesh(is_marked: bool) -> str | int:
-    with fixed_seed(0):
-        model = build_with_experts()
-    if is_marked:
-        mark(model)
-    try:
-        sharded = fully_shard_model(model, mesh_of((dist.get_world_size(),), ("dp_shard",)), "dp_shard")
-    except ConfigurationError as error:
-        return str(error)
-    return sharded.module.get_parameter("blocks.0.mlp.experts.up").device_mesh.size()
-
-
-def test_marked_parameters_without_an_expert_mesh_are_refused(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, without_mesh, True)
-    assert first == second
-    assert "blocks.0.mlp.experts." in first
-    assert "allreduce=False" in first
-    assert "expt_device_mesh" in first
-
-
-def test_without_an_expert_mesh_experts_by_name_are_parameters_like_others(run_ranks: RunRanks) -> None:
+@on_ranks(2)
+def test_without_an_expert_mesh_marked_parameters_are_refused_and_others_are_like_the_rest() -> None:
     """The whole mixture on every rank is plain data parallelism."""
-    assert run_ranks(2, without_mesh, False) == [2, 2]
-
-
-def refuse(changes: dict[str, Any], hybrid: bool) -> str:
-    sizes = HYBRID if hybrid else FLAT
-    try:
-        fully_shard_model(build_with_experts(), **(arguments(sizes) | changes))
-    except ConfigurationError as error:
-        return str(error)
-    return "not refused"
+    mesh = mesh_of((dist.get_world_size(),), ("dp_shard",))
+    with pytest.raises(ConfigurationError) as raised:
+        fully_shard_model(build_experts(is_marked=True), mesh, "dp_shard")
+    message = same_on_ranks(str(raised.value))
+    for part in ("blocks.0.mlp.experts.", "allreduce=False", "expt_device_mesh"):
+        assert part in message
+    sharded = fully_shard_model(build_experts(), mesh, "dp_shard")
+    assert sharded.module.get_parameter("blocks.0.mlp.experts.up").device_mesh.size() == 2
 
 
 REFUSED: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
@@ -117,28 +103,11 @@ REFUSED: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_half_of_what_experts_need_is_refused_on_every_rank(run_ranks: RunRanks, case: str) -> None:
+@on_ranks(4)
+def test_half_of_what_experts_need_is_refused_on_every_rank(case: str) -> None:
     changes, hybrid, parts = REFUSED[case]
-    messages = run_ranks(4, refuse, changes, hybrid)
-    assert len(set(messages)) == 1
+    with pytest.raises(ConfigurationError) as raised:
+        fully_shard_model(build_with_experts(), **(arguments(HYBRID if hybrid else FLAT) | changes))
+    message = same_on_ranks(str(raised.value))
     for part in parts:
-        assert part in messages[0]
-
-
-def build_sharded() -> MegatronFSDP:
-    with fixed_seed(0):
-        model = build_with_experts()
-    place(FLAT, model)
-    return fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], **arguments(FLAT))
-
-
-def expert_weights() -> torch.Tensor:
-    return build_sharded().full_parameters()["blocks.0.mlp.experts.up"]
-
-
-def test_experts_of_different_ranks_are_not_made_equal(run_ranks: RunRanks) -> None:
-    """Ranks 0 and 1 hold the first two experts, ranks 2 and 3 the others."""
-    with fixed_seed(0):
-        whole = build_with_experts().get_parameter("blocks.0.mlp.experts.up")
-    for rank, found in enumerate(run_ranks(4, expert_weights)):
-        assert torch.equal(found, whole.chunk(2)[rank // 2])
+        assert part in message

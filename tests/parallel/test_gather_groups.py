@@ -14,6 +14,7 @@ from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of, s
 from tests.support.expert_meshes import FLAT as EXPERT_MESH
 from tests.support.expert_meshes import arguments, expert_mesh, experts_of, place
 from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.on_ranks import on_ranks
 from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.parallel_transformer import ParallelBlock, build_top1_experts, make_tokens, mean_loss
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
@@ -59,11 +60,13 @@ def test_values_do_not_change(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 4, Scenario(two_steps, EXPERTS), [Setting(3, arrangement=WITH_EXPERTS)])
 
 
-Counts = dict[str, tuple[int, int]]
-
-
-def count(strategy: int, is_hybrid: bool) -> Counts:
-    found = hybrid() if is_hybrid else flat()
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("strategy", "gathers"), [(0, 0), (1, FLOORS + 1), (2, FLOORS + 1), (3, 2 * FLOORS - 1)])
+@on_ranks()
+def test_weights_are_gathered_on_the_second_group_only(strategy: int, gathers: int, num_ranks: int) -> None:
+    """Four ranks are hybrid ones."""
+    found = hybrid() if num_ranks == 4 else flat()
     group, gather_group = found["device_mesh"]["dp_shard"].get_group(), found["fsdp_group_ag"]
     assert group.group_name != gather_group.group_name
     model = Tower()
@@ -79,28 +82,15 @@ def count(strategy: int, is_hybrid: bool) -> Counts:
             tower_loss(sharded, torch.ones(2, 16)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return {
-        "gathers on the second group": counts.on(gather_group, GATHER),
-        "all on the second group": counts.on(gather_group),
-        "gathers on the first": counts.on(group, GATHER),
-        "reductions on the first": counts.on(group, EXCHANGE, ALL_REDUCE),
-    }
+    assert counts.on(gather_group, GATHER)[0] == gathers
+    assert counts.on(gather_group) == counts.on(gather_group, GATHER)
+    assert counts.on(group, GATHER) == (0, 0)
+    assert counts.on(group, EXCHANGE, ALL_REDUCE)[0] == FLOORS + 1
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize(("strategy", "gathers"), [(0, 0), (1, FLOORS + 1), (2, FLOORS + 1), (3, 2 * FLOORS - 1)])
-@pytest.mark.parametrize("is_hybrid", [False, True])
-def test_weights_are_gathered_on_the_second_group_only(
-    run_ranks: RunRanks, strategy: int, gathers: int, is_hybrid: bool
-) -> None:
-    for found in run_ranks(4 if is_hybrid else 2, count, strategy, is_hybrid):
-        assert found["gathers on the second group"][0] == gathers
-        assert found["all on the second group"] == found["gathers on the second group"]
-        assert found["gathers on the first"] == (0, 0)
-        assert found["reductions on the first"][0] == FLOORS + 1
-
-
-def count_experts() -> list[tuple[int, int]]:
+@on_ranks(4)
+def test_experts_are_gathered_on_their_own_second_group() -> None:
+    """Two blocks, each with experts, and a root without; both blocks stay gathered."""
     found = with_experts()
     model = build_top1_experts()
     place(EXPERT_MESH, model)
@@ -114,28 +104,16 @@ def count_experts() -> list[tuple[int, int]]:
             optimizer.step()
             optimizer.zero_grad()
     groups = (found["fsdp_group_ag"], found["expt_fsdp_group_ag"], expert_mesh(EXPERT_MESH)["dp_shard"].get_group())
-    return [(counts.on(group, GATHER)[0], counts.on(group)[0]) for group in groups]
-
-
-def test_experts_are_gathered_on_their_own_second_group(run_ranks: RunRanks) -> None:
-    """Two blocks, each with experts, and a root without; both blocks stay gathered."""
-    for dense, experts, first_of_experts in run_ranks(4, count_experts):
-        assert dense == (3, 3)
-        assert experts == (2, 2)
-        assert first_of_experts == (0, 3)  # two reductions, and which experts were used
-
-
-def wrong(argument: str) -> str:
-    found = with_experts()
-    found[argument] = mesh_of((2, 2), ("a", "b"))["a"].get_group()  # other pairs than those that share experts
-    try:
-        fully_shard(model := build_top1_experts(), torch.optim.SGD(model.parameters()), **found)
-    except ConfigurationError as error:
-        return str(error)
-    return "not refused"
+    # The first group of experts has two reductions, and which experts were used.
+    assert [(counts.on(group, GATHER)[0], counts.on(group)[0]) for group in groups] == [(3, 3), (2, 2), (0, 3)]
 
 
 @pytest.mark.parametrize("argument", ["fsdp_group_ag", "expt_fsdp_group_ag"])
-def test_a_group_of_other_ranks_is_refused(run_ranks: RunRanks, argument: str) -> None:
-    for message in run_ranks(4, wrong, argument):
-        assert f"{argument} is a group of 2 ranks that are not those along the mesh dimensions" in message
+@on_ranks(4)
+def test_a_group_of_other_ranks_is_refused(argument: str) -> None:
+    found = with_experts()
+    found[argument] = mesh_of((2, 2), ("a", "b"))["a"].get_group()  # other pairs than those that share experts
+    model = build_top1_experts()
+    said = f"{argument} is a group of 2 ranks that are not those along the mesh dimensions"
+    with pytest.raises(ConfigurationError, match=said):
+        fully_shard(model, torch.optim.SGD(model.parameters()), **found)

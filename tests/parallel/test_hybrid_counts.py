@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
+from tests.support.on_ranks import on_ranks
 from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
@@ -176,75 +176,39 @@ def test_nothing_else_is_sent(readings: Readings, microbatches: int) -> None:
             assert reading.everything == sum(calls for calls, _ in known)
 
 
-def order_of(inner: int, outer: int) -> tuple[list[tuple[str, str]], str, str]:
+@pytest.mark.parametrize(("inner", "outer"), STRATEGIES)
+@on_ranks(4)
+def test_outer_reductions_are_under_way_while_inner_ones_are_issued(inner: int, outer: int) -> None:
     mesh = hybrid_arguments(2, 2)["device_mesh"]
+    inner_group, outer_group = (mesh[name].get_group().group_name for name in ("dp_shard", "dp_outer"))
     model, optimizer = shard(inner, outer, torch.float32)
     for _ in range(2):
         with GroupCounts() as counts:
             tower_loss(model, torch.ones(2, 16)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return counts.order, mesh["dp_shard"].get_group().group_name, mesh["dp_outer"].get_group().group_name
+    reductions = [group for group, name in counts.order if name in (EXCHANGE, ALL_REDUCE)]
+    assert reductions.count(outer_group) == UNITS
+    last_inner = len(reductions) - 1 - reductions[::-1].index(inner_group)
+    # All but those of the units that are the last to be reduced inside.
+    assert reductions[:last_inner].count(outer_group) >= UNITS - 3
 
 
-@pytest.mark.parametrize(("inner", "outer"), STRATEGIES)
-def test_outer_reductions_are_under_way_while_inner_ones_are_issued(
-    run_ranks: RunRanks, inner: int, outer: int
-) -> None:
-    for order, inner_group, outer_group in run_ranks(4, order_of, inner, outer):
-        reductions = [group for group, name in order if name in (EXCHANGE, ALL_REDUCE)]
-        assert reductions.count(outer_group) == UNITS
-        last_inner = len(reductions) - 1 - reductions[::-1].index(inner_group)
-        # All but those of the units that are the last to be reduced inside.
-        assert reductions[:last_inner].count(outer_group) >= UNITS - 3
-
-
-# ---- bytes -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes that a rank holds between steps."""
-
-    compute_weight: int
-    main_weight: int
-    main_grad: int
-    optimizer: int
-    visible_grad: int
-
-
-def measure() -> dict[tuple[int, int], Held]:
-    held = {}
-    for inner, outer in ((0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)):
-        model, optimizer = shard(inner, outer, torch.bfloat16)
-        tower_loss(model, torch.ones(2, 16, dtype=torch.bfloat16)).backward()
-        grads = sum(_local(param.grad).nbytes for param in model.parameters() if param.grad is not None)
-        optimizer.step()
-        memory = model.memory()
-        state = [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
-        held[inner, outer] = Held(
-            memory.compute_weight_bytes,
-            memory.main_weight_bytes,
-            memory.main_grad_bytes,
-            sum(_local(value).nbytes for value in state),
-            grads,
-        )
-    return held
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def test_persistent_bytes_are_those_of_the_formulas(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(("inner", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
+@on_ranks(4)
+def test_persistent_bytes_are_those_of_the_formulas(inner: int, outer: int) -> None:
     """bf16 weights and gradients, float32 main weights and Adam; M outer ranks divide what the optimizer holds only."""
     n, m = 2, 2
-    for held in run_ranks(4, measure):
-        for (inner, outer), found in held.items():
-            weight_parts = n if inner == 3 else 1
-            parts = (n if inner >= 1 else 1) * (m if outer == 1 else 1)
-            assert found.compute_weight == BF16 * P // weight_parts
-            assert found.main_weight == FP32 * P // parts
-            assert found.optimizer == 2 * FP32 * P // parts
-            assert found.visible_grad == FP32 * P // parts  # in the dtype of main weights, for the optimizer
-            assert found.main_grad == BF16 * P // parts  # what waits for the outer reduction is gone by then
+    model, optimizer = shard(inner, outer, torch.bfloat16)
+    tower_loss(model, torch.ones(2, 16, dtype=torch.bfloat16)).backward()
+    weight_parts = n if inner == 3 else 1
+    parts = (n if inner >= 1 else 1) * (m if outer == 1 else 1)
+    visible = sum(param.grad.to_local().nbytes for param in model.parameters() if param.grad is not None)
+    assert visible == FP32 * P // parts  # in the dtype of main weights, for the optimizer
+    optimizer.step()
+    state = [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
+    assert sum(value.to_local().nbytes for value in state) == 2 * FP32 * P // parts
+    memory = model.memory()
+    assert memory.compute_weight_bytes == BF16 * P // weight_parts
+    assert memory.main_weight_bytes == FP32 * P // parts
+    assert memory.main_grad_bytes == BF16 * P // parts  # what waits for the outer reduction is gone by then

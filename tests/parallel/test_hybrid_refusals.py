@@ -7,8 +7,8 @@ from torch import nn
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
-from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
+from tests.support.on_ranks import on_ranks, same_on_ranks
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "the optimizer over both axes and nothing inside": (
@@ -37,36 +37,25 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def refuse(changes: dict[str, Any]) -> str:
-    arguments = hybrid_arguments(2, 1) | changes
-    try:
+def refused(arguments: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as raised:
         fully_shard_model(nn.Linear(3, 3), **arguments)
-    except ConfigurationError as error:
-        return str(error)
-    return "not refused"
+    return same_on_ranks(str(raised.value))
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_nonsense_is_refused_with_the_same_sentence_on_every_rank(run_ranks: RunRanks, case: str) -> None:
+@on_ranks(2)
+def test_nonsense_is_refused_with_the_same_sentence_on_every_rank(case: str) -> None:
     changes, parts = REFUSED[case]
-    first, second = run_ranks(2, refuse, changes)
-    assert first == second
+    message = refused(hybrid_arguments(2, 1) | changes)
     for part in parts:
-        assert part in first
+        assert part in message
 
 
-def wrong_group() -> str:
+@on_ranks(2)
+def test_a_group_of_other_ranks_is_refused() -> None:
     """The group of the sharding axis alone in place of the group of both."""
     arguments = hybrid_arguments(2, 1)
-    arguments["hybrid_fsdp_group"] = arguments["device_mesh"]["dp_shard"].get_group()
-    try:
-        fully_shard_model(nn.Linear(3, 3), **arguments)
-    except ConfigurationError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_a_group_of_other_ranks_is_refused(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, wrong_group):
-        assert "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh dimensions" in message
-        assert "which are [[0, 1]]" in message
+    message = refused({**arguments, "hybrid_fsdp_group": arguments["device_mesh"]["dp_shard"].get_group()})
+    assert "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh dimensions" in message
+    assert "which are [[0, 1]]" in message

@@ -14,6 +14,7 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
 from tests.support.models import ModelCase, make_vector_batch, vector_loss
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parallel_transformer import ParallelBlock, build_dense
 from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.scripts import clip_by_model
@@ -37,83 +38,60 @@ ARRANGEMENTS = {
 }
 
 
-def initial_values(arrangement: Arrangement, strategy: int, outer: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Whole weights right after wrapping: by the model's own function, and by each parameter's `full_tensor`."""
+@pytest.mark.full(short=["3-hybrid", "0-tensors and sequences"])
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(4)
+def test_whole_weights_are_those_of_one_process_bit_for_bit(name: str, strategy: int) -> None:
+    """By the model's own function, and by each parameter's `full_tensor`."""
+    arrangement = ARRANGEMENTS[name]
     with fixed_seed(0):
         model = build_dense()
+    expected = {found: param.detach().clone() for found, param in model.named_parameters()}
     arrangement.place(model)
     sharded = fully_shard_model(
         model,
         fsdp_unit_modules=[ParallelBlock],
         zero_dp_strategy=strategy,
-        outer_dp_sharding_strategy=outer,
+        outer_dp_sharding_strategy=int(name == "hybrid" and strategy == 3),
         **arrangement.arguments(),
     )
+    assert_equal_tensors(sharded.full_parameters(), expected)
     by_parameter = {name: param.full_tensor().detach() for name, param in sharded.module.named_parameters()}
-    return sharded.full_parameters(), by_parameter
+    assert_equal_tensors(by_parameter, expected)
 
 
-@pytest.mark.full(short=["3-hybrid", "0-tensors and sequences"])
-@pytest.mark.parametrize("name", ARRANGEMENTS)
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_whole_weights_are_those_of_one_process_bit_for_bit(run_ranks: RunRanks, name: str, strategy: int) -> None:
-    with fixed_seed(0):
-        expected = {found: param.detach() for found, param in build_dense().named_parameters()}
-    outer = int(name == "hybrid" and strategy == 3)
-    for by_model, by_parameter in run_ranks(4, initial_values, ARRANGEMENTS[name], strategy, outer):
-        assert_equal_tensors(by_model, expected)
-        assert_equal_tensors(by_parameter, expected)
-
-
-def changed_duplicates(divide: Divide) -> tuple[list[str], list[str], list[str]]:
-    """Give each tensor-parallel rank other values of what both hold whole; returns what came of it, and warnings."""
+@pytest.mark.parametrize("divide", [divide_tensors, divide_tensors_and_sequences])
+@on_ranks(4)
+def test_duplicates_that_differ_between_tensor_parallel_ranks_are_kept_and_reported(divide: Divide) -> None:
     with fixed_seed(0):
         model = build_dense()
     divide(model, tensor_mesh()["tp"])
-    tensor_rank = tensor_mesh()["tp"].get_local_rank()
     before = {}
     with torch.no_grad():
         for name, param in model.named_parameters():
             if not isinstance(param, DTensor) or param.placements == (Replicate(),):
                 local = param.to_local() if isinstance(param, DTensor) else param
-                local += tensor_rank
+                local += tensor_mesh()["tp"].get_local_rank()
                 before[name] = local.clone()
+    assert len(before) > 8
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sharded = fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], zero_dp_strategy=3, **tensor_arguments())
     after = sharded.full_parameters()
-    kept = [name for name, value in before.items() if torch.equal(value, after[name])]
-    return sorted(before), sorted(kept), [str(found.message) for found in caught]
+    assert_equal_tensors({name: after[name] for name in before}, before)
+    (message,) = (text for text in (str(found.message) for found in caught) if "tensor-parallel" in text)
+    assert any(f"(first: {name})" in message for name in before)
 
 
-@pytest.mark.parametrize("divide", [divide_tensors, divide_tensors_and_sequences])
-def test_duplicates_that_differ_between_tensor_parallel_ranks_are_kept_and_reported(
-    run_ranks: RunRanks, divide: Divide
-) -> None:
-    for duplicates, kept, messages in run_ranks(4, changed_duplicates, divide):
-        assert len(duplicates) > 8
-        assert kept == duplicates
-        (message,) = (message for message in messages if "tensor-parallel" in message)
-        assert any(f"(first: {name})" in message for name in duplicates)
-
-
-def without_name() -> str:
-    """DTensors over a dimension that the mesh handed over does not have."""
+@on_ranks(4)
+def test_dtensors_over_a_dimension_that_nobody_named_are_refused() -> None:
     with fixed_seed(0):
         model = build_dense()
     divide_tensors(model, tensor_mesh()["tp"])
-    try:
+    with pytest.raises(ConfigurationError, match=r"DTensor.*tp_dim") as raised:
         fully_shard_model(model, mesh_of((dist.get_world_size(),), ("dp_shard",)), "dp_shard")
-    except ConfigurationError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_dtensors_over_a_dimension_that_nobody_named_are_refused(run_ranks: RunRanks) -> None:
-    messages = run_ranks(4, without_name)
-    assert len(set(messages)) == 1
-    assert "DTensor" in messages[0]
-    assert "tp_dim" in messages[0]
+    same_on_ranks(str(raised.value))
 
 
 # ---- divided by hand, as Megatron's layers are -----------------------------------------------------------------------

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.reading import read_folder
-from tests.support.settling import settled, steady
+from tests.support.settling import PATIENCE_S, settled, steady
 from tests.support.usage_models import FEATURES, Layer, Ordered
 from tests.support.worker_pool import preloaded_modules
 
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 STUCK_AFTER_S = 1.0
 NORMAL_STEPS = 2
 
@@ -45,14 +45,12 @@ def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, 
     torch.set_num_threads(1)
     error = os.open(str(Path(folder) / f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(error, 2)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=limit_s)
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
     model.log_for_hangs(folder, timeout_s=watch_s or None)
     try:
-        _train(model, rank, misbehave)
+        _train(model, rank, misbehave, limit_s)
     except BaseException as error:
         # What the interpreter does where a script ends by an error, and a process of multiprocessing does not.
         sys.last_value = error
@@ -62,12 +60,14 @@ def _main(rank: int, world: int, folder: str, store: str, misbehave: Misbehave, 
     time.sleep(DEADLINE_S)
 
 
-def _train(model: MegatronFSDP, rank: int, misbehave: Misbehave) -> None:
+def _train(model: MegatronFSDP, rank: int, misbehave: Misbehave, limit_s: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(NORMAL_STEPS):
         step(model)
         optimizer.step()
         optimizer.zero_grad()
+    # Only now, so that a slow start is not taken for a hang.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s))
     misbehave(model, rank)
     step(model)
     optimizer.step()
@@ -87,7 +87,7 @@ def misbehaving(
         misbehave: The scenario.
         folder: Where logs and error streams go.
         world: How many ranks.
-        limit_s: The time limit of their process group.
+        limit_s: The time limit of their process group, from the misbehaviour on.
         watch_s: The time after which they explain by themselves; 0: never.
     """
     context = get_context("forkserver")
@@ -118,7 +118,7 @@ def explained(folder: Path, kind: Kind) -> Explanation:
 
 def until(folder: Path, is_there: Callable[[Explanation], bool]) -> Explanation:
     """What the logs say, as soon as it is what is waited for; at the deadline, whatever they say."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + PATIENCE_S
     found = None
     while time.monotonic() < deadline:
         time.sleep(0.1)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.models import MODEL_CASES, Block
@@ -229,9 +228,3 @@ META_CASES: dict[str, MetaCase] = {
     "attention": MetaCase(build_attention, lambda: _vectors(2, 3, 8), None),
     "batch_norm": MetaCase(build_batch_norm, lambda: _vectors(4, 5, 6), ()),
 }
-
-
-def token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token in nats; `batch` is int64 (samples, tokens)."""
-    logits = model(batch)[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

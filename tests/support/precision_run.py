@@ -48,6 +48,10 @@ MIXED = MODEL_CASES["bf16_fp32_norm"]
 
 def train(jobs: Sequence[Job], **arguments: Any) -> list[tuple[History, list[str]]]:
     """Train each job sharded; for each the history (with this rank's losses) and what is not in its promised dtype."""
+    return _train_all(jobs, arguments)
+
+
+def _train_all(jobs: Sequence[Job], arguments: dict[str, Any]) -> list[tuple[History, list[str]]]:
     return [_train(job, arguments) for job in jobs]
 
 
@@ -104,9 +108,9 @@ def _wrong_dtypes(job: Job, model: MegatronFSDP) -> list[str]:
     return found
 
 
-def check(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job]) -> None:
-    """Assert that training on ranks gives, bit for bit, what the emulation gives."""
-    check_histories(num_ranks, jobs, run_ranks(num_ranks, train, jobs))
+def check(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job], **arguments: Any) -> None:
+    """Assert that training on ranks, with these arguments of wrapping, gives bit for bit what the emulation gives."""
+    check_histories(num_ranks, jobs, run_ranks(num_ranks, _train_all, jobs, arguments))
 
 
 def check_histories(num_ranks: int, jobs: Sequence[Job], by_rank: Sequence[list[tuple[History, list[str]]]]) -> None:

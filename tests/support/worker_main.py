@@ -22,6 +22,8 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -79,6 +81,7 @@ def _prepare_process(spec: WorkerSpec) -> None:
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
     torch.set_num_threads(1)
     apply_warning_filters(spec.warning_filters)
+    install_importhook(get_config())
 
 
 def _die_with_parent() -> None:

@@ -31,7 +31,7 @@ from tests.support.worker_main import STACK_SIGNAL, Reply, WorkerSpec, worker_ma
 # Guards against waiting for ever, far above what anything takes: the machine may be busy with other things.
 DEFAULT_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 600.0
-_STACK_DUMP_TIMEOUT_S = 30.0
+_STACK_DUMP_TIMEOUT_S = 120.0
 MAX_CALLS = 300  # long-lived gloo processes leak threads
 _MAX_PROCESS_GROUPS = 48  # each group of a worker holds threads until the worker ends
 _SHOWN_CHARACTERS = 6000

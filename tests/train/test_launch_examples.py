@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megatron_fsdp.train.options.command_line import make_parser
+from tests.support.settling import LIMIT_S
 from tests.support.source_tree import ROOT
 
 FOLDER = ROOT / "examples" / "launch"
@@ -43,7 +44,7 @@ def test_the_slurm_script_passes_sigterm_on_and_queues_the_job_again(tmp_path: P
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
     command = ["bash", str(FOLDER / "slurm.sbatch"), "--preset", "tiny"]
     env |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
-    ended = subprocess.run(command, env=env, cwd=tmp_path, timeout=60, check=False)
+    ended = subprocess.run(command, env=env, cwd=tmp_path, timeout=LIMIT_S, check=False)
     assert ended.returncode == 0
     assert (tmp_path / "scancel.txt").read_text() == "--signal=TERM 7.0\n"
     assert (tmp_path / "requeue.txt").read_text() == "requeue 7\n"

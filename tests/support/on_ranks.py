@@ -1,0 +1,54 @@
+"""Tests whose body runs on every rank, as torch's own tests of several processes do."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+Test = Callable[..., None]
+
+
+def on_ranks(world_size: int | None = None, device_type: str = "cpu") -> Callable[[Test], Test]:
+    """Run the body of a test on each of so many ranks; what one of them fails, fails the test.
+
+    Args:
+        world_size: How many; None: as many as the parameter `num_ranks` says.
+        device_type: "cpu" or "cuda".
+    """
+
+    def decorate(body: Test) -> Test:
+        @functools.wraps(body)
+        def test(run_ranks: Callable[..., Any], num_ranks: int | None = world_size, **given: Any) -> None:
+            assert num_ranks is not None
+            if "num_ranks" in names:
+                given["num_ranks"] = num_ranks
+            run_ranks(num_ranks, _run, body.__module__, body.__name__, given, device_type=device_type)
+
+        names = inspect.signature(body).parameters
+        asked = {*names, "run_ranks"} | ({"num_ranks"} if world_size is None else set())
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(asked)]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(**given)
+
+
+def of_ranks(value: Any) -> list[Any]:
+    """What each rank has, in rank order; collective."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def same_on_ranks(value: Any) -> Any:
+    """Assert that all ranks have the same, and return it."""
+    found = of_ranks(value)
+    assert found == [found[0]] * len(found), found
+    return value
