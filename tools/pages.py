@@ -35,6 +35,7 @@ from benchmarks.bench import published
 from benchmarks.page import render as render_performance
 from benchmarks.page import summary_table, table
 from megatron_fsdp.cli.main import main as mfsdp
+from megatron_fsdp.plan.muon import BALANCED_RANKS, balance_rows
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
 from megatron_fsdp.train.failures import ENDS
 from tools import accumulation_costs, ddp_config_table, padding_table, precision_parity, training_flags_table
@@ -150,6 +151,12 @@ def exit_codes() -> str:
     return table(("code", "what happened"), [(str(code), told) for code, told in ENDS.items()])
 
 
+def muon_balance() -> str:
+    """Render how evenly Muon's iteration is shared."""
+    head = ("model", "matrices", *(f"{ranks:,} ranks" for ranks in BALANCED_RANKS))
+    return table(head, list(balance_rows()))
+
+
 def published_runs() -> str:
     """Return plans of runs that others have measured, beside what they measured."""
     return table(COLUMNS, [published_row(each) for each in compare_published()])
@@ -208,6 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ddp_defaults": ddp_config_table.different_defaults,
     "ddp_fields": ddp_config_table.fields,
     "exit_codes": exit_codes,
+    "muon_balance": muon_balance,
     "padding": padding_table.render,
     "precision_losses": lambda: precision_parity.gap_table(precision_parity.published()),
     "precision_stages": precision_parity.stage_table,

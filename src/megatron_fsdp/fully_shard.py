@@ -7,6 +7,7 @@ this package, such as a help text or the worker of a data loader, need not wait 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -297,6 +298,7 @@ def fully_shard_optimizer(
     Raises:
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
+    from megatron_fsdp.comm.agreement import rank_of
     from megatron_fsdp.optim.optimizer import (
         SeveralModels,
         check_kind,
@@ -304,6 +306,7 @@ def fully_shard_optimizer(
         check_reads_decoupled,
         integrate,
     )
+    from megatron_fsdp.optim.routes import route_line
 
     _check_optimizer(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -333,6 +336,9 @@ def fully_shard_optimizer(
     if not was_connected:
         whole = models[0] if len(models) == 1 else SeveralModels(models, _owner)
         integrate(optimizer, whole, describes_state=preproc_state_dict_for_dcp_ckpt)
+        if rank_of() == 0:
+            modules = [module for model in models for module in model.module.modules()]
+            logging.getLogger("megatron_fsdp").info(route_line(optimizer, modules))
     return optimizer
 
 

@@ -760,8 +760,9 @@ class MegatronFSDP(nn.Module):
         """Iterate over full state tensors of an optimizer that are sharded as their parameter; see `iter_full_tensors`.
 
         Yields:
-            Canonical name of the parameter, key of the state, and tensor; key after key. Other state, such as step
-            counters, is whole on every rank and not part of this.
+            Canonical name of the parameter, key of the state, and tensor; key after key. Other state is not part of
+            this: numbers, such as step counters, are the same on every rank, and tensors of other shapes (factors of
+            optimizers that step whole tensors) rest with one rank each; `full_tensor()` gathers one of them.
 
         Raises:
             ConfigurationError: `bucket_bytes` is not positive, or ranks hold state for different parameters.

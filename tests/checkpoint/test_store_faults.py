@@ -14,7 +14,7 @@ import pytest
 
 from megatron_fsdp.checkpoint.store import POINTER, CheckpointStore, FileOps, RunFolder
 from megatron_fsdp.errors import CheckpointError
-from tests.support.save_loop import iteration_in, nursery, save
+from tests.support.save_loop import iteration_in, nursery
 from tests.support.save_loop import save as save_files
 from tests.support.store_faults import (
     FAULTS,
@@ -248,7 +248,7 @@ def kill_savers(root: Path) -> tuple[int, int]:
     there.close()
     draw = random.Random(0)
     begin = time.monotonic()
-    save(CheckpointStore(root, keep_last=2), 1, "first")
+    save_files(CheckpointStore(root, keep_last=2), 1, "first")
     save_s = time.monotonic() - begin
     interrupted, newest = 0, 0
     for kill in range(10 * KILLS):  # a busy machine finishes few saves in so short a time

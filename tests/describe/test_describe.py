@@ -64,7 +64,7 @@ unit floors.0 ... floors.7 (8 units): Floor, 1,024 parameters each
 memory allocator slots, slots 2, slot_bytes 4.0 KiB, buckets 2, bucket_bytes 4.0 KiB, forward_prefetch 1,
        backward_prefetch 1, persistent_bytes 17.0 KiB, optimizer_bytes 17.1 KiB, gathered_bytes 8.0 KiB,
        transient_peak_bytes 24.0 KiB
-optimizer class_name AdamW, param_groups 1, parameters 18, step on local tensors"""
+optimizer class_name AdamW, param_groups 1, parameters 18, step on local tensors, parts matrices 18"""
 
 
 def test_text_of_a_small_model() -> None:

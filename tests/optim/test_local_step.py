@@ -603,7 +603,7 @@ def one_group_on_dtensors(_model: nn.Module, optimizer: Any) -> None:
     """A step where a second group cannot be shown as local tensors, and so none is."""
     foreign = nn.Parameter(torch.ones(2))
     foreign.grad = torch.ones(2)
-    optimizer.add_param_group({"params": [foreign]})
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [foreign]})
     optimizer.step()
     optimizer.state.pop(foreign)
     optimizer.param_groups.pop()

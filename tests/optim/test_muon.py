@@ -1,5 +1,6 @@
 """Muon on sharded matrices: weights and momentum are those of one process with the same gradients, bit for bit."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_o
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.muon import check_muon, newton_schulz_flops
-from megatron_fsdp.optim.whole_exchange import assign_owners, waves_of
+from megatron_fsdp.optim.whole_exchange import assign_owners, balanced_owners, waves_of
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import Arrangement
@@ -35,6 +36,25 @@ def test_matrices_go_to_the_rank_that_has_least_to_do() -> None:
     assert assign_owners([], [0, 0, 0]) == ()
     assert assign_owners([5, 5, 5], [0] * 8) == (0, 1, 2)
     assert assign_owners([5, 5], [7, 1, 3]) == (1, 2)
+
+
+class Mesh:
+    """The ranks of a mesh, as far as owners are concerned."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.mesh = torch.tensor(ranks)
+
+    def size(self) -> int:
+        return len(self.mesh)
+
+
+def test_what_ranks_do_in_a_mesh_around_counts_in_the_meshes_inside() -> None:
+    """All ranks of a mesh find the same owners: what only some of them know does not count."""
+    dense, left, right, across = Mesh(0, 1, 2, 3), Mesh(0, 1), Mesh(2, 3), Mesh(1, 2)
+    meshes: list[Any] = [left, dense, dense, dense, right, across]
+    assert balanced_owners(meshes, [4, 9, 1, 2, 5, 1]) == [1, 0, 2, 1, 1, 1]
+    assert balanced_owners(meshes[:1], [4]) == [0]
+    assert balanced_owners([], []) == []
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 32])
@@ -146,7 +166,7 @@ def in_small_waves(limit: int) -> tuple[list[str], int]:
 def test_matrices_may_go_in_several_waves(run_ranks: RunRanks) -> None:
     (found, many), _ = run_ranks(2, in_small_waves, 1)
     # One rank has the large matrix; the other has the rest, in waves of one.
-    assert (found, many) == ([], 2 * (3 + 4 + 4))
+    assert (found, many) == ([], 2 * 3 * 4)
     assert run_ranks(2, in_small_waves, 1 << 20)[0] == ([], 2 * 3)
 
 
@@ -165,6 +185,118 @@ def bytes_of_a_step(strategy: int) -> tuple[int, int]:
 def test_a_step_sends_two_bytes_per_element_each_way(run_ranks: RunRanks) -> None:
     sent = run_ranks(3, bytes_of_a_step, 3)
     assert sum(nbytes for nbytes, _ in sent) == 4 * sent[0][1]
+
+
+def order_of_a_step() -> list[str]:
+    """What a step in waves of one matrix does on this rank, in its order."""
+    from megatron_fsdp.optim import muon
+
+    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(3), "fsdp_unit_modules": [nn.Linear]})
+    done: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: [done.append(name), function(*args, **kwargs)][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "WAVE_BYTES", 1)
+        for method in ("send", "compute", "receive", "apply"):
+            patch.setattr(muon._Wave, method, noted(method, getattr(muon._Wave, method)))
+        twins.step(0)
+    assert twins.differing() == []
+    return done
+
+
+def test_one_wave_is_computed_while_the_next_one_and_the_one_before_travel(run_ranks: RunRanks) -> None:
+    turns = ["send", "send compute", *["send compute receive"] * 2, "compute receive", "receive"]
+    assert run_ranks(2, order_of_a_step) == [[*" ".join(turns).split(), *["apply"] * 4]] * 2
+
+
+def fail_once(failing: int) -> tuple[tuple[str, str], bool, list[bool]]:
+    """A step in waves of one matrix whose iteration fails on one rank: what is raised, and which weights changed."""
+    from megatron_fsdp.optim import muon
+
+    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(3), "fsdp_unit_modules": [nn.Linear]})
+    before = [param.full_tensor().clone() for param in twins.params]
+
+    def fails(*_args: object) -> Tensor:
+        raise MemoryError("no room for the product")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "WAVE_BYTES", 1)
+        if dist.get_rank() == failing:
+            patch.setattr(muon, "_zeropower_via_newtonschulz", fails)
+        with pytest.raises(RuntimeError) as raised:
+            twins.step(0)
+    kept = all(torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True))
+    twins.step(1)
+    changed = [not torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True)]
+    return message_of(raised.value), kept, changed
+
+
+def test_an_iteration_that_fails_on_an_owner_fails_on_all_ranks_and_changes_no_weights(run_ranks: RunRanks) -> None:
+    message = (
+        "the optimizer's step failed (rank 1: MemoryError: no room for the product); no weights were changed on any "
+        "rank"
+    )
+    assert run_ranks(3, fail_once, 1) == [(("RankError", message), True, [True] * 5)] * 3
+
+
+# ---- matrices of several matrices -----------------------------------------------------------------------------------
+
+
+SPLITS = {(9, 9): (2, 4, 3), (6, 1): 3, (11, 3): [10, 1]}
+"""`split_sizes` by shape of the parameter."""
+
+
+def splitting(params: Sequence[Any]) -> torch.optim.Optimizer:
+    groups = [{"params": [param], "split_sizes": SPLITS.get(tuple(param.shape))} for param in params]
+    return torch.optim.Muon(groups, lr=0.1, adjust_lr_fn="match_rms_adamw")
+
+
+def split_by_hand(whole: Tensor) -> list[nn.Parameter]:
+    sizes = SPLITS.get(tuple(whole.shape), len(whole))
+    return [nn.Parameter(piece.clone()) for piece in whole.split(sizes)]  # type: ignore[no-untyped-call]
+
+
+def three_split_steps(strategy: int, folder: Path) -> list[str]:
+    twins = Twins(matrices(), splitting, {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    pieces = [split_by_hand(copy.detach()) for copy in twins.copies]
+    reference = torch.optim.Muon(itertools.chain(*pieces), lr=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        twins.step(step, without=2 if step == 0 else None)
+        for copy, parts in zip(twins.copies, pieces, strict=True):
+            grads = [None] * len(parts) if copy.grad is None else copy.grad.split([len(part) for part in parts])  # type: ignore[no-untyped-call]
+            for part, grad in zip(parts, grads, strict=True):
+                part.grad = grad
+        reference.step()
+    save_checkpoint(twins.model, twins.optimizer, folder, iteration=3)
+    fresh = Twins(matrices(), splitting, {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    load_checkpoint(fresh.model, fresh.optimizer, folder)
+    found = []
+    for sharded in (twins, fresh):
+        for index, (param, parts) in enumerate(zip(sharded.params, pieces, strict=True)):
+            if not torch.equal(param.full_tensor(), torch.cat([part.detach() for part in parts])):  # type: ignore[attr-defined]
+                found.append(f"weight {index}")
+            buffer = sharded.optimizer.state[param]["momentum_buffer"].full_tensor()
+            if not torch.equal(buffer, torch.cat([reference.state[part]["momentum_buffer"] for part in parts])):
+                found.append(f"momentum {index}")
+    return found
+
+
+@pytest.mark.full(short=["3-3"])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+def test_split_matrices_step_as_matrices_split_by_hand(
+    run_ranks: RunRanks, tmp_path: Path, strategy: int, ranks: int
+) -> None:
+    assert run_ranks(ranks, three_split_steps, strategy, tmp_path / "saved") == [[]] * ranks
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), 4, (9, 0), (10, -1), 0, (4.5, 4.5), ()])
+def test_split_sizes_that_do_not_fit_are_refused(sizes: Any) -> None:
+    optimizer = torch.optim.Muon([{"params": [nn.Parameter(torch.ones(9, 2))], "split_sizes": sizes}])
+    with pytest.raises(ConfigurationError, match=r"shape \(9, 2\); give the rows of each piece, which add up to 9, or"):
+        check_muon(optimizer)
 
 
 # ---- beside other optimizers, through the public functions --------------------------------------------------------
@@ -289,7 +421,21 @@ def refusals() -> list[tuple[str, str]]:
         fully_shard_optimizer(torch.optim.Muon(narrow.parameters(), nesterov=False))
     except ValueError as error:
         found.append(message_of(error))
+    muon = fully_shard_optimizer(torch.optim.Muon([next(narrow.parameters())]))
+    try:
+        muon.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    except ValueError as error:
+        found.append(message_of(error))
     return found
+
+
+def test_parameters_that_are_no_matrices_are_refused() -> None:
+    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # torch looks in the constructor only
+    with pytest.raises(
+        ConfigurationError, match=r"of shape \(3,\); give it parameters of two dimensions, and the others"
+    ):
+        check_muon(optimizer)
 
 
 @pytest.mark.parametrize("options", [{"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}])
@@ -302,7 +448,8 @@ def test_options_that_torch_would_refuse_on_an_owner_alone_are_refused_at_once(o
 def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
     first, second = run_ranks(2, refusals)
     assert first == second
-    (own, narrow) = first
+    own, narrow, foreign = first
     assert own[0] == narrow[0] == "ConfigurationError"
     assert own[1].startswith("OwnMuon cannot update sharded parameters: it works on whole tensors")
     assert "divides bf16 momentum by its norm" in narrow[1]
+    assert "(shape (3,)) is not a parameter of the model" in foreign[1]

@@ -1,7 +1,9 @@
 """Optimizers on sharded parameters: groups, state, custom classes and foreign loops, each against one process."""
 
 import contextlib
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -553,10 +555,32 @@ def test_one_optimizer_trains_two_models(strategies: tuple[int, int], defers: bo
 def connect_late() -> str:
     models = [wrap(3, seed) for seed in range(2)]
     optimizer = fully_shard_optimizer(torch.optim.SGD(models[0].parameters(), lr=0.1))
-    optimizer.add_param_group({"params": list(models[1].parameters())})
+    groups = len(optimizer.param_groups)
+    for foreign in (list(models[1].parameters()), [nn.Parameter(torch.ones(2))]):
+        with pytest.raises(ConfigurationError, match=r"parameter 0 of param_groups\[1\] .* is not a parameter of the"):
+            optimizer.add_param_group({"params": foreign})
+        assert len(optimizer.param_groups) == groups
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": list(models[1].parameters())})
     with pytest.raises(ConfigurationError) as raised:
         fully_shard_optimizer(optimizer)
     return str(raised.value)
+
+
+def copies() -> list[str]:
+    model = wrap(3)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    found = []
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigurationError) as raised:
+            copied(optimizer)
+        found.append(str(raised.value))
+    return found
+
+
+def test_a_connected_optimizer_is_not_copied(run_ranks: RunRanks) -> None:
+    for found in run_ranks(2, copies):
+        assert len(set(found)) == 1
+        assert found[0].startswith("an optimizer of sharded parameters can be neither copied nor pickled")
 
 
 def test_an_optimizer_takes_no_second_model_later(run_ranks: RunRanks) -> None:

@@ -213,7 +213,7 @@ def test_optimizers_hold_and_borrow_what_they_say() -> None:
     assert found("adamw") == (8 * numel // 2 + 4 * params, cast + 4 * numel // 2)
     run = 2 * FEATURES * 32 // 2  # this rank's part of a unit; of the one before the denominator is still there
     assert found("adamw-loop") == (8 * numel // 2 + 4 * params, cast + (2 + 1) * 4 * run)
-    assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop"}
+    assert set(OPTIMIZERS) == {"sgd", "momentum", "adamw", "adamw-fused", "adamw-loop", "muon"}
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         help="what is recomputed (full: layers; selective: the core of attention; every_second_product: layers but for "
         "the results of attention and of every second product; mlp); with --strategy auto none and full are tried",
     )
-    add("--optimizer", default="adamw", help="adamw, adamw-fused, adamw-loop, momentum or sgd (adamw)")
+    add(
+        "--optimizer",
+        default="adamw",
+        help="adamw, adamw-fused, adamw-loop, momentum, sgd, or muon for matrices with adamw (adamw)",
+    )
     add("--dtype", help="of the weights that compute uses, for configs (bf16)")
     add("--fp8", action="store_true", help="products with weights run in 8 bits")
     for name, default in (("main-params", "fp32"), ("main-grads", _AUTO), ("grad-comm", _AUTO)):

@@ -26,8 +26,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import Assembly
-from megatron_fsdp.optim.local_step import steps_locally
-from megatron_fsdp.optim.owned_step import steps_owned
+from megatron_fsdp.optim.routes import parts_of, step_of
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement
@@ -201,31 +200,26 @@ def _state_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
     return sum(local_part(value).nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
-def optimizers_of(engine: Engine) -> tuple[OptimizerDescription, ...]:
+def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescription, ...]:
     """Describe the connected optimizers, in the order of the first parameter of each."""
     order = {key: position for position, key in enumerate(engine.positions)}
     found = []
     for optimizer in engine.connected:
-        params = [id(param) for group in optimizer.param_groups for param in group["params"]]
-        own = [order[key] for key in params if key in order]
-        found.append(
-            (
-                min(own, default=len(order)),
-                OptimizerDescription(
-                    type(optimizer).__name__, len(optimizer.param_groups), len(own), _step_of(optimizer)
-                ),
-            )
-        )
+        own = [param for group in optimizer.param_groups for param in group["params"] if id(param) in order]
+        kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
+        parts = parts_of(own, module.modules())
+        first = min((order[id(param)] for param in own), default=len(order))
+        found.append((first, OptimizerDescription(kind, groups, len(own), step_of(optimizer), parts)))
     return tuple(told for _, told in sorted(found, key=lambda entry: (entry[0], entry[1].class_name)))
 
 
-def _step_of(optimizer: torch.optim.Optimizer) -> str:
-    """Say what the step of a connected optimizer works on."""
-    if type(optimizer) is torch.optim.Muon:
-        return "on shards and whole matrices (Muon)"
-    if steps_owned(optimizer):
-        return "on whole tensors, one owner each"
-    return "on local tensors" if steps_locally(optimizer) else "on DTensors"
+def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
+    """Say which trained parameters no connected optimizer updates, where any is connected."""
+    held = {id(param) for each in engine.connected for group in each.param_groups for param in group["params"]}
+    left = [param for group in engine.groups() if group.is_trained for param in group.sharded if id(param) not in held]
+    if not held or not left:
+        return ()
+    return (f"no connected optimizer updates {len(left)} parameters ({', '.join(parts_of(left, module.modules()))})",)
 
 
 def unused_of(engine: Engine) -> tuple[str, ...] | None:
@@ -275,9 +269,9 @@ def describe_model(subject: Subject) -> Description:
         frozen_numel=sum(group.numel for unit in units for group in unit.groups if not group.is_trainable),
         unused=unused_of(engine),
         memory=memory_description(engine),
-        optimizers=optimizers_of(engine),
+        optimizers=optimizers_of(engine, subject.module),
         options=_options(options, subject.config, subject.auto_sync),
-        notices=subject.notices,
+        notices=(*subject.notices, *without_optimizer(engine, subject.module)),
     )
 
 

@@ -6,22 +6,28 @@ Each matrix has one owner among the ranks. The step is split where it needs the 
         one packed all-to-all      --> the owners
     owner, on whole matrices       Newton-Schulz iteration         the result
         one packed all-to-all      --> all ranks
-    every rank, on its shards      weight decay, update
+    every rank, on its shards      weight decay, update            once all ranks have all results
 
 The elementwise parts run on shards, so state stays sharded as the parameters and is saved and resharded as that of any
 other optimizer; each matrix is computed once, by the same kernels as in one process, so that results are the same bits.
-With P parameters over N ranks a rank sends and receives 2 P / N bytes in bf16 each way. Replicas (the outer axis of
-HSDP, all ranks where nothing is sharded) share the work, too.
+With P parameters over N ranks a rank sends and receives 2 P / N bytes in bf16 each way, and holds as many until the
+update. Replicas (the outer axis of HSDP, all ranks where nothing is sharded) share the work, too.
 
-Matrices go in waves, so that an owner holds few of them at a time; the operands of one wave travel while the one before
-is computed.
+Matrices go in waves, so that an owner holds few of them at a time. While one is computed the operands of the next and
+the results of the one before travel:
+
+    wave 0    send   compute  return
+    wave 1           send     compute  return
+    wave 2                    send     compute  return
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,16 +36,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, assign_owners, waves_of
+from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, agreed, balanced_owners, waves_of
+from megatron_fsdp.sharding.shards import Box
 
 Group = Mapping[str, Any]
 """A parameter group of an optimizer: its options."""
 State = MutableMapping[str, Any]
 
+SPLIT_KEY = "split_sizes"
+"""Option of a parameter group: the rows of the matrices that its parameters are made of, each iterated by itself."""
 _MOMENTUM = "momentum_buffer"
 WAVE_BYTES = 256 << 20
 """Bytes of operands that an owner receives at a time, unless a single matrix is larger."""
@@ -54,7 +62,7 @@ def check_muon(optimizer: Optimizer) -> None:
     torch checks some of them only when it iterates, which is on the owner of a matrix alone.
 
     Raises:
-        ConfigurationError: torch's own step would fail, or spoil its momentum.
+        ConfigurationError: torch's own step would fail, or spoil its momentum; or matrices cannot be split as told.
     """
     for group in optimizer.param_groups:
         if group["ns_steps"] >= 100 or len(group["ns_coefficients"]) != 3:
@@ -67,27 +75,31 @@ def check_muon(optimizer: Optimizer) -> None:
                 "Muon with nesterov=False divides bf16 momentum by its norm in every step (torch's iteration begins in "
                 "place); use nesterov=True, or keep main weights and gradients in fp32"
             )
+        for param in group["params"]:
+            if param.dim() != 2:
+                raise ConfigurationError(
+                    f"Muon was given a parameter of shape {tuple(param.shape)}; give it parameters of two dimensions, "
+                    "and the others to another optimizer"
+                )
+            pieces_of(group, param.shape)
 
 
-def _operand(group: Group, grad: Tensor, state: State) -> Tensor:
-    """Update the momentum of a shard, and return the shard of what is orthogonalized."""
-    momentum = group["momentum"]
-    if _MOMENTUM not in state:
-        state[_MOMENTUM] = torch.zeros_like(grad)
-    buffer = state[_MOMENTUM]
-    buffer.lerp_(grad, 1 - momentum)
-    update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-    return update.bfloat16()  # as the iteration begins
+def pieces_of(group: Group, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the rows of the matrices that a parameter is made of: `split_sizes` of its group, or all.
 
-
-def _orthogonalized(group: Group, operand: Tensor) -> Tensor:
-    return _zeropower_via_newtonschulz(operand, group["ns_coefficients"], group["ns_steps"], group["eps"])
-
-
-def _apply(group: Group, lr: float, shape: torch.Size, param: Tensor, result: Tensor) -> None:
-    """Update the shard of a parameter of a global shape in place."""
-    param.mul_(1 - lr * group["weight_decay"])
-    param.add_(result, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], shape))
+    Raises:
+        ConfigurationError: They do not add up to the parameter.
+    """
+    sizes, rows = group.get(SPLIT_KEY), shape[0]
+    if sizes is None:
+        return (rows,)
+    pieces = (sizes,) * (rows // max(sizes, 1)) if isinstance(sizes, int) else tuple(sizes)
+    if not all(isinstance(size, int) and size > 0 for size in pieces) or sum(pieces) != rows:
+        raise ConfigurationError(
+            f"Muon was given {SPLIT_KEY}={sizes!r} for a parameter of shape {tuple(shape)}; give the rows of each "
+            f"piece, which add up to {rows}, or one number that divides it"
+        )
+    return pieces
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
@@ -96,22 +108,86 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
+@dataclass(frozen=True)
+class _Matrix:
+    """A parameter, with the options of its group.
+
+    Attributes:
+        pieces: Rows of the matrices that it is made of.
+        lr: As a number; of a tensor, one synchronisation for a group.
+    """
+
+    param: UnevenDTensor
+    group: Group
+    pieces: tuple[int, ...]
+    lr: float
+
+    @property
+    def flops(self) -> int:
+        columns = self.param.shape[1]
+        return sum(newton_schulz_flops((rows, columns), self.group["ns_steps"]) for rows in self.pieces)
+
+    def operand(self, state: State) -> Tensor:
+        """Update the momentum of this rank's shard, and return the shard of what is orthogonalized."""
+        frame, momentum = self.param.shard_frame, self.group["momentum"]
+        sharded: Any = as_sharded(cast(Tensor, self.param.grad), frame)
+        grad = sharded._local_tensor
+        if _MOMENTUM not in state:
+            state[_MOMENTUM] = UnevenDTensor.wrap(torch.zeros_like(grad), frame)
+        buffer = state[_MOMENTUM]._local_tensor
+        buffer.lerp_(grad, 1 - momentum)
+        update = grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
+        return cast(Tensor, update.bfloat16())  # as the iteration begins
+
+    def orthogonalized(self, operand: Tensor) -> Tensor:
+        """Iterate on each piece of the whole operand."""
+        options = self.group["ns_coefficients"], self.group["ns_steps"], self.group["eps"]
+        results = [_zeropower_via_newtonschulz(piece, *options) for piece in operand.split(self.pieces)]
+        return torch.cat(results) if len(results) > 1 else results[0]
+
+    def apply(self, result: Tensor) -> None:
+        """Update this rank's shard of the parameter in place, by the shard of the result."""
+        local = self.param._local_tensor.detach()  # shares the version counter, by which writes are noticed
+        local.mul_(1 - self.lr * self.group["weight_decay"])
+        columns = self.param.shape[1]
+        for rows, updated, update in self._by_piece(local, result):
+            lr = _adjust_lr(self.lr, self.group["adjust_lr_fn"], torch.Size((rows, columns)))
+            updated.add_(update, alpha=-lr)
+
+    def _by_piece(self, local: Tensor, result: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """Return the parts of this rank's shards that lie in each piece, with its rows."""
+        if len(self.pieces) == 1:
+            return [(self.pieces[0], local, result)]
+        columns, local, result = self.param.shape[1], local.view(-1), result.reshape(-1)
+        first_rows = itertools.accumulate(self.pieces, initial=0)
+        pieces = [Box((first, 0), (rows, columns)) for first, rows in zip(first_rows, self.pieces, strict=False)]
+        found, start = [], 0
+        for box in self.param.shard_frame.description.boxes():
+            for piece in pieces:
+                common = box.meet(piece)
+                if common is not None:
+                    part = slice(start, start + common.numel)
+                    found.append((piece.lengths[0], local[part], result[part]))
+                    start += common.numel
+        return found
+
+
 # ---- all matrices ----------------------------------------------------------------------------------------------------
 
 
 class MuonStep:
-    """Steps one Muon; keeps process groups and plans from step to step."""
+    """Steps one Muon; keeps process groups, and the plan of the latest step."""
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, Ranks] = {}
-        self._loads: dict[DeviceMesh, list[int]] = {}  # FLOPs of each rank, over all groups
-        self._plans: dict[tuple[ShardFrame, ...], tuple[tuple[tuple[int, ...], Exchange], ...]] = {}
+        self._owned: tuple[Any, list[int]] = None, []
+        self._planned: tuple[Any, list[tuple[list[int], Exchange]]] = None, []
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         """Return the object on which the code of the optimizer's class is to run its step."""
         made = _StandIn.__new__(_StandIn)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute
-        made._update = functools.partial(self.update, optimizer.state)
+        made._update = functools.partial(self.update, optimizer)
         return made
 
     def finish(self, _optimizer: Optimizer) -> None:
@@ -121,95 +197,112 @@ class MuonStep:
         """Do nothing: no step leaves anything behind."""
 
     @torch.no_grad()
-    def update(self, state: MutableMapping[Tensor, State], group: Group) -> None:
-        """Update the parameters of one group that have a gradient; collective over the ranks of their meshes.
+    def update(self, optimizer: Optimizer) -> None:
+        """Update all parameters that have a gradient; collective over the ranks of their meshes.
 
-        Args:
-            state: Of the optimizer, by parameter.
-            group: Parameters and options.
+        Raises:
+            RankError: The iteration has failed on some rank; on all ranks. Momentum was updated, no weight was.
         """
-        by_mesh: dict[DeviceMesh, list[UnevenDTensor]] = {}
-        for param, grad in zip(group["params"], get_grads(group["params"], GRAD), strict=True):
-            if type(param) is not UnevenDTensor or param.dim() != 2:
-                raise ConfigurationError(
-                    f"Muon holds a {type(param).__name__} of shape {tuple(param.shape)}; give it sharded parameters of "
-                    "two dimensions"
-                )
-            if grad is not None:
-                by_mesh.setdefault(param.shard_frame.mesh, []).append(param)
-        for mesh, params in by_mesh.items():
-            before: _Wave | None = None
-            for members, exchange in self._planned(group, mesh, params):
-                wave = _Wave([params[index] for index in members], exchange, group, state)
-                if before is not None:
-                    before.finish()  # while the operands of this one travel
-                before = wave
-            if before is not None:
-                before.finish()
+        matrices = [
+            _Matrix(param, group, pieces_of(group, param.shape), lr)
+            for group, lr in ((group, float(group["lr"])) for group in optimizer.param_groups)
+            for param in group["params"]
+        ]
+        owners = self._owners(matrices)
+        grads = get_grads([matrix.param for matrix in matrices], GRAD)
+        live = [place for place, grad in enumerate(grads) if grad is not None]
+        stepped = [matrices[place] for place in live]
+        waves = [
+            _Wave([stepped[index] for index in members], exchange, optimizer.state)
+            for members, exchange in self._waves(stepped, [owners[place] for place in live])
+        ]
+        for turn in range(len(waves) + 2):
+            if turn < len(waves):
+                waves[turn].send()
+            if 0 < turn <= len(waves):
+                waves[turn - 1].compute()
+            if turn > 1:
+                waves[turn - 2].receive()
+        failed = next((wave.error for wave in waves if wave.error is not None), None)
+        meshes = dict.fromkeys(matrix.param.shard_frame.mesh for matrix in stepped)
+        agreed({self._ranks[mesh]: {} for mesh in meshes}, failed)
+        for wave in waves:
+            wave.apply()
 
-    def _planned(
-        self, group: Group, mesh: DeviceMesh, params: Sequence[UnevenDTensor]
-    ) -> tuple[tuple[tuple[int, ...], Exchange], ...]:
-        """Return the waves of some parameters: indices and messages."""
-        frames = tuple(param.shard_frame for param in params)
-        found = self._plans.get(frames)
-        if found is None:
-            if mesh not in self._ranks:
-                self._ranks[mesh], self._loads[mesh] = Ranks(mesh), [0] * mesh.size()
-            ranks = self._ranks[mesh]
-            flops = [newton_schulz_flops(frame.shape, group["ns_steps"]) for frame in frames]
-            owners = assign_owners(flops, self._loads[mesh])
-            nbytes = [2 * math.prod(frame.shape) for frame in frames]
-            found = self._plans[frames] = tuple(
-                (wave, Exchange([frames[i] for i in wave], [owners[i] for i in wave], ranks))
-                for wave in waves_of(owners, nbytes, WAVE_BYTES)
-            )
-        return found
+    def _owners(self, matrices: Sequence[_Matrix]) -> list[int]:
+        """Return the owner of each matrix; it does not depend on which of them have a gradient."""
+        key = [(matrix.param.shard_frame, matrix.pieces, matrix.group["ns_steps"]) for matrix in matrices]
+        if key != self._owned[0]:
+            meshes = [matrix.param.shard_frame.mesh for matrix in matrices]
+            self._owned = key, balanced_owners(meshes, [matrix.flops for matrix in matrices])
+            for mesh in dict.fromkeys(meshes):
+                self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
+        return self._owned[1]
+
+    def _waves(self, matrices: Sequence[_Matrix], owners: Sequence[int]) -> list[tuple[list[int], Exchange]]:
+        """Return the waves of all meshes: places of the matrices, and their messages."""
+        frames = [matrix.param.shard_frame for matrix in matrices]
+        key = frames, owners
+        if key != self._planned[0]:
+            found = []
+            for mesh in dict.fromkeys(frame.mesh for frame in frames):
+                members = [place for place, frame in enumerate(frames) if frame.mesh == mesh]
+                nbytes = [2 * math.prod(frames[place].shape) for place in members]
+                for wave in waves_of([owners[place] for place in members], nbytes, WAVE_BYTES):
+                    places = [members[index] for index in wave]
+                    cut, whose = [frames[place] for place in places], [owners[place] for place in places]
+                    found.append((places, Exchange(cut, whose, self._ranks[mesh])))
+            self._planned = key, found
+        return self._planned[1]
 
 
 class _Wave:
-    """Some matrices whose operands travel to their owners from the moment that it is made."""
+    """Some matrices that travel, are computed and return together.
 
-    def __init__(
-        self,
-        params: Sequence[UnevenDTensor],
-        exchange: Exchange,
-        group: Group,
-        state: MutableMapping[Tensor, State],
-    ) -> None:
-        self._params, self._exchange, self._group = params, exchange, group
-        operands = [self._operand(param, state) for param in params]
-        self._like = operands[0]
-        self._sent = exchange.to_owners(operands)
+    Attributes:
+        error: What the iteration has met on this rank.
+    """
 
-    def _operand(self, param: UnevenDTensor, state: MutableMapping[Tensor, State]) -> Tensor:
-        """Update the state of a parameter, and return this rank's shard of what is needed whole."""
-        own, frame = state[param], param.shard_frame
-        shards = {key: value._local_tensor if type(value) is UnevenDTensor else value for key, value in own.items()}
-        grad: Any = as_sharded(cast(Tensor, param.grad), frame)
-        operand = _operand(self._group, grad._local_tensor, shards)
-        for key in shards.keys() - own.keys():
-            own[key] = UnevenDTensor.wrap(shards[key], frame)
-        return operand
+    def __init__(self, matrices: Sequence[_Matrix], exchange: Exchange, state: MutableMapping[Tensor, State]) -> None:
+        self._matrices, self._exchange, self._state = matrices, exchange, state
+        self._updates: list[tuple[int, Tensor]] = []
+        self.error: Exception | None = None
 
-    def finish(self) -> None:
-        """Compute this rank's matrices, and update all shards."""
-        whole = self._exchange.whole(self._sent.wait())
-        results = {index: _orthogonalized(self._group, operand) for index, operand in whole}
-        received = self._exchange.to_shards(results, self._like).wait()
-        lr = float(self._group["lr"])  # of a tensor, one synchronisation
-        for index, result in self._exchange.shards(received):
-            param = self._params[index]
-            local = param._local_tensor.detach()  # shares the version counter, by which writes are noticed
-            _apply(self._group, lr, param.shape, local, result)
+    def send(self) -> None:
+        """Update momentum, and start to send operands to their owners."""
+        operands = [matrix.operand(self._state[matrix.param]) for matrix in self._matrices]
+        self._like = operands[0].new_zeros(1, 1)
+        self._sent = self._exchange.to_owners(operands)
+
+    def compute(self) -> None:
+        """Compute this rank's matrices, and start to send the results; blanks where that fails, as others wait."""
+        received, results = self._sent.wait(), {}
+        try:
+            for index, operand in self._exchange.whole(received):
+                results[index] = self._matrices[index].orthogonalized(operand)
+        except Exception as error:  # noqa: BLE001 - the other ranks must raise, too
+            self.error = error.with_traceback(None)  # which would keep the tensors
+            results = {index: self._like.expand(self._matrices[index].param.shape) for index in self._exchange.own}
+        self._sent = self._exchange.to_shards(results, self._like)
+
+    def receive(self) -> None:
+        """Take this rank's shards of all results."""
+        self._updates = list(self._exchange.shards(self._sent.wait()))
+        del self._sent
+
+    def apply(self) -> None:
+        """Update this rank's shards."""
+        for index, result in self._updates:
+            self._matrices[index].apply(result)
 
 
 class _StandIn(torch.optim.Muon):
-    """A Muon whose step finds nothing left to do in a group: the update is made when it asks for the gradients."""
+    """A Muon whose step finds nothing left to do: all updates are made when it asks for the gradients of one group."""
 
     __slots__ = ("_update",)
-    _update: Callable[[Group], None]
+    _update: Callable[[], None]
 
     def _init_group(self, group: Group, *_lists: list[Any]) -> bool:
-        self._update(group)
+        if group is self.param_groups[0]:
+            self._update()
         return False  # nothing is complex

@@ -23,6 +23,7 @@ from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.optim.local_step import LocalStep
 from megatron_fsdp.optim.muon import MuonStep, check_muon
 from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
+from megatron_fsdp.optim.routes import NEEDS_ALL
 
 # Optimizer state before the first step, for a checkpoint to be loaded into.
 #
@@ -126,6 +127,10 @@ class ShardedModel(Protocol):
     @property
     def model_auto_sync(self) -> bool:
         """Whether every backward ends with a gradient sync."""
+        ...
+
+    def sharded_names(self) -> Mapping[int, str]:
+        """Return the canonical name of each sharded parameter by its id."""
         ...
 
     @property
@@ -266,8 +271,10 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
     if describes_state:
         optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))
     optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
-    original = type(optimizer).zero_grad
+    optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
     owner = weakref.ref(optimizer)
+    _check_new_groups(owner, reference)
+    original = type(optimizer).zero_grad
 
     @functools.wraps(original)
     def zero_grad(*args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
@@ -282,6 +289,36 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
             _alive(reference).forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _refuse_copy(_protocol: object) -> Any:
+    """Refuse to be pickled, and so to be copied: torch would leave the hooks out, without which steps are wrong."""
+    raise ConfigurationError(
+        "an optimizer of sharded parameters can be neither copied nor pickled; save optimizer.state_dict() with "
+        "torch.distributed.checkpoint, or build a second optimizer and hand it to fully_shard_optimizer"
+    )
+
+
+def _check_new_groups(owner: weakref.ref[torch.optim.Optimizer], model: weakref.ref[ShardedModel]) -> None:
+    """Let `add_param_group` refuse what the optimizer would have been refused with."""
+    optimizer = owner()
+    assert optimizer is not None
+    original = type(optimizer).add_param_group
+
+    @functools.wraps(original)
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        optimizer = owner()
+        if optimizer is None:
+            return
+        original(optimizer, param_group)
+        try:
+            check_parameters(optimizer, _alive(model).sharded_names())
+            check_kind(optimizer)
+        except ConfigurationError:
+            optimizer.param_groups.pop()
+            raise
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def _step_of(optimizer: torch.optim.Optimizer) -> _Step:
@@ -419,6 +456,10 @@ class SeveralModels:
     def _models(self) -> list[ShardedModel]:
         return [_alive(reference) for reference in self._references]
 
+    def sharded_names(self) -> Mapping[int, str]:
+        """Return the canonical name of each sharded parameter of any model by its id."""
+        return {key: name for model in self._models for key, name in model.sharded_names().items()}
+
     @property
     def model_auto_sync(self) -> bool:
         """Whether every backward of all models ends with a gradient sync."""
@@ -523,22 +564,13 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} is derived from a class that steps_whole_tensors declares, and declares "
             "nothing itself: decorate it, too, if it also updates each parameter from its own gradient and state alone"
         )
-    if sharded and (fused or isinstance(optimizer, _NOT_ELEMENTWISE)) and not steps_owned(optimizer):
+    if sharded and (fused or isinstance(optimizer, NEEDS_ALL)) and not steps_owned(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} {'with fused=True ' if fused else ''}cannot update sharded parameters: it "
             "works on whole tensors, or on operations that torch does not offer for shards; use an elementwise "
             "optimizer (SGD, AdamW, ...), torch.optim.Muon itself for matrices, or shard nothing "
             "(zero_dp_strategy=0, use_distributed_optimizer=False)"
         )
-
-
-_NOT_ELEMENTWISE = (
-    torch.optim.LBFGS,
-    torch.optim.Adafactor,
-    torch.optim.Muon,
-    torch.optim.Rprop,
-    torch.optim.SparseAdam,
-)
 
 
 def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) -> None:

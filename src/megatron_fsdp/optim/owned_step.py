@@ -28,12 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import GRAD, get_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
-from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, assign_owners
+from megatron_fsdp.optim.whole_exchange import Exchange, Ranks, agreed, balanced_owners
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
 _DECLARED = "_megatron_fsdp_steps_whole_tensors"
@@ -129,11 +128,12 @@ class _Stepped:
 
 
 class OwnedStep:
-    """Steps one optimizer whose parameters are updated whole; keeps process groups and exchanges from step to step."""
+    """Steps one optimizer whose parameters are updated whole; keeps groups of ranks, and the last step's exchanges."""
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, Ranks] = {}
-        self._exchanges: dict[Any, Exchange] = {}
+        self._exchanges: dict[Any, Exchange] = {}  # of this step
+        self._earlier: dict[Any, Exchange] = {}
         self._running: list[_Stepped] = []
         self._stand_in: Optimizer | None = None
 
@@ -144,6 +144,7 @@ class OwnedStep:
             The object on which the code of the optimizer's class is to run its step: an optimizer of this rank's own
             parameters, whole, with those attributes that the class has given it.
         """
+        self._earlier, self._exchanges = self._exchanges, {}
         with torch.no_grad():
             self._running = self._stepped(optimizer)
             for mesh in self._meshes():
@@ -189,16 +190,12 @@ class OwnedStep:
         for mesh, here in told.items() if error is None else ():
             stepped = enumerate(self._of(mesh))
             here.update((index, _described(each.param, each.state or {})) for index, each in stepped if each.is_here)
-        problem: RankError | None = None
-        for mesh in told:
-            try:
-                told[mesh] = _agree(self._ranks[mesh], problem or error, told[mesh])
-            except RankError as found:
-                problem = problem or found  # passed on to the ranks of the next mesh
-        if problem is not None:
+        try:
+            found = agreed({self._ranks[mesh]: here for mesh, here in told.items()}, error)
+        except RankError:
             self._drop()
-            raise problem from error
-        return told
+            raise
+        return {mesh: found[self._ranks[mesh]] for mesh in told}
 
     def release(self) -> None:
         """Do nothing: state rests with the optimizer, and is new once the step is finished."""
@@ -216,22 +213,21 @@ class OwnedStep:
     def _stepped(self, optimizer: Optimizer) -> list[_Stepped]:
         """List the parameters that have a gradient, each with its owner, in the order of the groups."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        by_mesh: dict[DeviceMesh, list[UnevenDTensor]] = {}
-        for param in params:  # owners do not depend on which parameters have a gradient
+        for param in params:
             if type(param) is not UnevenDTensor:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} holds a {type(param).__name__} of shape {tuple(param.shape)} that is "
                     "not sharded; build the optimizer on the parameters of sharded models alone"
                 )
-            by_mesh.setdefault(param.shard_frame.mesh, []).append(param)
-        owners: dict[int, tuple[int, Ranks]] = {}
-        for mesh, members in by_mesh.items():
-            if mesh not in self._ranks:
-                self._ranks[mesh] = Ranks(mesh)
-            ranks = self._ranks[mesh]
-            costs = [math.prod(param.shape) * min(param.shape, default=1) for param in members]
-            for param, owner in zip(members, assign_owners(costs, [0] * mesh.size()), strict=True):
-                owners[id(param)] = owner, ranks
+        meshes = [param.shard_frame.mesh for param in params]
+        for mesh in dict.fromkeys(meshes):
+            self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
+        # Owners do not depend on which parameters have a gradient.
+        costs = [math.prod(param.shape) * min(param.shape, default=1) for param in params]
+        owners = {
+            id(param): (owner, self._ranks[mesh])
+            for param, mesh, owner in zip(params, meshes, balanced_owners(meshes, costs), strict=True)
+        }
         with_grad = (param for param, grad in zip(params, get_grads(params, GRAD), strict=True) if grad is not None)
         return [_Stepped(param, *owners[id(param)]) for param in with_grad]
 
@@ -306,7 +302,7 @@ class OwnedStep:
     def _exchange(self, items: Sequence[_Item], ranks: Ranks) -> Exchange:
         key = tuple(item.frame for item in items), tuple(item.owner for item in items), ranks
         if key not in self._exchanges:
-            self._exchanges[key] = Exchange(*key)
+            self._exchanges[key] = self._earlier.get(key) or Exchange(*key)
         return self._exchanges[key]
 
 
@@ -419,16 +415,6 @@ def _owned_frame(frame: ShardFrame, shape: tuple[int, ...], owner: int) -> Shard
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
-
-
-def _agree(ranks: Ranks, error: Exception | None, told: Mapping[int, Any]) -> dict[int, Any]:
-    """Gather what owners tell; raise on every rank where one has failed."""
-    mine = None if error is None else f"{type(error).__name__}: {error}", dict(told)
-    everyone = [mine] if ranks.group is None else gather_objects(mine, ranks.group)
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text is not None]
-    if failed:
-        raise RankError(f"the optimizer's step failed ({'; '.join(failed)}); no weights were changed on any rank")
-    return {index: described for _, part in everyone for index, described in part.items()}
 
 
 def _by_dtype(items: Sequence[_Item]) -> list[list[int]]:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.groups import group_over
 from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.errors import RankError
 from megatron_fsdp.sharding.shards import Box
 
 # ---- who computes what (pure) ----------------------------------------------------------------------------------------
@@ -43,6 +46,30 @@ def assign_owners(flops: Sequence[int], loads: list[int]) -> tuple[int, ...]:
         owners[index], loads[rank] = rank, load + flops[index]
         heapq.heapreplace(heap, (loads[rank], rank))
     return tuple(owners)
+
+
+def balanced_owners(meshes: Sequence[DeviceMesh], costs: Sequence[int]) -> list[int]:
+    """Give every tensor an owner among the ranks of its mesh, so that ranks have about the same to do over all meshes.
+
+    Args:
+        meshes: Of each tensor.
+        costs: Of each tensor.
+
+    Returns:
+        Places in the meshes; the same on every rank of a mesh. The largest meshes come first, and what they leave to do
+        counts in meshes of some of their ranks, which all know it.
+    """
+    owners, loads = [0] * len(meshes), list[dict[int, int]]()
+    for mesh in sorted(dict.fromkeys(meshes), key=lambda mesh: -mesh.size()):
+        members = [place for place, other in enumerate(meshes) if other == mesh]
+        ranks = mesh.mesh.flatten().tolist()
+        known = [load for load in loads if load.keys() >= set(ranks)]
+        had = [sum(load[rank] for load in known) for rank in ranks]
+        have = list(had)
+        for place, owner in zip(members, assign_owners([costs[place] for place in members], have), strict=True):
+            owners[place] = owner
+        loads.append({rank: now - before for rank, now, before in zip(ranks, have, had, strict=True)})
+    return owners
 
 
 def waves_of(owners: Sequence[int], nbytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
@@ -88,6 +115,32 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
 
+def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> dict[Ranks, dict[int, Any]]:
+    """Gather what ranks tell each other before a step's results are taken, over all meshes; collective.
+
+    Args:
+        told: By mesh; what each rank tells, by number.
+        error: Why the step has failed here.
+
+    Raises:
+        RankError: On every rank, with the same message, where a rank has failed.
+    """
+    found: dict[Ranks, dict[int, Any]] = {}
+    problem: str | None = None  # of an earlier mesh, passed on to the ranks of the next
+    for ranks, here in told.items():
+        met = None if error is None else f"{type(error).__name__}: {error}"
+        mine = problem, met, dict(here)
+        everyone = [mine] if ranks.group is None else gather_objects(mine, ranks.group)
+        failed = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(everyone) if text is not None]
+        if failed and problem is None:
+            problem = f"the optimizer's step failed ({'; '.join(failed)}); no weights were changed on any rank"
+        problem = next((text for text, _, _ in everyone if text is not None), problem)
+        found[ranks] = {number: value for _, _, part in everyone for number, value in part.items()}
+    if problem is not None:
+        raise RankError(problem) from error
+    return found
+
+
 class Exchange:
     """The messages of some matrices between the ranks that hold shards of them and their owners.
 
@@ -104,6 +157,11 @@ class Exchange:
         for index, owner in enumerate(owners):
             self._of[owner].append(index)
         self._found: dict[tuple[int, int], tuple[Box, ...]] = {}
+
+    @property
+    def own(self) -> list[int]:
+        """This rank's own matrices, by index."""
+        return self._of[self._ranks.rank]
 
     def to_owners(self, shards: Sequence[Tensor]) -> _Sent:
         """Start to send the operands' shards.

@@ -317,7 +317,12 @@ class Plan:
     def notes(self) -> tuple[str, ...]:
         """The assumptions, in words."""
         share = self.workload.share
-        return (*self.workload.notes, *(() if share is None else share.notes(self.setup)))
+        return (*self.workload.notes, *(() if share is None else share.notes(self.setup)), *self._muon_notes)
+
+    @property
+    def _muon_notes(self) -> tuple[str, ...]:
+        muon, tokens = self.model.muon, self.workload.tokens * self.setup.microbatches
+        return () if muon is None else (f"Muon: {muon.told(self.machine, tokens, self.step.compute_s)}.",)
 
     @property
     def utilisation(self) -> float:

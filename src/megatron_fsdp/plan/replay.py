@@ -243,7 +243,8 @@ class _Replay:
         for group, counts in self._model.updated(self._profile.used):
             precision = group.precision
             moved += sum(counts) * ((passes + 1) * precision.main_params.itemsize + precision.compute.itemsize)
-        return self._machine.compute_s(0, moved)
+        muon = self._model.muon
+        return self._machine.compute_s(0, moved) + (0.0 if muon is None else muon.seconds(self._machine))
 
     def _note(self, label: str, activation_bytes: int) -> None:
         """Record the memory held now, with the peak of transient tensors since the last record."""

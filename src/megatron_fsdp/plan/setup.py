@@ -56,6 +56,7 @@ class OptimizerKind:
     passes_per_param: int  # values per parameter that a step reads and writes, its state included
 
 
+MUON = "muon"
 OPTIMIZERS = {
     kind.name: kind
     for kind in (
@@ -64,10 +65,12 @@ OPTIMIZERS = {
         OptimizerKind("adamw-loop", 2, True, 2, True, 7),
         OptimizerKind("momentum", 1, False, 0, False, 5),
         OptimizerKind("sgd", 0, False, 0, False, 3),
+        OptimizerKind(MUON, 2, True, 1, False, 7),
     )
 }
 """By name. Torch's AdamW on lists of tensors (foreach, its default on CUDA) borrows one value per parameter for the
-denominator, its loop over parameters (the default on CPU) two for one parameter at a time; fused kernels nothing."""
+denominator, its loop over parameters (the default on CPU) two for one parameter at a time; fused kernels nothing.
+"muon" is `torch.optim.Muon` for matrices, of which it keeps one value, and such an AdamW for the others."""
 
 
 def find_optimizer(name: str) -> OptimizerKind:
@@ -224,6 +227,8 @@ class Setup:
             raise ConfigurationError(
                 f"invalid virtual_stages={self.virtual_stages} with pp={self.ranks.pp}: give 1, or more with pp above 1"
             )
+        if self.optimizer.name == MUON and {"tp", "pp", "ep"} & self.ranks.divided.keys():
+            raise ConfigurationError("Muon is planned on data- and context-parallel ranks; leave tp, pp and ep at 1")
         data_ranks = self.ranks.dp_outer * self.ranks.inner
         if not 0 <= self.device_rank < data_ranks:
             raise ConfigurationError(f"rank {self.device_rank} does not exist; there are ranks 0 to {data_ranks - 1}")

@@ -6,8 +6,8 @@ holds between steps is counted from the layouts, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nlargest
 from typing import Any
@@ -23,7 +23,8 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.wrap import parameter_info, plan_units
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.plan.setup import Setup
+from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
+from megatron_fsdp.plan.setup import MUON, Setup
 from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.sharding.units import (
     ParameterInfo,
@@ -64,6 +65,13 @@ class PlannedModel:
     units: tuple[PlannedUnit, ...]  # in the order of the engine
     source: str  # how the units were found, in words
     memory: MemoryPlan  # what scheduler and executor are told
+    matrices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the parameters that Muon steps
+
+    @cached_property
+    def muon(self) -> MuonWork | None:
+        """What Muon computes and sends; None for another optimizer."""
+        ranks = self.setup.ranks.dp_outer * self.setup.ranks.inner
+        return muon_work(list(self.matrices.values()), ranks) if self.matrices else None
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
@@ -130,7 +138,8 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
             groups.append(replace(known[alike], spec=group))
         units.append(PlannedUnit(spec.name, spec.class_name, spec.modules, tuple(groups)))
     memory = plan_memory(setup.memory, setup.reduces_early, [unit.groups for unit in units])
-    return PlannedModel(setup, tuple(units), found.source, memory)
+    matrices = muon_matrices(module) if setup.optimizer.name == MUON else {}
+    return PlannedModel(setup, tuple(units), found.source, memory, matrices)
 
 
 def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> ParameterInfo:
@@ -179,7 +188,8 @@ def optimizer_bytes(model: PlannedModel, used: Collection[str] | None = None) ->
     for group, counts in model.updated(used):
         total += kind.states_per_param * sum(counts) * group.precision.main_params.itemsize
         total += _COUNTER_BYTES * len(counts) if kind.counts_steps else 0
-    return total
+    value_bytes, number = _of_matrices(model, used)
+    return total - value_bytes - _COUNTER_BYTES * number  # Muon keeps momentum alone
 
 
 def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
@@ -189,7 +199,18 @@ def step_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:
     if kind.one_by_one:  # a parameter at a time, and the last value of the one before is still there
         first, second = nlargest(2, [*sizes, 0, 0])
         return kind.temporaries * first + second
+    if model.muon is not None:  # the other optimizer's step comes before or after
+        return max(model.muon.borrowed_bytes, kind.temporaries * (sum(sizes) - _of_matrices(model, used)[0]))
     return kind.temporaries * sum(sizes)
+
+
+def _of_matrices(model: PlannedModel, used: Collection[str] | None) -> tuple[int, int]:
+    """Return the bytes of a value for each element of Muon's matrices on this rank, and the number of matrices."""
+    named = set(model.matrices) if used is None else set(model.matrices).intersection(used)
+    found = [
+        (sum(counts) * group.precision.main_params.itemsize, len(counts)) for group, counts in model.updated(named)
+    ]
+    return sum(nbytes for nbytes, _ in found), sum(number for _, number in found)
 
 
 def saving_bytes(model: PlannedModel, used: Collection[str] | None = None) -> int:

@@ -1,0 +1,136 @@
+"""Muon on paper: how evenly its iteration is shared, and what it computes and sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron_fsdp.describe.description import in_bytes
+from megatron_fsdp.optim.muon import WAVE_BYTES, newton_schulz_flops
+from megatron_fsdp.optim.routes import kinds_of
+from megatron_fsdp.optim.whole_exchange import assign_owners
+from megatron_fsdp.plan.machine import Machine
+from megatron_fsdp.plan.models import build_meta_model, preset_config
+
+NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon
+_BYTES = 2  # of an element that travels, each way
+_SMALL = 0.05
+
+
+def muon_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the parameters that Muon is for: matrices and stacks, without embeddings and head."""
+    named = dict(module.named_parameters())
+    kinds = zip(named, kinds_of(named.values(), module.modules()), strict=True)
+    return {name: tuple(named[name].shape) for name, kind in kinds if kind in ("matrices", "stacks of matrices")}
+
+
+@dataclass(frozen=True)
+class MuonWork:
+    """What Muon computes and sends in a step, shared over ranks by whole matrices.
+
+    Attributes:
+        ranks: Replicas included.
+        matrices: Their number; a stack counts as its matrices.
+        numel: Their elements.
+        flops: Of Newton-Schulz iteration, all ranks together.
+        busiest_flops: Of the rank that has most to do.
+        largest_flops: Of the costliest matrix.
+        largest_numel: Of the largest matrix.
+    """
+
+    ranks: int
+    matrices: int
+    numel: int
+    flops: int
+    busiest_flops: int
+    largest_flops: int
+    largest_numel: int
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean."""
+        return self.busiest_flops * self.ranks / max(1, self.flops)
+
+    @property
+    def bound(self) -> float:
+        """The costliest matrix over the mean; above 1 no rank can have less than that."""
+        return self.largest_flops * self.ranks / max(1, self.flops)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends in a step, there and back; mean of all ranks, its own part included."""
+        return 2 * _BYTES * self.numel / self.ranks
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes that a rank borrows, at most: all updates of its shards; a wave as it came and went; one iteration."""
+        one = _BYTES * self.largest_numel
+        own = _BYTES * self.numel // self.ranks
+        return own + 4 * max(one, min(WAVE_BYTES, own)) + 4 * one
+
+    def seconds(self, machine: Machine) -> float:
+        """Estimate the time of iteration and exchange; some of it overlaps, which is not counted."""
+        sent_s = machine.all_to_all_s(self.sent_bytes / 2, self.ranks)
+        return machine.compute_s(self.busiest_flops, 0) + 2 * sent_s
+
+    def told(self, machine: Machine, tokens: int, compute_s: float) -> str:
+        """Say what it costs, and from how many tokens of a rank and step on it is 5 % of their compute."""
+        seconds = self.seconds(machine)
+        enough = math.ceil(tokens * seconds / (_SMALL * compute_s)) if compute_s else 0
+        return (
+            f"{self.matrices:,} matrices, the busiest of {self.ranks:,} ranks has {self.imbalance:.2f} of the mean; "
+            f"{1e3 * seconds:,.1f} ms, {in_bytes(round(self.sent_bytes))} sent by a rank; {100 * _SMALL:.0f} % of "
+            f"compute at {enough:,} tokens per rank and step"
+        )
+
+
+def muon_work(shapes: Sequence[Sequence[int]], ranks: int) -> MuonWork:
+    """Share the iteration of some matrices, (..., rows, columns), over ranks as the optimizer does.
+
+    Every matrix of a stack counts for itself.
+    """
+    single = [(math.prod(shape[:-2]), newton_schulz_flops(shape[-2:], NEWTON_SCHULZ_STEPS)) for shape in shapes]
+    flops = [cost for count, cost in single for _ in range(count)]
+    loads = [0] * ranks
+    assign_owners(flops, loads)
+    numel = sum(math.prod(shape) for shape in shapes)
+    largest = max((math.prod(shape[-2:]) for shape in shapes), default=0)
+    return MuonWork(ranks, len(flops), numel, sum(flops), max(loads), max(flops, default=0), largest)
+
+
+# ---- the table of the documentation ---------------------------------------------------------------------------------
+
+_KIMI_K2: Mapping[str, Any] = {
+    **preset_config("deepseek-v3"),
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+}
+_MODELS: Mapping[str, Any] = {
+    "Llama-3 8B": "llama-3-8b",
+    "Llama-3 70B": "llama-3-70b",
+    "DeepSeek-V3": "deepseek-v3",
+    "Kimi K2": _KIMI_K2,
+}
+BALANCED_RANKS = (8, 64, 128, 256, 512, 1024)
+
+
+def balance_rows() -> Iterator[tuple[str, ...]]:
+    """Yield a row for each model: name, matrices, and for each number of ranks the busiest rank over the mean.
+
+    Where one matrix is more than the mean the row says so: "2.11 (one matrix)".
+    """
+    for name, spec in _MODELS.items():
+        shapes = list(muon_matrices(build_meta_model(spec)).values())
+        works = [muon_work(shapes, ranks) for ranks in BALANCED_RANKS]
+        told = [f"{work.imbalance:.2f}" + (" (one matrix)" if work.bound > 1 else "") for work in works]
+        yield (name, f"{works[0].matrices:,}", *told)

@@ -1,0 +1,91 @@
+"""Muon on paper: the balance of published models, memory to the byte, and what a plan says of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.plan import plan
+from megatron_fsdp.plan.machine import find_machine
+from megatron_fsdp.plan.models import build_meta_model, preset_config
+from megatron_fsdp.plan.muon import BALANCED_RANKS, balance_rows, muon_matrices, muon_work
+
+
+class Words(nn.Module):
+    """An embedding, two matrices of which one stands for a stack, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.middle = nn.Linear(4, 4)
+        self.stack = nn.Parameter(torch.empty(3, 4, 2))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.norm(self.middle(self.words(words)) @ self.stack[0] @ self.stack[1].T)
+        return self.head(hidden).sum()
+
+
+def test_embeddings_head_norms_and_biases_are_left_to_the_other_optimizer() -> None:
+    with torch.device("meta"):
+        assert muon_matrices(Words()) == {"middle.weight": (4, 4), "stack": (3, 4, 2)}
+
+
+def test_a_stack_counts_as_its_matrices() -> None:
+    work = muon_work([(2, 4, 8), (4, 8)], 2)
+    one = 5 * (4 * 4 * 4 * 8 + 2 * 4**3)
+    assert (work.matrices, work.numel, work.flops, work.busiest_flops) == (3, 96, 3 * one, 2 * one)
+    assert (work.imbalance, work.bound) == (4 / 3, 2 / 3)
+    assert work.sent_bytes == 4 * 96 / 2
+
+
+def test_published_models_are_shared_evenly_where_there_are_enough_matrices() -> None:
+    """At most 1.05 of the mean, unless one matrix is more, or Llama's costliest do not divide by the ranks."""
+    rows = {name: figures for name, _, *figures in balance_rows()}
+    assert BALANCED_RANKS == (8, 64, 128, 256, 512, 1024)
+    assert rows["Llama-3 8B"] == ["1.00", "1.06", *(f"{m} (one matrix)" for m in ("1.06", "2.11", "4.23", "8.45"))]
+    assert rows["Llama-3 70B"] == ["1.00", "1.01", "1.01", "1.17", "1.70 (one matrix)", "3.41 (one matrix)"]
+    assert rows["DeepSeek-V3"] == rows["Kimi K2"] == ["1.00"] * 6
+
+
+def test_whole_matrices_cannot_be_shared_better_than_the_costliest_allows() -> None:
+    shapes = list(muon_matrices(build_meta_model("llama-3-8b")).values())
+    for ranks in (256, 512, 1024):
+        work = muon_work(shapes, ranks)
+        assert work.imbalance == work.bound > 1
+
+
+def test_memory_is_one_value_for_matrices_and_two_for_the_others() -> None:
+    config = {**preset_config("llama-3-8b"), "num_hidden_layers": 2}
+    plans = [
+        [plan(config, 2, optimizer=kind, sequence_length=512, device_rank=rank) for kind in ("muon", "adamw")]
+        for rank in range(2)
+    ]
+    muon, adamw = plans[0]
+    matrices = list(muon_matrices(muon.workload.module).values())
+    numel = sum(rows * columns for rows, columns in matrices)
+    saved = sum(other.memory.optimizer - one.memory.optimizer for one, other in plans)
+    assert saved == 4 * numel + 2 * 4 * len(matrices)  # and the counters of steps
+    work = muon.model.muon
+    assert work is not None
+    assert (work.matrices, work.ranks, work.sent_bytes) == (14, 2, 4 * numel / 2)
+    assert muon.step.seconds - adamw.step.seconds == pytest.approx(work.seconds(find_machine("h100")))
+    assert adamw.model.muon is None
+    assert adamw.notes == ()
+    (note,) = muon.notes
+    assert note.startswith("Muon: 14 matrices, the busiest of 2 ranks has 1.00 of the mean; ")
+    assert "MiB sent by a rank; 5 % of compute at " in note
+
+
+def test_the_tokens_from_which_it_costs_little_are_those_of_the_step() -> None:
+    config = {**preset_config("llama-3-8b"), "num_hidden_layers": 2}
+    found = plan(config, 8, optimizer="muon", sequence_length=4096)
+    seconds = found.model.muon.seconds(find_machine("h100"))  # type: ignore[union-attr]
+    tokens = 4096 * seconds / (0.05 * found.step.compute_s)
+    assert f"5 % of compute at {-int(-tokens // 1):,} tokens per rank and step" in found.notes[-1]
+
+
+def test_axes_that_divide_matrices_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="leave tp, pp and ep at 1"):
+        plan("llama-3-8b", {"dp_shard": 4, "tp": 2}, optimizer="muon")
