@@ -6,11 +6,10 @@ this package, such as a help text or the worker of a data loader, need not wait 
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,8 +56,6 @@ _LEGACY_FLAGS = {
 """Keyword of earlier versions -> its name today."""
 
 _Marked = TypeVar("_Marked")
-_Options = ParamSpec("_Options")
-_Both = TypeVar("_Both")
 
 
 def experimental_api(marked: _Marked) -> _Marked:
@@ -367,39 +364,66 @@ def _owner(param: torch.Tensor) -> MegatronFSDP:
     return model
 
 
-def _with_arguments_of(
-    shard: Callable[Concatenate[nn.Module, _Options], MegatronFSDP],
-) -> Callable[[Callable[..., _Both]], Callable[Concatenate[nn.Module, torch.optim.Optimizer, _Options], _Both]]:
-    """Give a function of a model and an optimizer the further arguments of `fully_shard_model` as its signature."""
-
-    def decorate(function: Callable[..., _Both]) -> Any:
-        own = inspect.signature(function)
-        module, optimizer, *_ = own.parameters.values()
-        _, *options = inspect.signature(shard).parameters.values()
-        function.__signature__ = own.replace(parameters=[module, optimizer, *options])  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
 @explains_arguments(
     module="give the model and its optimizer.",
     optimizer="give the optimizer after the model, or call fully_shard_model(model) to shard a model alone.",
 )
-@_with_arguments_of(fully_shard_model)
-def fully_shard(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described there)
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    fsdp_unit_modules: UnitModules = None,
+    zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | str | int | None = None,
+    init_model_with_meta_device: bool | str = False,
+    mixed_precision_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+    grad_reduce_in_fp32: bool | None = None,
+    preserve_fp32_weights: bool | None = None,
+    check_for_nan_in_grad: bool | None = None,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
+    reduce_scatter_with_fp32_accumulation: bool = False,
+    weight_allocator: str = "slots",
+    max_gathered_units: int | None = None,
+    forward_prefetch_units: int | None = None,
+    backward_prefetch_units: int | None = None,
+    verify_ranks: bool | float | str | None = None,
+    find_unused_parameters: bool = False,
+    gradient_accumulation_fusion: bool = False,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 
     The optimizer keeps its parameter groups, their order and every option; its state, if it has any already, is sharded
-    with the parameters.
+    with the parameters. All other arguments are those of `fully_shard_model`.
 
     Args:
         module: The model.
         optimizer: Built on `module.parameters()`, on all of them or some.
-        args: The further arguments of `fully_shard_model`, in their order.
-        kwargs: The further arguments of `fully_shard_model`, by their names.
 
     Returns:
         The wrapped model and the same optimizer.
@@ -407,6 +431,8 @@ def fully_shard(
     Raises:
         ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
     """
+    arguments = dict(locals())
+    del arguments["optimizer"]
     from megatron_fsdp.comm.agreement import agree
     from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.engine.model_checks import check_keeps_no_copies
@@ -414,10 +440,6 @@ def fully_shard(
     from megatron_fsdp.sharding.mesh import index_of
 
     _check_optimizer(optimizer, module)
-    bound = inspect.signature(fully_shard).bind(module, optimizer, *args, **kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
-    del arguments["optimizer"]
     _check_arguments(arguments)
     arguments["module"] = module = compiled_in_place(module)
     index = index_of(arguments)
@@ -437,7 +459,7 @@ def fully_shard(
         for name, param in zip(group.names, group.sharded, strict=True)
     }
     move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model.shard_like)
-    return model, fully_shard_optimizer(optimizer, arguments["preproc_state_dict_for_dcp_ckpt"])
+    return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
