@@ -155,6 +155,6 @@ def test_foreign_modules_and_tensors_without_gradient_are_refused() -> None:
 
 def test_the_units_of_a_module_are_found_inside_each_other() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
-    index_of = {id(model): 0, id(model[0]): 1, id(model[0][1]): 2, id(model[1]): 3}
-    assert unit_calls(model, index_of) == (UnitCall(0, (UnitCall(1, (UnitCall(2),)), UnitCall(3))),)
-    assert unit_calls(model[0][0], index_of) == ()
+    place_of = {id(model): (0, 0), id(model[0]): (1, 0), id(model[0][1]): (2, 1), id(model[1]): (3, 0)}
+    assert unit_calls(model, place_of) == (UnitCall(0, 0, (UnitCall(1, 0, (UnitCall(2, 1),)), UnitCall(3, 0))),)
+    assert unit_calls(model[0][0], place_of) == ()

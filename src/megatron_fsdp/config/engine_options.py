@@ -6,7 +6,7 @@ They are resolved once, in the public call, and read where they take effect: lay
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -44,6 +44,15 @@ MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
 """Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""
 
 
+def _message_bytes() -> int | None:
+    given = os.environ.get(MESSAGE_VARIABLE)
+    if given is not None and not given.isdecimal():
+        raise ConfigurationError(
+            f"{MESSAGE_VARIABLE}={given} is not a number of bytes; set it to 0 to merge no units, or leave it unset"
+        )
+    return None if given is None else int(given)
+
+
 @dataclass(frozen=True)
 class MemoryOptions:
     """Options of memory and prefetching, which do not depend on the model.
@@ -56,7 +65,8 @@ class MemoryOptions:
         backward_depth: How many units to gather ahead in backward.
         communication_unit_numel: Elements to communicate at once, to gather ahead and to have in reduction; None: small
             units together, one unit ahead, two buckets.
-        message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks.
+        message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks. As
+            MFSDP_MESSAGE_BYTES says, where that is set.
         bucket_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
         is_bucketed: Whether they are divided into groups at all.
         fine_grained: Whether the modules inside units become units.
@@ -70,7 +80,7 @@ class MemoryOptions:
     forward_depth: int = 1
     backward_depth: int = 1
     communication_unit_numel: int | None = None
-    message_bytes: int | None = None
+    message_bytes: int | None = field(default_factory=_message_bytes)
     bucket_numel: int | None = None
     is_bucketed: bool = True
     fine_grained: bool = False
@@ -133,7 +143,7 @@ class EngineOptions:
     average_in_collective: bool = False
     calculate_per_token_loss: bool = False
     check_finite: bool = False
-    memory: MemoryOptions = MemoryOptions()
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     init_meta: bool | str = False
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
@@ -208,15 +218,6 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         whole_types=whole_types,
         idle=idle,
     )
-
-
-def _message_bytes() -> int | None:
-    given = os.environ.get(MESSAGE_VARIABLE)
-    if given is not None and not given.isdecimal():
-        raise ConfigurationError(
-            f"{MESSAGE_VARIABLE}={given} is not a number of bytes; set it to 0 to merge no units, or leave it unset"
-        )
-    return None if given is None else int(given)
 
 
 def _allocator(
