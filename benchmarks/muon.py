@@ -71,7 +71,9 @@ class GatheredMuon(torch.optim.Optimizer):
         """Update every matrix; collective."""
         for group in self.param_groups:
             for param in group["params"]:
-                buffer = self.state[param].setdefault("momentum", torch.zeros_like(param.grad))
+                if "momentum" not in self.state[param]:
+                    self.state[param]["momentum"] = torch.zeros_like(param.grad)
+                buffer = self.state[param]["momentum"]
                 buffer.lerp_(param.grad, 1 - group["momentum"])
                 operand = param.grad.lerp(buffer, group["momentum"]).bfloat16().full_tensor()
                 whole = _zeropower_via_newtonschulz(operand, group["ns_coefficients"], group["ns_steps"], group["eps"])

@@ -88,6 +88,18 @@ def empty_optimizer() -> None:
     fully_shard(model, optimizer, mesh())
 
 
+def empty_optimizer_of_a_sharded_model() -> None:
+    optimizer = torch.optim.SGD(shard().parameters(), lr=0.1)
+    optimizer.param_groups[0]["params"] = []
+    fully_shard_optimizer(optimizer)
+
+
+def part_that_fsdp2_has_sharded() -> None:
+    model = build()
+    torch_fully_shard(model.layers[1], mesh=mesh())
+    shard(model)
+
+
 def optimizer_over_sharded_and_plain_parameters() -> None:
     model = shard()
     fully_shard_optimizer(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2, 7))], lr=0.1))
@@ -196,6 +208,14 @@ CONFIGURATION_ERRORS: dict[str, tuple[Any, ...]] = {
         "leave the former out.",
     ),
     "empty_optimizer": (empty_optimizer, "the optimizer has no parameters; build it on the parameters of the model"),
+    "empty_optimizer_of_a_sharded_model": (
+        empty_optimizer_of_a_sharded_model,
+        "the optimizer has no parameters; build it on model.parameters() after fully_shard_model",
+    ),
+    "part_that_fsdp2_has_sharded": (
+        part_that_fsdp2_has_sharded,
+        "the model at layers.1 is sharded by FSDP2 (torch's fully_",
+    ),
     "optimizer_of_another_model": (
         lambda: fully_shard(build(), torch.optim.SGD(build().parameters(), lr=0.1), mesh()),
         "parameter 0 of param_groups[0] (shape (4,)) is not a",

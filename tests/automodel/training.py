@@ -125,12 +125,12 @@ def plain_name(name: str) -> str:
     return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
 
 
-def optimizer_of(model: Any, learning_rate: float = 1e-2) -> torch.optim.Optimizer:
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
     """AdamW, connected where the engine needs it.
 
     Its eps is above rounding noise: where the exact gradient is 0 (the bias of keys), steps are made of what is left.
     """
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate, eps=1e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
     return fully_shard_optimizer(optimizer) if isinstance(model, MegatronFSDP) else optimizer
 
 
@@ -174,6 +174,7 @@ def train(
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
             if isinstance(model, Pipeline):
                 logits = model.forward(own["input_ids"])
+                assert (logits is not None) == model.has_last_stage
                 loss = model.step(**own, num_label_tokens=count, dp_size=averaged)
             else:
                 logits, loss_sum = _forward(model, own, loss_inside)

@@ -39,6 +39,16 @@ def test_defaults_are_two_slots_and_one_unit_ahead() -> None:
     assert (options.allocator, options.slots, options.forward_depth) == (WeightAllocator.SLOTS, 2, 1)
 
 
+def test_the_environment_says_how_much_is_merged_and_double_buffers_want_units_of_one_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MFSDP_MESSAGE_BYTES", "7")
+    assert resolve().message_bytes == 7
+    assert resolve(fsdp_double_buffer=True).message_bytes == 0
+    monkeypatch.delenv("MFSDP_MESSAGE_BYTES")
+    assert resolve().message_bytes is None
+
+
 @pytest.mark.parametrize(
     ("given", "allocator"),
     [

@@ -200,7 +200,15 @@ def test_every_rank_names_parameter_unit_and_rank_and_training_goes_on(
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
     other = torch.optim.SGD(reference.parameters(), lr=1e-2)
     train(model, optimizer, HISTORY)
-    train(reference, other, HISTORY)
+    before = 0.0  # over the backwards of both ranks
+    for batch in batches(HISTORY):
+        other.zero_grad()
+        backward(reference, tuple(own_part(each) for each in batch))
+        largest = reference.layers[1].linear.weight.grad.abs().max()
+        before = max(before, *(same_value(largest, of_rank=rank) for rank in range(2)))
+        other.zero_grad()
+        backward(reference, batch)
+        other.step()
     with spoilt(net.layers[1].linear, factor, 1):
         message = raised(model, HISTORY)
         assert raised(model, HISTORY) == message  # a spike is not remembered
@@ -210,10 +218,11 @@ def test_every_rank_names_parameter_unit_and_rank_and_training_goes_on(
     if factor == SPIKE:
         assert message.startswith("LargeGradientError: the gradients of 4 parameters are unexpectedly large")
         told = re.search(
-            r"layers.1.linear.weight \(layers.1\) on rank \[1\] has (\S+), and had at most \S+ in 10 ", message
+            r"layers.1.linear.weight \(layers.1\) on rank \[1\] has (\S+), and had at most (\S+) in 10 ", message
         )
         assert told is not None
         assert float(told[1]) == pytest.approx(value, rel=1e-3)
+        assert float(told[2]) == pytest.approx(before, rel=1e-3)
     else:
         assert message.startswith("NonFiniteGradientError: the gradients of 4 parameters hold NaN or infinity before ")
     assert "layers.0.linear.bias (layers.0) on rank [1]" in message
@@ -235,6 +244,11 @@ def same_value(tensor: Tensor, of_rank: int) -> float:
 def test_the_switches_turn_it_on_and_change_no_good_gradient(strategy: int) -> None:
     net = build()
     plain = wrap(net, strategy)
+    for number in range(HISTORY):
+        assert raised(plain, number) == ""
+    with spoilt(net.layers[1], SPIKE, 1):
+        assert raised(plain, HISTORY) == ""
+    plain.zero_grad()
     with spoilt(net.layers[1], NAN, 1):
         backward(plain, next(batches(1)))
     assert plain.full_gradients()["layers.1.linear.bias"].isnan().any()

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.config.engine_options import MemoryOptions
+from megatron_fsdp.engine.wrap import plan_units
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes
 from tests.conftest import RunRanks
@@ -87,6 +89,23 @@ def test_the_size_of_a_message_grows_with_the_ranks_while_that_costs_no_memory(
     unit_bytes: list[int], num_ranks: int, expected: int
 ) -> None:
     assert message_bytes(unit_bytes, num_ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("numel", "message", "expected"),
+    [
+        (None, None, ["", "layers.0..4"]),
+        (3 * LAYER_BYTES // 4, None, ["", "layers.0..1", "layers.2..4"]),
+        (3 * LAYER_BYTES // 4, 0, ["", *(f"layers.{k}" for k in range(5))]),
+    ],
+)
+def test_options_say_how_much_is_merged(numel: int | None, message: int | None, expected: list[str]) -> None:
+    memory = MemoryOptions(communication_unit_numel=numel, message_bytes=message)
+    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, parts_are_alike=True)) == expected
+    each = ["", *(f"layers.{k}" for k in range(5))]
+    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, parts_are_alike=False)) == each
+    finer = plan_units(Ordered(layers=5), [Layer], replace(memory, fine_grained=True), 2, parts_are_alike=True)
+    assert len(finer.units) == 11
 
 
 # ---- against one process -----------------------------------------------------------------------------------------

@@ -157,9 +157,6 @@ def test_each_kind_of_misbehaviour_is_named(misbehave: object, kind: Kind, told:
         found = until(tmp_path, lambda found: all(part in str(found) for part in told))
     odd = (0, 1) if kind is Kind.DIFFERENT else (1,)  # of two that differ, neither is the odd one
     assert [(finding.kind, finding.ranks) for finding in found.findings] == [(kind, odd)]
-    text = str(found)
-    for part in told:
-        assert part in text, text
     assert tuple(row.rank for row in found.rows if row.is_odd) == odd
 
 

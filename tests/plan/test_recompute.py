@@ -37,6 +37,11 @@ def test_recomputation_repeats_a_forward_up_to_what_backward_needs() -> None:
     assert full.recomputed_flops == forward - last_products
 
 
+@pytest.mark.parametrize("recompute", ["selective", "every_second_product", "mlp"])
+def test_parts_keep_more_than_units_and_less_than_all(recompute: Recompute) -> None:
+    assert profile("full").kept_bytes < profile(recompute).kept_bytes < profile("none").kept_bytes
+
+
 def test_the_core_of_attention_repeats_no_product_with_weights() -> None:
     plain, found = profile("none"), profile("selective")
     products = [sum(segment.product_flops for segment in each.segments) for each in (plain, found)]

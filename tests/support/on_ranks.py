@@ -11,12 +11,11 @@ import torch.distributed as dist
 Test = Callable[..., None]
 
 
-def on_ranks(world_size: int | None = None, device_type: str = "cpu") -> Callable[[Test], Test]:
+def on_ranks(world_size: int | None = None) -> Callable[[Test], Test]:
     """Run the body of a test on each of so many ranks; what one of them fails, fails the test.
 
     Args:
         world_size: How many; None: as many as the parameter `num_ranks` says.
-        device_type: "cpu" or "cuda".
     """
 
     def decorate(body: Test) -> Test:
@@ -25,7 +24,7 @@ def on_ranks(world_size: int | None = None, device_type: str = "cpu") -> Callabl
             assert num_ranks is not None
             if "num_ranks" in names:
                 given["num_ranks"] = num_ranks
-            run_ranks(num_ranks, _run, body.__module__, body.__name__, given, device_type=device_type)
+            run_ranks(num_ranks, _run, body.__module__, body.__name__, given)
 
         names = inspect.signature(body).parameters
         asked = {*names, "run_ranks"} | ({"num_ranks"} if world_size is None else set())

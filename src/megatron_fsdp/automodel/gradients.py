@@ -342,8 +342,11 @@ class FoundGradients:
                 alike.setdefault((local.device, local.dtype), []).append(local)
         for (device, _), tensors in alike.items():
             here = factor.to(device) if isinstance(factor, Tensor) else factor
-            for several in [[tensor] for tensor in tensors] if foreach is False else [tensors]:
-                torch._foreach_mul_(several, here)
+            if foreach is False:
+                for tensor in tensors:
+                    tensor.mul_(here)
+            else:
+                torch._foreach_mul_(tensors, here)
 
 
 def gather_gradients(parts: Parts) -> FoundGradients:

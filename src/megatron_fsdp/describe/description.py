@@ -104,8 +104,7 @@ class OptimizerDescription:
     param_groups: int  # number of its groups
     parameters: int  # number of its parameters that are the model's
     # what its step works on: "on local tensors", "on shards and whole matrices (Muon)", "on whole tensors, one owner
-    # each", "on whole tensors,
-    # the same on every rank" or "on DTensors"
+    # each", "on whole tensors, the same on every rank" or "on DTensors"
     step: str
     parts: tuple[str, ...]  # what its parameters are, the most first: "norms 65", "embeddings 1", "head 1"
 

@@ -99,7 +99,8 @@ class UnitGrouping:
 
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Find the units; refine them for fine-grained gathers, or merge small neighbours."""
-        return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks)
+        alike = sharding.experts is None and sharding.dense.tensor_parallel is None
+        return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks, parts_are_alike=alike)
 
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
@@ -115,9 +116,22 @@ class UnitGrouping:
 
 
 def plan_units(
-    module: nn.Module, unit_modules: Sequence[type[nn.Module] | str] | str | None, memory: MemoryOptions, num_ranks: int
+    module: nn.Module,
+    unit_modules: Sequence[type[nn.Module] | str] | str | None,
+    memory: MemoryOptions,
+    num_ranks: int,
+    *,
+    parts_are_alike: bool,
 ) -> UnitPlan:
     """Find the units of a model; refine them for fine-grained gathers, or merge small neighbours; it is only read.
+
+    Args:
+        module: The model, as this rank holds it.
+        unit_modules: The classes of the units.
+        memory: What was asked for.
+        num_ranks: Data-parallel ranks.
+        parts_are_alike: Whether all ranks hold tensors of the same shapes. Experts and tensor-parallel parts may not,
+            and then nothing is merged, since all ranks have to merge the same.
 
     Raises:
         ConfigurationError: The units cannot be found, or an option has no effect on them.
@@ -127,12 +141,14 @@ def plan_units(
     memory.check_plan(len(plan.units) - 1)
     if memory.fine_grained:
         return refine_units(module, plan, memory.whole_types)
-    local = {name: local_part(param) for name, param in module.named_parameters()}
-    held = [sum(local[name].nbytes for name in unit.parameters) for unit in plan.units]
+    if not parts_are_alike:
+        return plan
+    params = dict(module.named_parameters())
+    held = [sum(params[name].nbytes for name in unit.parameters) for unit in plan.units]
     if memory.message_bytes is not None:
         return merge_small_units(plan, held, memory.message_bytes)
     if memory.communication_unit_numel is not None:
-        numels = [sum(local[name].numel() for name in unit.parameters) for unit in plan.units]
+        numels = [sum(params[name].numel() for name in unit.parameters) for unit in plan.units]
         return merge_small_units(plan, numels, memory.communication_unit_numel)
     return merge_small_units(plan, held, message_bytes(held[1:], num_ranks))
 

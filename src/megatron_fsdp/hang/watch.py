@@ -37,8 +37,8 @@ class HangLog(Observer):
 
     Waiting ranks all see the same logs, so the lowest waiting rank of the folder explains, once for each standstill,
     and the others are silent. Where each machine has a folder of its own, one rank of each machine does. Nothing is
-    stopped: what looks like a hang may be a slow step. The log is closed when this is deleted or the process ends. None
-    `timeout_s`: write heartbeats only.
+    stopped: what looks like a hang may be a slow step. The log is closed when this is deleted or the process ends.
+    Without `timeout_s` it writes heartbeats only.
     """
 
     def __init__(self, folder: Path, engine: Engine, timeout_s: float | None) -> None:

@@ -201,7 +201,7 @@ class MuonStep:
         """Update all parameters that have a gradient; collective over the ranks of their meshes.
 
         Raises:
-            RankError: The iteration has failed on some rank; on all ranks. Momentum was updated, no weight was.
+            RankError: Momentum or iteration have failed on some rank; on all ranks. No weight was updated.
         """
         matrices = [
             _Matrix(param, group, pieces_of(group, param.shape), lr)
@@ -260,7 +260,7 @@ class _Wave:
     """Some matrices that travel, are computed and return together.
 
     Attributes:
-        error: What the iteration has met on this rank.
+        error: What momentum or iteration have met on this rank.
     """
 
     def __init__(self, matrices: Sequence[_Matrix], exchange: Exchange, state: MutableMapping[Tensor, State]) -> None:
@@ -270,7 +270,11 @@ class _Wave:
 
     def send(self) -> None:
         """Update momentum, and start to send operands to their owners."""
-        operands = [matrix.operand(self._state[matrix.param]) for matrix in self._matrices]
+        try:
+            operands = [matrix.operand(self._state[matrix.param]) for matrix in self._matrices]
+        except Exception as error:  # noqa: BLE001 - the other ranks must raise, too
+            self.error = error.with_traceback(None)
+            operands = [torch.zeros_like(each.param._local_tensor, dtype=torch.bfloat16) for each in self._matrices]
         self._like = operands[0].new_zeros(1, 1)
         self._sent = self._exchange.to_owners(operands)
 

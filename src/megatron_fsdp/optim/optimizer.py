@@ -272,9 +272,8 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         optimizer.register_state_dict_post_hook(functools.partial(_as_saved, reference))
     optimizer.register_load_state_dict_pre_hook(functools.partial(_as_held, reference))
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
-    owner = weakref.ref(optimizer)
-    _check_new_groups(owner, reference)
-    original = type(optimizer).zero_grad
+    _check_new_groups(optimizer, reference)
+    owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
 
     @functools.wraps(original)
     def zero_grad(*args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
@@ -299,23 +298,21 @@ def _refuse_copy(_protocol: object) -> Any:
     )
 
 
-def _check_new_groups(owner: weakref.ref[torch.optim.Optimizer], model: weakref.ref[ShardedModel]) -> None:
+def _check_new_groups(optimizer: torch.optim.Optimizer, model: weakref.ref[ShardedModel]) -> None:
     """Let `add_param_group` refuse what the optimizer would have been refused with."""
-    optimizer = owner()
-    assert optimizer is not None
-    original = type(optimizer).add_param_group
+    owner, original = weakref.ref(optimizer), type(optimizer).add_param_group
 
     @functools.wraps(original)
     def add_param_group(param_group: dict[str, Any]) -> None:
-        optimizer = owner()
-        if optimizer is None:
+        alive = owner()
+        if alive is None:
             return
-        original(optimizer, param_group)
+        original(alive, param_group)
         try:
-            check_parameters(optimizer, _alive(model).sharded_names())
-            check_kind(optimizer)
+            check_parameters(alive, _alive(model).sharded_names())
+            check_kind(alive)
         except ConfigurationError:
-            optimizer.param_groups.pop()
+            alive.param_groups.pop()
             raise
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]

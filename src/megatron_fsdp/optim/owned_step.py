@@ -132,6 +132,7 @@ class OwnedStep:
 
     def __init__(self) -> None:
         self._ranks: dict[DeviceMesh, Ranks] = {}
+        self._owned: tuple[list[ShardFrame], list[int]] = [], []  # frames of all parameters, and their owners
         self._exchanges: dict[Any, Exchange] = {}  # of this step
         self._earlier: dict[Any, Exchange] = {}
         self._running: list[_Stepped] = []
@@ -223,10 +224,13 @@ class OwnedStep:
         for mesh in dict.fromkeys(meshes):
             self._ranks[mesh] = self._ranks.get(mesh) or Ranks(mesh)
         # Owners do not depend on which parameters have a gradient.
-        costs = [math.prod(param.shape) * min(param.shape, default=1) for param in params]
+        frames = [param.shard_frame for param in params]
+        if frames != self._owned[0]:
+            costs = [math.prod(param.shape) * min(param.shape, default=1) for param in params]
+            self._owned = frames, balanced_owners(meshes, costs)
         owners = {
             id(param): (owner, self._ranks[mesh])
-            for param, mesh, owner in zip(params, meshes, balanced_owners(meshes, costs), strict=True)
+            for param, mesh, owner in zip(params, meshes, self._owned[1], strict=True)
         }
         with_grad = (param for param, grad in zip(params, get_grads(params, GRAD), strict=True) if grad is not None)
         return [_Stepped(param, *owners[id(param)]) for param in with_grad]

@@ -118,7 +118,8 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     ranks.
     """
     num_ranks = setup.ranks.inner * setup.ranks.dp_outer
-    found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks)
+    is_flat = setup.ranks.ep == setup.ranks.tp == 1
+    found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks, parts_are_alike=is_flat)
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")

@@ -389,7 +389,7 @@ def _owning_module(module: nn.Module, unit: str, parameter: str, whole_types: tu
     return next(path for path in reversed(paths) if has_forward(module.get_submodule(path)))
 
 
-LATENCY_BYTES = 4 * 2**20
+_LATENCY_BYTES = 4 * 2**20
 """Messages below a few megabytes take the time of their latency, over gloo as over NCCL: 48 all-gathers of 0.8 MB take
 twice the time of 12 of 3.2 MB (2 ranks, gloo), and 12 hardly more than 3 of 12.8 MB."""
 
@@ -411,7 +411,7 @@ def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
     """
     if num_ranks == 1:
         return 0
-    return max(LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, max(unit_bytes, default=0)))
+    return max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, max(unit_bytes, default=0)))
 
 
 def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitPlan:

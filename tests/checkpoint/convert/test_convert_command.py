@@ -120,6 +120,8 @@ def test_defect_17_failures_have_an_exit_status(
     for words, message in {
         (str(tmp_path / "nowhere"), str(tmp_path / "out")): "is not a folder",
         (str(source), str(tmp_path / "full")): "exists already and is not empty",
+        (str(source), str(source)): "is the checkpoint that is read",
+        (str(source), str(source / "sub")): "is inside",
         (str(source), str(tmp_path / "out"), "--groups", "map"): "needs --param-to-param-group-map-json",
         (str(source), str(tmp_path / "out"), "--enable-msc"): "give local folders",
         (

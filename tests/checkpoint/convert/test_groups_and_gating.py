@@ -172,6 +172,11 @@ def test_prefixes_follow_the_wrappers() -> None:
     assert half.of_state("w", "exp_avg") == ("optimizer", "state", "module.module.module.w", "exp_avg")
     assert full.of_group("w") == ("optimizer", "param_to_group_meta", "module.module.w")
     assert half.of_weight("w") == ("model", "module.w")
+    chosen = ConvertOptions(model_prefix="model", optimizer_prefix="optimizer.state", group_prefix="groups.of")
+    own = Prefixes.of(chosen, is_fp32=False)
+    assert own.of_weight("w") == ("model", "w")
+    assert own.of_state("w", "exp_avg") == ("optimizer", "state", "w", "exp_avg")
+    assert own.of_group("w") == ("groups", "of", "w")
 
 
 def test_names_of_objects_and_wrapped_parameters() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import struct
 import sys
@@ -334,3 +335,14 @@ def test_headers_that_are_written_are_read_back(
 def test_a_dtype_that_the_format_lacks_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"w has dtype torch\.complex128"):
         lay_out_file("y.safetensors", [("w", torch.complex128, (1,))])
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, INDEX_FILE])
+def test_what_is_no_file_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    makers = (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("nowhere"))
+    for make, remove in zip(makers, (path.rmdir, path.unlink, path.unlink), strict=True):
+        make()
+        with pytest.raises(CheckpointError, match=r"is no file \(but a folder, a pipe or a link to nothing\)"):
+            open_folder(tmp_path)
+        remove()

@@ -514,3 +514,10 @@ def test_holders_far_from_a_box_are_not_looked_at() -> None:
     assert len(list(tensor.index.candidates(Box((500, 0), (2, 4))))) == 2
     scalar = Held((), torch.float32, {Box((), ()): (0,)}, False)
     assert list(scalar.index.meeting(Box((), ()))) == [(0, Box((), ()))]
+
+
+def test_the_current_folder_may_be_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save_hf(nn.Linear(2, 3), ".")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == ["here/model.safetensors"]

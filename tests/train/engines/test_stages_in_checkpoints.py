@@ -16,7 +16,6 @@ STAGES = {**FSDP2, "pipeline_model_parallel_size": 2}
 OWN = {"use_megatron_fsdp": True}
 OWN_STAGES = {**OWN, "pipeline_model_parallel_size": 2}
 OWN_EXPERTS = {**OWN, "expert_model_parallel_size": 2}
-BUCKETS = {"overlap_grad_reduce": True, "pipeline_model_parallel_size": 2}
 STEPS = 8
 
 

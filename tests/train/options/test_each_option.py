@@ -30,7 +30,6 @@ FLOAT32 = f"{RUN} {SHAPE} --use-megatron-fsdp"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 TRANSFORMERS = f"{UNITS} {LLAMA} --transformer-impl transformers"
 FSDP2 = f"{RUN} {SHAPE} {LLAMA} --bf16 --use-torch-fsdp2 --transformer-impl transformers"
-EXPERTS = f"{TRANSFORMERS} --num-experts 8"
 
 
 @dataclass(frozen=True)

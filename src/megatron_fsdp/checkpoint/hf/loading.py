@@ -147,8 +147,11 @@ class Match:
 
     def _places(self, names: Sequence[str]) -> dict[str, _Described]:
         """Return for each name the stored keys of its tensor with their parts; empty if it is not stored."""
-        as_it_is = {name: [(name, FileTensor.of(name, self._shapes[name]))] for name in names}
-        return {name: self._stored_as(self._by_name.get(name, [])) or self._stored_as(as_it_is[name]) for name in names}
+        return {
+            name: self._stored_as(self._by_name.get(name, []))
+            or self._stored_as([(name, FileTensor.of(name, self._shapes[name]))])
+            for name in names
+        }
 
     def _stored_as(self, described: _Described) -> _Described:
         keys = [(self._stored_key(key), tensor) for key, tensor in described]
