@@ -23,7 +23,15 @@ from tests.support.models import ModelCase
 from tests.support.parity import fixed_seed
 from tests.support.seams import engine_of
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs
-from tests.support.usage_models import FEATURES, Layer, Ordered, Penalised, Recomputed, vector_case
+from tests.support.usage_models import (
+    FEATURES,
+    Layer,
+    NeighbourCallers,
+    Ordered,
+    Penalised,
+    Recomputed,
+    vector_case,
+)
 
 LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
 MIB = 2**20
@@ -172,6 +180,7 @@ CASES: dict[str, tuple[Callable[[Run], None], ModelCase]] = {
     "recomputed": (accumulate, vector_case(partial(Recomputed, "units", False))),
     "recomputed, reentrant": (train, vector_case(partial(Recomputed, "pairs", True))),
     "with losses of their own": (train, vector_case(Penalised)),
+    "recomputed inside one another": (train, vector_case(NeighbourCallers)),
 }
 
 

@@ -104,6 +104,28 @@ class Caller(Layer):
         return x + self.down(hidden) - 0.5 * self.helper[0](x) + self.down(hidden * 0.5)
 
 
+class RecomputedCaller(Layer):
+    """A unit that recomputes its own inside, and behind it another unit, which is registered elsewhere."""
+
+    follower: tuple[nn.Module, ...] = ()  # a tuple, so that it is no submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.follower:
+            return super().forward(x)
+        hidden = checkpoint(super().forward, x, use_reentrant=False)
+        return checkpoint(self.follower[0], hidden, use_reentrant=False)
+
+
+class NeighbourCallers(Ordered):
+    """`Ordered` of four units, of which the first of each two calls the second."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 2), unit=RecomputedCaller)
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            assert isinstance(first, RecomputedCaller)
+            first.follower = (second,)
+
+
 class Nested(nn.Module):
     """Callers around one helper that the root calls too, before and after."""
 

@@ -188,7 +188,9 @@ class Engine:
             self.observers.leaves(Phase.FORWARD, index, failed)
         weights_version = self.scheduler.forward_ends(index, needs_backward)
         if depth == 1:
-            unit.show_sharded()
+            # A recomputation may run while the backward of a neighbour in the unit goes on, and needs its parameters.
+            if index not in self._unsharded_for_backward:
+                unit.show_sharded()
             if not self.executor.is_broken:
                 unit.check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
