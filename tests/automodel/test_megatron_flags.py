@@ -21,6 +21,7 @@ from tests.automodel.training import (
     assert_trained_alike,
     gradients_of,
     managed,
+    optimizer_of,
     parameters_of,
     reference,
     strategy,
@@ -260,7 +261,7 @@ def test_activation_checkpointing_recomputes_mlps_or_whole_layers(run_ranks: Run
 def take_an_optimizer_along() -> None:
     with groups_destroyed():
         model = build("llama")
-        given = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        given = optimizer_of(model)
         sharded, optimizer = manager_of().parallelize(model, given)
         assert optimizer is given
         assert_trained_alike(train(sharded, steps=3, optimizer=optimizer), reference("llama"))
