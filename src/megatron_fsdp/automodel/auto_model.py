@@ -54,7 +54,7 @@ class _Arguments:
     strategy: DistributedConfig | None
     sizes: ParallelismSizes
     meshes: tuple[DeviceMesh | None, DeviceMesh | None]
-    setup: DistributedSetup | None
+    distributed_setup: DistributedSetup | None
     pipeline_config: PipelineConfig | None
     peft_config: Any
     dtype: torch.dtype | str | None
@@ -65,11 +65,19 @@ class _Arguments:
     key_mapping: Any = None
     strict: bool = True
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> _Arguments:
+        """Pick them from all arguments of a constructor, by name."""
+        sizes = ParallelismSizes(**{size.name: given[size.name] for size in fields(ParallelismSizes)})
+        meshes = given["device_mesh"], given["moe_mesh"]
+        rest = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(strategy=given["distributed_config"], sizes=sizes, meshes=meshes, **rest)
+
     def resolved(self) -> _Arguments:
         """Put the default strategy, or what the setup says, in its place."""
-        if self.setup is None:
+        if self.distributed_setup is None:
             return self if self.strategy is not None else replace(self, strategy=FSDP2Config())
-        sizes, setup = ParallelismSizes(**self.setup.sizes), self.setup
+        sizes, setup = ParallelismSizes(**self.distributed_setup.sizes), self.distributed_setup
         return replace(self, strategy=setup.config, sizes=sizes, pipeline_config=setup.pipeline_config)
 
     def check(self) -> None:
@@ -87,7 +95,7 @@ class _Arguments:
             )
         given = [name for name, size in vars(self.sizes).items() if size is not None]
         others = (self.strategy, self.pipeline_config, *self.meshes)
-        if self.setup is not None and (given or any(other is not None for other in others)):
+        if self.distributed_setup is not None and (given or any(other is not None for other in others)):
             raise ConfigurationError(
                 "distributed_setup stands in place of distributed_config, sizes, meshes and pipeline_config, and some "
                 "of these are given; leave them out, or pass **distributed_setup.arguments() and change that"
@@ -184,28 +192,13 @@ class _AutoModel:
             CheckpointError: The files cannot be read or do not fit; names the weights.
             ConfigurationError: Another argument cannot be honoured.
         """
+        given = _Arguments.of(locals())
 
         def find() -> tuple[Path, Any]:
             found = _find_folder(pretrained_model_name_or_path)
             return found, _config_of(found, config, config_overrides)
 
-        sizes = ParallelismSizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
-        arguments = _Arguments(
-            distributed_config,
-            sizes,
-            (device_mesh, moe_mesh),
-            distributed_setup,
-            pipeline_config,
-            peft_config,
-            dtype,
-            attn_implementation,
-            prepare_model,
-            device_map,
-            trust_remote_code,
-            key_mapping,
-            strict,
-        )
-        return cls._make(find, arguments)
+        return cls._make(find, given)
 
     @classmethod
     def from_config(
@@ -242,26 +235,13 @@ class _AutoModel:
             ParallelSizeError: The sizes do not fit the strategy, the ranks or the model.
             ConfigurationError: Another argument cannot be honoured.
         """
+        given = _Arguments.of(locals())
 
         def find() -> tuple[None, Any]:
             is_folder = isinstance(config, str | Path)
             return None, _config_of(_find_folder(config) if is_folder else None, None if is_folder else config, {})
 
-        sizes = ParallelismSizes(dp_size, dp_replicate_size, tp_size, pp_size, cp_size, ep_size)
-        arguments = _Arguments(
-            distributed_config,
-            sizes,
-            (device_mesh, moe_mesh),
-            distributed_setup,
-            pipeline_config,
-            peft_config,
-            dtype,
-            attn_implementation,
-            prepare_model,
-            device_map,
-            trust_remote_code,
-        )
-        return cls._make(find, arguments)
+        return cls._make(find, given)
 
     @classmethod
     def _make(cls, find: Callable[[], tuple[Path | None, Any]], given: _Arguments) -> nn.Module | Pipeline:

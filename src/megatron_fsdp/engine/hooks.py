@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,9 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
         watch = None
         if index != ROOT and engine.units[index].lives_in_slots:
             watch = AuxiliaryOutputs(module, unit_modules)
-        before = partial(_pre_forward, reference, index, position, watch)
-        after = partial(_post_forward, reference, index, position, watch)
+        place = _Place(index, position, watch)
+        before = partial(_pre_forward, reference, place)
+        after = partial(_post_forward, reference, place)
         if is_compiled_in_place(module):
             surround(module, before, after)
             continue
@@ -67,32 +68,25 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(dict(leaf))
 
 
-def _pre_forward(
-    reference: weakref.ref[Engine],
-    index: int,
-    position: int,
-    watch: AuxiliaryOutputs | None,
-    _module: nn.Module,
-    _args: Any,
-) -> None:
-    if watch is not None:
-        watch.begin()
+class _Place(NamedTuple):
+    """The unit of a module, its position among the unit's modules, and what watches its attributes."""
+
+    unit: int
+    position: int = 0
+    watch: AuxiliaryOutputs | None = None
+
+
+def _pre_forward(reference: weakref.ref[Engine], place: _Place, _module: nn.Module, _args: Any) -> None:
+    if place.watch is not None:
+        place.watch.begin()
     engine = live_engine(reference)
-    if index not in engine.full_units:
-        engine.pre_forward(index, position)
+    if place.unit not in engine.full_units:
+        engine.pre_forward(place.unit, place.position)
 
 
-def _post_forward(
-    reference: weakref.ref[Engine],
-    index: int,
-    position: int,
-    watch: AuxiliaryOutputs | None,
-    _module: nn.Module,
-    _args: Any,
-    output: Any,
-) -> Any:
-    engine = reference()
-    auxiliary = watch.end() if watch is not None else []
+def _post_forward(reference: weakref.ref[Engine], place: _Place, _module: nn.Module, _args: Any, output: Any) -> Any:
+    engine, index = reference(), place.unit
+    auxiliary = place.watch.end() if place.watch is not None else []
     if engine is None:
         return output  # the pre-hook has raised for it, and this hook is called even so
     if index in engine.full_units:
@@ -105,7 +99,7 @@ def _post_forward(
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
-    call = engine.post_forward(index, bool(outputs), failed, position)
+    call = engine.post_forward(index, bool(outputs), failed, place.position)
     if computes_gradients and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
@@ -135,7 +129,7 @@ class _RootForward:
         scheduler = live_engine(self._reference).scheduler
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
-            _pre_forward(self._reference, ROOT, 0, None, module, args)
+            _pre_forward(self._reference, _Place(ROOT), module, args)
             if not self._leaves:
                 module.register_forward_hook(uncompiled(self._leave), always_call=True)
                 self._leaves = True
@@ -145,7 +139,7 @@ class _RootForward:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """End the root's forward, if this call began it."""
         if self._opened and self._opened.pop():
-            return _post_forward(self._reference, ROOT, 0, None, module, args, output)
+            return _post_forward(self._reference, _Place(ROOT), module, args, output)
         return output
 
 
