@@ -52,8 +52,12 @@ _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the ranks, or run as one of them; return the exit code."""
-    return run_rank(argv) if is_rank(os.environ) else start_ranks(argv)
+    """Start the ranks and return the exit code, or run as one of them and end this process."""
+    if not is_rank(os.environ):
+        return start_ranks(argv)
+    # Not by way of the interpreter: gloo's threads may hold tensors, and abort the process when they let go of these
+    # after it has ended (pytorch/pytorch pull request 179291).
+    os._exit(run_rank(argv))
 
 
 def start_ranks(argv: Sequence[str]) -> int:
