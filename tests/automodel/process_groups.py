@@ -14,6 +14,7 @@ def groups_destroyed() -> Iterator[None]:
     before = set(world.pg_map)
     try:
         yield
+        dist.barrier()  # gloo fails on ranks that still connect while a peer closes
     finally:
         destroy([group for group in world.pg_map if group not in before])
 

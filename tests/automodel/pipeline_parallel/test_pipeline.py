@@ -188,7 +188,7 @@ def count_sharded() -> list[tuple[Any, ...]]:
         for rows in (2, 4):  # the same on all ranks
             with OpCounts(num_ranks=2) as counts:
                 loss = pipeline.step(**batch_of(rows)).item()
-            received = pipeline.stages[0].args_recv_info[0][0].buffer
+            received = getattr(pipeline.stages[0].args_recv_info[0][0], "buffer", None)  # the first stage receives none
             sent = counts.collectives
             error = abs(loss / reference("llama", steps=1, rows=rows).losses[0] - 1)
             gradients = {param.grad.dtype for param in pipeline.parameters() if param.grad is not None}
