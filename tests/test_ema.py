@@ -14,6 +14,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
 from tests.support.live_bytes import held_bytes
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import assert_equal_tensors
 
 STRATEGIES = [0, 1, 2, 3]
@@ -52,7 +53,10 @@ def on_one_process(steps: int, decay: float) -> tuple[dict[str, Tensor], dict[st
     return average, weights(model)
 
 
-def follow(strategy: int, dtype: torch.dtype) -> dict[str, Any]:
+@pytest.mark.full(short=["0-dtype0", "3-dtype4"])
+@pytest.mark.parametrize(("strategy", "dtype"), [*((s, torch.float32) for s in STRATEGIES), (3, torch.float64)])
+@on_ranks(3)
+def test_the_average_equals_one_process_and_is_swapped_in_and_out(strategy: int, dtype: torch.dtype) -> None:
     model = wrap(strategy)
     optimizer = sgd(model)
     ema = ShardedEMA(model, decay=0.5, dtype=dtype)
@@ -77,7 +81,7 @@ def follow(strategy: int, dtype: torch.dtype) -> dict[str, Any]:
     plain = build()
     plain.load_state_dict({**shown, "offset": plain.offset})
     names = sorted(ema.state_dict())
-    return {
+    found = {
         "average": largest_difference(shown, average),
         "output": (output - plain(x)).abs().max().item(),
         "weights": largest_difference(weights(model), on_one_process(4, 0.5)[1]),
@@ -85,19 +89,11 @@ def follow(strategy: int, dtype: torch.dtype) -> dict[str, Any]:
         "frozen": FROZEN in names,
         "count": len(names),
     }
-
-
-@pytest.mark.full(short=["0-dtype0", "3-dtype4"])
-@pytest.mark.parametrize(("strategy", "dtype"), [*((s, torch.float32) for s in STRATEGIES), (3, torch.float64)])
-def test_the_average_equals_one_process_and_is_swapped_in_and_out(
-    run_ranks: RunRanks, strategy: int, dtype: torch.dtype
-) -> None:
-    for found in run_ranks(3, follow, strategy, dtype):
-        assert found["average"] <= 2e-6
-        assert found["output"] <= 2e-6
-        assert found["weights"] <= 2e-6  # training went on as if nothing had been swapped
-        assert found["last"] == 0.0
-        assert (found["frozen"], found["count"]) == (False, 6)
+    assert found["average"] <= 2e-6
+    assert found["output"] <= 2e-6
+    assert found["weights"] <= 2e-6  # training went on as if nothing had been swapped
+    assert found["last"] == 0.0
+    assert (found["frozen"], found["count"]) == (False, 6)
 
 
 def held() -> tuple[int, int, torch.dtype]:
@@ -151,7 +147,8 @@ def test_it_is_saved_by_one_layout_and_loaded_by_another(
             assert_equal_tensors(found, before)
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_means_nothing_is_refused() -> None:
     model = wrap(3)
     ema = ShardedEMA(model)
     first, *_ = state = ema.state_dict()
@@ -169,14 +166,10 @@ def refusals() -> list[str]:
     orphan = ShardedEMA(wrap(3))
     with pytest.raises(ConfigurationError) as raised:
         orphan.update()
-    return [*messages, str(raised.value)]
-
-
-def test_what_means_nothing_is_refused(run_ranks: RunRanks) -> None:
-    for decay, dtype, later, names, shape, deleted in run_ranks(2, refusals):
-        assert decay.startswith("decay=1.0 is out of range")
-        assert dtype.startswith("dtype=torch.int64 cannot hold an average")
-        assert later.startswith("decay=-0.1 is out of range")
-        assert names.startswith("the averages do not fit: missing ['gain', 'head.bias'")
-        assert "of shape (1000,) does not fit the average of shape" in shape
-        assert deleted.startswith("the model that this average follows has been deleted")
+    decay, dtype, later, names, shape, deleted = [*messages, str(raised.value)]
+    assert decay.startswith("decay=1.0 is out of range")
+    assert dtype.startswith("dtype=torch.int64 cannot hold an average")
+    assert later.startswith("decay=-0.1 is out of range")
+    assert names.startswith("the averages do not fit: missing ['gain', 'head.bias'")
+    assert "of shape (1000,) does not fit the average of shape" in shape
+    assert deleted.startswith("the model that this average follows has been deleted")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, build, largest_difference, train, weights
+from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 2e-6
 
@@ -38,7 +39,8 @@ def device_mesh_of(dp_shard_size: int, cp_size: int, tp_size: int) -> Any:
     return device_mesh
 
 
-def basic_usage() -> float:
+@on_ranks(2)
+def test_the_basic_example_trains_as_one_process() -> None:
     device_mesh = device_mesh_of(dist.get_world_size(), 1, 1)
     torch.manual_seed(0)
 
@@ -54,27 +56,22 @@ def basic_usage() -> float:
     )
 
     train(model, optimizer, 3)
-    return largest_difference(weights(model), reference_weights(3))
+    assert largest_difference(weights(model), reference_weights(3)) <= TOLERANCE
 
 
-def test_the_basic_example_trains_as_one_process(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, basic_usage)) <= TOLERANCE
-
-
-def two_calls() -> float:
+@on_ranks(2)
+def test_the_two_functions_one_after_the_other_do_the_same() -> None:
+    """Here all ranks are context-parallel ones, which share the flattened dimension."""
     device_mesh = device_mesh_of(1, dist.get_world_size(), 1)
     model = fully_shard_model(build(), device_mesh, "dp_shard_cp", fsdp_unit_modules=[YourTransformerBlock])
     optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     train(model, optimizer, 3)
-    return largest_difference(weights(model), reference_weights(3))
+    assert largest_difference(weights(model), reference_weights(3)) <= TOLERANCE
 
 
-def test_the_two_functions_one_after_the_other_do_the_same(run_ranks: RunRanks) -> None:
-    """Here all ranks are context-parallel ones, which share the flattened dimension."""
-    assert max(run_ranks(2, two_calls)) <= TOLERANCE
-
-
-def advanced_features(folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_the_advanced_example_trains_saves_and_loads_and_warns_once_of_old_keywords(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     dp_shard_size, cp_size, tp_size = dist.get_world_size(), 1, 1
     CKPT_DIR = Path(folder)  # noqa: N806 - as printed
     torch.manual_seed(0)
@@ -129,7 +126,7 @@ def advanced_features(folder: str) -> dict[str, Any]:
     loaded = weights(model)
 
     train(model, optimizer, 2, first=3)
-    return {
+    found = {
         "warnings": said,
         "policy": (policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype),
         "sharded": all(isinstance(param, DTensor) for param in model.parameters()),
@@ -137,24 +134,18 @@ def advanced_features(folder: str) -> dict[str, Any]:
         "loaded": largest_difference(loaded, saved),
         "repeated": largest_difference(weights(model), end),
     }
-
-
-def test_the_advanced_example_trains_saves_and_loads_and_warns_once_of_old_keywords(
-    run_ranks: RunRanks, tmp_path: Path
-) -> None:
-    for found in run_ranks(2, advanced_features, str(tmp_path)):
-        assert found["sharded"]
-        assert found["trained"] <= TOLERANCE
-        assert found["loaded"] == found["repeated"] == 0.0
-        assert found["policy"] == (torch.float32, None, None)
-        ((category, message, filename),) = found["warnings"]
-        assert (category, filename) == ("FutureWarning", Path(__file__).name)
-        assert message == (
-            "grad_reduce_in_fp32=False is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
-            "main_grads_dtype=None, grad_comm_dtype=None); write that instead. "
-            "preserve_fp32_weights=True is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
-            "main_params_dtype=torch.float32); write that instead."
-        )
+    assert found["sharded"]
+    assert found["trained"] <= TOLERANCE
+    assert found["loaded"] == found["repeated"] == 0.0
+    assert found["policy"] == (torch.float32, None, None)
+    ((category, message, filename),) = found["warnings"]
+    assert (category, filename) == ("FutureWarning", Path(__file__).name)
+    assert message == (
+        "grad_reduce_in_fp32=False is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
+        "main_grads_dtype=None, grad_comm_dtype=None); write that instead. "
+        "preserve_fp32_weights=True is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("
+        "main_params_dtype=torch.float32); write that instead."
+    )
 
 
 def legacy_policies() -> list[Any]:

@@ -29,6 +29,7 @@ from megatron_fsdp.utils import (
 )
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, batches, build, largest_difference, own_part, train, weights
+from tests.support.on_ranks import on_ranks
 
 LACKING = (
     "gradient_accumulation_fusion",
@@ -133,14 +134,6 @@ def test_the_adapter_trains_as_one_process(run_ranks: RunRanks, strategy: str) -
         assert largest_difference(found, weights(reference)) < 2e-6
 
 
-def dtypes_of_gradients(policy: MixedPrecisionPolicy, asks_for_fp32: bool) -> tuple[set[torch.dtype], Any]:
-    config = CoreConfig(data_parallel_sharding_strategy="optim_grads_params", grad_reduce_in_fp32=asks_for_fp32)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = MegatronFSDP(build().bfloat16(), FSDPDistributedIndex(mesh, "dp"), config, policy)
-    precisions = [group.plan.precision for group in model.parameter_groups()]
-    return {precision.main_grads for precision in precisions}, {precision.grad_comm for precision in precisions}
-
-
 @pytest.mark.parametrize(
     ("policy", "asks_for_fp32", "expected"),
     [
@@ -149,10 +142,16 @@ def dtypes_of_gradients(policy: MixedPrecisionPolicy, asks_for_fp32: bool) -> tu
         (MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16), True, torch.bfloat16),
     ],
 )
+@on_ranks(2)
 def test_float32_gradients_of_the_config_hold_where_the_policy_follows(
-    run_ranks: RunRanks, policy: MixedPrecisionPolicy, asks_for_fp32: bool, expected: torch.dtype
+    policy: MixedPrecisionPolicy, asks_for_fp32: bool, expected: torch.dtype
 ) -> None:
-    assert run_ranks(2, dtypes_of_gradients, policy, asks_for_fp32) == [({expected}, {expected})] * 2
+    config = CoreConfig(data_parallel_sharding_strategy="optim_grads_params", grad_reduce_in_fp32=asks_for_fp32)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = MegatronFSDP(build().bfloat16(), FSDPDistributedIndex(mesh, "dp"), config, policy)
+    precisions = [group.plan.precision for group in model.parameter_groups()]
+    assert {precision.main_grads for precision in precisions} == {expected}
+    assert {precision.grad_comm for precision in precisions} == {expected}
 
 
 def test_a_foreign_config_is_read_with_defaults_for_what_it_lacks_and_left_as_it_is() -> None:
@@ -230,12 +229,13 @@ def test_without_process_groups_the_environment_tells_the_rank(
         safe_get_rank()
 
 
-def names_on_meshes() -> dict[str, object]:
+@on_ranks(4)
+def test_names_of_meshes_and_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     mesh["dp", "cp"]._flatten("dp_cp")
     index = IndexOfUtils(mesh, "dp_cp", tp_dim="tp")
     alone = IndexOfUtils(init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp")), "dp", tp_dim="tp")
-    return {
+    found = {
         "rank": safe_get_rank() == dist.get_rank(),
         "all": get_mesh_names(mesh),
         "dims": get_mesh_names(mesh, only_submesh_dims=True),
@@ -243,21 +243,19 @@ def names_on_meshes() -> dict[str, object]:
         "none": get_mesh_names(),
         "divided": [using_tensor_parallel(index), using_tensor_parallel(alone), using_tensor_parallel(index, True)],
     }
+    assert found == {
+        "rank": True,
+        "all": ["dp", "cp", "tp", "dp_cp"],
+        "dims": ["dp", "cp", "tp"],
+        "of a part": ["tp"],
+        "none": [],
+        "divided": [True, False, False],
+    }
 
 
-def test_names_of_meshes_and_tensor_parallelism(run_ranks: RunRanks) -> None:
-    for found in run_ranks(4, names_on_meshes):
-        assert found == {
-            "rank": True,
-            "all": ["dp", "cp", "tp", "dp_cp"],
-            "dims": ["dp", "cp", "tp"],
-            "of a part": ["tp"],
-            "none": [],
-            "divided": [True, False, False],
-        }
-
-
-def described_shards(tensor_dim: int | None) -> list[bool]:
+@pytest.mark.parametrize("tensor_dim", [None, 0, 1])
+@on_ranks(4)
+def test_shards_are_described_as_dtensors(tensor_dim: int | None) -> None:
     """Shards of uneven length, one of them empty, on 2 data-parallel x 2 tensor-parallel ranks."""
     index = IndexOfUtils(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "dp", tp_dim="tp")
     dp, tp = dist.get_rank(index.fsdp_group), dist.get_rank() % 2
@@ -274,15 +272,12 @@ def described_shards(tensor_dim: int | None) -> list[bool]:
     parts.append(torch.equal(kept.to_local(), own if tensor_dim is None else own + tp))
     with pytest.raises(ConfigurationError, match=r"the ranks hold \d+ elements of a parameter of shape"):
         make_fsdp_dtensor(local[: local.numel() - 1], param, index)
-    return parts
+    assert parts == [True] * 4
 
 
-@pytest.mark.parametrize("tensor_dim", [None, 0, 1])
-def test_shards_are_described_as_dtensors(run_ranks: RunRanks, tensor_dim: int | None) -> None:
-    assert run_ranks(4, described_shards, tensor_dim) == [[True] * 4] * 4
-
-
-def described_hybrid_shards(shares_optimizer: bool) -> list[bool]:
+@pytest.mark.parametrize("shares_optimizer", [False, True])
+@on_ranks(4)
+def test_hybrid_shards_are_described_as_dtensors(shares_optimizer: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     index = IndexOfUtils(
         mesh, "inner", "outer", hybrid_fsdp_group=dist.group.WORLD, hsdp_outer_dp_shard=shares_optimizer
@@ -291,9 +286,6 @@ def described_hybrid_shards(shares_optimizer: bool) -> list[bool]:
     whole = torch.arange(8.0)
     own = whole.chunk(2)[inner].chunk(2)[outer] if shares_optimizer else whole.chunk(2)[inner]
     made = make_fsdp_dtensor(own, nn.Parameter(torch.empty(8)), index)
-    return [made.shape == (8,), made.to_local().data_ptr() == own.data_ptr(), torch.equal(made.full_tensor(), whole)]
-
-
-@pytest.mark.parametrize("shares_optimizer", [False, True])
-def test_hybrid_shards_are_described_as_dtensors(run_ranks: RunRanks, shares_optimizer: bool) -> None:
-    assert run_ranks(4, described_hybrid_shards, shares_optimizer) == [[True] * 3] * 4
+    assert made.shape == (8,)
+    assert made.to_local().data_ptr() == own.data_ptr()
+    assert torch.equal(made.full_tensor(), whole)

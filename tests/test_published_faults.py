@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
 STRATEGIES = range(4)
@@ -64,8 +65,13 @@ def trained_alone(steps: int) -> dict[str, Tensor]:
 # ---- 2: weights that were never gathered again ---------------------------------------------------------------------
 
 
-def train_without_overlap(strategy: int, overlap_grad_reduce: bool) -> float:
-    """Distance to one process after steps with both overlaps switched off."""
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("overlap_grad_reduce", [False, True])
+@on_ranks(2)
+def test_without_overlap_every_rank_computes_with_the_weights_of_the_last_step(
+    strategy: int, overlap_grad_reduce: bool
+) -> None:
     net = build()
     model, optimizer = fully_shard(
         net,
@@ -77,16 +83,7 @@ def train_without_overlap(strategy: int, overlap_grad_reduce: bool) -> float:
         overlap_grad_reduce=overlap_grad_reduce,
     )
     train(model, optimizer, 4)
-    return largest_difference(weights(model), trained_alone(4))
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("overlap_grad_reduce", [False, True])
-def test_without_overlap_every_rank_computes_with_the_weights_of_the_last_step(
-    run_ranks: RunRanks, strategy: int, overlap_grad_reduce: bool
-) -> None:
-    assert max(run_ranks(2, train_without_overlap, strategy, overlap_grad_reduce)) <= TOLERANCE
+    assert largest_difference(weights(model), trained_alone(4)) <= TOLERANCE
 
 
 # ---- 3: gradients that never arrive --------------------------------------------------------------------------------
@@ -144,8 +141,11 @@ def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(
 # ---- 6 and 7: reduced twice, or never ------------------------------------------------------------------------------
 
 
-def train_in_microbatches(strategy: int, auto_sync: bool, count: int) -> tuple[float, float]:
-    """Distance to one process, and between the ranks, after two steps of some microbatches; nothing is ever said."""
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("auto_sync", "count"), [(True, 3), (False, 1)])
+@on_ranks(2)
+def test_gradients_are_reduced_exactly_once_with_nothing_said(strategy: int, auto_sync: bool, count: int) -> None:
     net = build()
     model, optimizer = fully_shard(
         net,
@@ -166,18 +166,9 @@ def train_in_microbatches(strategy: int, auto_sync: bool, count: int) -> tuple[f
     mine = torch.cat([tensor.flatten() for tensor in weights(model).values()])
     first = mine.clone()
     dist.broadcast(first, 0)
-    return largest_difference(weights(model), weights(alone)), (mine - first).abs().max().item()
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("auto_sync", "count"), [(True, 3), (False, 1)])
-def test_gradients_are_reduced_exactly_once_with_nothing_said(
-    run_ranks: RunRanks, strategy: int, auto_sync: bool, count: int
-) -> None:
-    for from_alone, from_first_rank in run_ranks(2, train_in_microbatches, strategy, auto_sync, count):
-        assert from_alone <= 3 * TOLERANCE  # three times as many samples are added up
-        assert from_first_rank == 0.0
+    # Three times as many samples are added up.
+    assert largest_difference(weights(model), weights(alone)) <= 3 * TOLERANCE
+    assert torch.equal(mine, first)
 
 
 # ---- 11: arguments that are dropped --------------------------------------------------------------------------------
@@ -204,8 +195,16 @@ def test_the_one_call_hands_every_argument_on(run_ranks: RunRanks) -> None:
 # ---- 14: loaded, but not used --------------------------------------------------------------------------------------
 
 
-def load_in_place(strategy: int, folder: str) -> tuple[list[float], bool]:
-    """Losses before saving, after more training, and after a bare load into the tensors of the state dict."""
+def _loss(model: MegatronFSDP) -> float:
+    inputs, targets = next(batches(1, 7))
+    with torch.no_grad():
+        return nn.functional.mse_loss(model(inputs.bfloat16()).float(), targets).item()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_bare_load_reaches_the_weights_that_compute_uses(strategy: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     net = build().bfloat16()
     model, optimizer = fully_shard(net, sgd(net), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
     train(model, optimizer, 1)
@@ -216,21 +215,10 @@ def load_in_place(strategy: int, folder: str) -> tuple[list[float], bool]:
     losses.append(_loss(model))
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
     losses.append(_loss(model))
-    return losses, largest_difference(weights(model), saved) == 0.0
-
-
-def _loss(model: MegatronFSDP) -> float:
-    inputs, targets = next(batches(1, 7))
-    with torch.no_grad():
-        return nn.functional.mse_loss(model(inputs.bfloat16()).float(), targets).item()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_bare_load_reaches_the_weights_that_compute_uses(run_ranks: RunRanks, strategy: int, tmp_path: Path) -> None:
-    for (before, later, loaded), is_equal in run_ranks(2, load_in_place, strategy, str(tmp_path)):
-        assert later != before
-        assert loaded == before
-        assert is_equal
+    before, later, loaded = losses
+    assert later != before
+    assert loaded == before
+    assert largest_difference(weights(model), saved) == 0.0
 
 
 # ---- strategy 3 without units; shapes that do not divide ------------------------------------------------------------
@@ -276,7 +264,8 @@ def test_a_model_without_units_trains_whatever_its_shapes(
         assert largest_difference(found, weights(alone)) <= 2 * TOLERANCE * max(1.0, scale)
 
 
-def save_between_forwards() -> float:
+@on_ranks(2)
+def test_reading_a_state_dict_between_forwards_changes_nothing() -> None:
     """A state dict that is only read, between two forwards and their backwards, changes nothing."""
     model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer])
     alone = build()
@@ -291,8 +280,4 @@ def save_between_forwards() -> float:
             loss.backward()
     expected = {name: param.grad for name, param in alone.named_parameters() if param.grad is not None}
     found = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
-    return largest_difference(found, expected)
-
-
-def test_reading_a_state_dict_between_forwards_changes_nothing(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, save_between_forwards)) <= 2 * TOLERANCE
+    assert largest_difference(found, expected) <= 2 * TOLERANCE

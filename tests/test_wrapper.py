@@ -16,6 +16,7 @@ from megatron_fsdp import (
 )
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh
+from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 1e-6
 STRATEGIES = [0, 1, 2, 3]
@@ -114,7 +115,8 @@ def test_attributes_tell_what_was_asked_for(run_ranks: RunRanks) -> None:
         }
 
 
-def built_by_class() -> dict[str, Any]:
+@on_ranks(2)
+def test_the_class_syncs_only_when_told_and_leaves_its_config_alone() -> None:
     index = FSDPDistributedIndex(mesh(), "dp")
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim")
     before = config.to_dict()
@@ -122,30 +124,28 @@ def built_by_class() -> dict[str, Any]:
     run_batch(configured, 0)
     hidden = visible(configured)
     configured.finish_grad_sync()
-    return {
+    found = {
         "defaults": (plain.data_parallel_sharding_strategy, plain.model_auto_sync),
         "configured": (configured.data_parallel_sharding_strategy, configured.ddp_config is config),
         "config unchanged": config.to_dict() == before,
         "visible": (hidden, visible(configured)),
         "close": largest_difference(gradients(configured), summed_gradients([0])) <= TOLERANCE,
     }
-
-
-def test_the_class_syncs_only_when_told_and_leaves_its_config_alone(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, built_by_class):
-        assert found == {
-            "defaults": ("optim_grads_params", False),
-            "configured": ("optim", True),
-            "config unchanged": True,
-            "visible": (0, 7),
-            "close": True,
-        }
+    assert found == {
+        "defaults": ("optim_grads_params", False),
+        "configured": ("optim", True),
+        "config unchanged": True,
+        "visible": (0, 7),
+        "close": True,
+    }
 
 
 # ---- gradients by hand -----------------------------------------------------------------------------------------------
 
 
-def finish_by_hand(strategy: int) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_are_synced_by_hand(strategy: int) -> None:
     model = wrap(strategy, sync_model_each_microbatch=False)
     counts, seen = [], []
     for number in (0, 1):
@@ -173,15 +173,9 @@ def finish_by_hand(strategy: int) -> dict[str, Any]:
     run_batch(model, 1)
     found["last"] = (before, (visible(model), model.microbatch_count))
     found["flagged"] = largest_difference(gradients(model), summed_gradients([0, 1]))
-    return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_synced_by_hand(strategy: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, finish_by_hand, strategy):
-        assert (found["counts"], found["visible"]) == ([1, 2, 0], [0, 0, 7])
-        assert (found["in steps"], found["last"]) == ((0, 7), ((0, 1), (7, 0)))
-        assert max(found[key] for key in ("finished", "again", "stepped", "flagged")) <= TOLERANCE
+    assert (found["counts"], found["visible"]) == ([1, 2, 0], [0, 0, 7])
+    assert (found["in steps"], found["last"]) == ((0, 7), ((0, 1), (7, 0)))
+    assert max(found[key] for key in ("finished", "again", "stepped", "flagged")) <= TOLERANCE
 
 
 def zero_and_scale(strategy: int) -> dict[str, Any]:
@@ -218,24 +212,22 @@ def test_gradients_are_zeroed_and_scaled_visible_or_not(strategy: int, run_ranks
         assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
 
 
-def scale_in_other_dtypes() -> float:
+@on_ranks(2)
+def test_scaling_reaches_gradients_of_another_dtype() -> None:
     """float64 main gradients beside float32 weights: `.grad` is a copy; it and what is behind it must be scaled."""
     model = wrap(3, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float64))
     run_batch(model, 0)
     model.scale_gradients(2.0)
     run_batch(model, 0)
     tripled = {name: grad * 3 for name, grad in summed_gradients([0]).items()}
-    return largest_difference(gradients(model), tripled)
-
-
-def test_scaling_reaches_gradients_of_another_dtype(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, scale_in_other_dtypes)) <= 3 * TOLERANCE
+    assert largest_difference(gradients(model), tripled) <= 3 * TOLERANCE
 
 
 # ---- when gradients are synced ---------------------------------------------------------------------------------------
 
 
-def restored_states() -> list[Any]:
+@on_ranks(2)
+def test_sync_and_no_sync_restore_what_was_there_before() -> None:
     model = wrap(3)
 
     def state() -> tuple[bool, Any]:
@@ -263,27 +255,24 @@ def restored_states() -> list[Any]:
         found.append(state())
     model.set_model_auto_sync()
     found.append(state())
-    return found
+    assert found == [
+        (True, "absent"),
+        (True, False),  # in no_sync
+        (True, False),  # and in sync in it
+        (True, False),
+        (True, "absent"),
+        (False, False),  # in no_sync
+        (False, True),
+        (True, True),  # in sync
+        (False, True),
+        (False, True),  # after an exception
+        (True, True),
+    ]
 
 
-def test_sync_and_no_sync_restore_what_was_there_before(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, restored_states):
-        assert found == [
-            (True, "absent"),
-            (True, False),  # in no_sync
-            (True, False),  # and in sync in it
-            (True, False),
-            (True, "absent"),
-            (False, False),  # in no_sync
-            (False, True),
-            (True, True),  # in sync
-            (False, True),
-            (False, True),  # after an exception
-            (True, True),
-        ]
-
-
-def synced_or_not(strategy: int) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_no_sync_defers_and_sync_reduces_the_sum(strategy: int) -> None:
     model = wrap(strategy)
     found: dict[str, Any] = {}
     with model.no_sync():
@@ -301,18 +290,13 @@ def synced_or_not(strategy: int) -> dict[str, Any]:
     run_batch(model, 1)
     found["auto"] = visible(model)
     found["sum again"] = largest_difference(gradients(model), summed_gradients([0, 1]))
-    return found
+    assert max(found.pop("sum"), found.pop("sum again")) <= TOLERANCE
+    assert found == {"in no_sync": 0, "in sync": 7, "manual": 0, "auto": 7}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_sync_defers_and_sync_reduces_the_sum(strategy: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, synced_or_not, strategy):
-        assert max(found.pop("sum"), found.pop("sum again")) <= TOLERANCE
-        assert found == {"in no_sync": 0, "in sync": 7, "manual": 0, "auto": 7}
-
-
-def other_grad_comm(strategy: int) -> list[float]:
-    """Distance to one process with gradients sent in bf16 inside the context, and after it."""
+@on_ranks(2)
+def test_the_communication_dtype_changes_inside_its_context_only(strategy: int) -> None:
     model = wrap(strategy, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32))
     found = []
     with model.mixed_precision_context(
@@ -323,11 +307,6 @@ def other_grad_comm(strategy: int) -> list[float]:
     model.zero_grad()
     run_batch(model, 0)
     found.append(largest_difference(gradients(model), summed_gradients([0])))
-    return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_communication_dtype_changes_inside_its_context_only(strategy: int, run_ranks: RunRanks) -> None:
-    for inside, after in run_ranks(2, other_grad_comm, strategy):
-        assert TOLERANCE < inside < 2e-2  # 8 bits of mantissa on gradients of about 1
-        assert after <= TOLERANCE
+    inside, after = found
+    assert TOLERANCE < inside < 2e-2  # 8 bits of mantissa on gradients of about 1
+    assert after <= TOLERANCE

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import local_of
 
 STRATEGIES = [0, 1, 2, 3]
@@ -37,7 +38,9 @@ def kinds(model: MegatronFSDP) -> set[str]:
 # ---- gathering by hand -----------------------------------------------------------------------------------------------
 
 
-def gather_all(strategy: int) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_weights_are_gathered_ahead_of_a_forward(strategy: int) -> None:
     """Three units (root, two layers) fit at once, so all can be had whole; a forward then needs nothing more."""
     model = wrap(strategy)
     found: dict[str, Any] = {}
@@ -54,17 +57,13 @@ def gather_all(strategy: int) -> dict[str, Any]:
     model.start_param_sync(force_dispatch=True)
     model.synchronize_param_gather()
     found["waited for"] = largest_difference(raw_values(model), weights(model))
-    return found
+    assert found.pop("output") <= 1e-6
+    assert found == {"forced": 0.0, "gathered again": False, "waited for": 0.0}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_are_gathered_ahead_of_a_forward(strategy: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, gather_all, strategy):
-        assert found.pop("output") <= 1e-6
-        assert found == {"forced": 0.0, "gathered again": False, "waited for": 0.0}
-
-
-def gather_some(strategy: int) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_the_units_of_some_parameters_are_gathered_on_demand(strategy: int) -> None:
     model = wrap(strategy)
     sharded = dict(model.module.named_parameters())
     first = model.raw_param["layers.0.linear.weight"]
@@ -73,16 +72,12 @@ def gather_some(strategy: int) -> dict[str, Any]:
     model.all_gather_and_wait_parameters_ready([sharded["layers.1.linear.bias"]])
     second = {name: model.raw_param[f"layers.1.linear.{name}"].detach() for name in ("weight", "bias")}
     wanted = {name: plain_values()[f"layers.1.linear.{name}"] for name in ("weight", "bias")}
-    return {"by full": by_full, "by sharded": largest_difference(second, wanted), "tree": kinds(model)}
+    found = {"by full": by_full, "by sharded": largest_difference(second, wanted), "tree": kinds(model)}
+    assert found == {"by full": 0.0, "by sharded": 0.0, "tree": {"sharded"}}
 
 
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_the_units_of_some_parameters_are_gathered_on_demand(strategy: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, gather_some, strategy):
-        assert found == {"by full": 0.0, "by sharded": 0.0, "tree": {"sharded"}}
-
-
-def replace_parameters() -> dict[str, Any]:
+@on_ranks(2)
+def test_modules_can_be_given_either_kind_of_parameters_and_state_dicts_stay_sharded() -> None:
     model = wrap(3)
     sharded = [id(param) for param in model.parameters()]
     model._replace_param_with_raw_if_needed()
@@ -103,19 +98,15 @@ def replace_parameters() -> dict[str, Any]:
     handle.remove()
     found["in forward"] = seen
     found["after"] = kinds(model)
-    return found
+    assert (found["flag"], found["state dict"]) == (False, {"UnevenDTensor"})
+    assert (found["raw"], found["raw objects"]) == ({"full"}, True)
+    assert found["back"] == ({"sharded"}, True)
+    assert found["in forward"] == [("Tensor", False)]
+    assert (found["after"], found["flag back"]) == ({"sharded"}, True)
 
 
-def test_modules_can_be_given_either_kind_of_parameters_and_state_dicts_stay_sharded(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, replace_parameters):
-        assert (found["flag"], found["state dict"]) == (False, {"UnevenDTensor"})
-        assert (found["raw"], found["raw objects"]) == ({"full"}, True)
-        assert found["back"] == ({"sharded"}, True)
-        assert found["in forward"] == [("Tensor", False)]
-        assert (found["after"], found["flag back"]) == ({"sharded"}, True)
-
-
-def broadcast() -> dict[str, Any]:
+@on_ranks(2)
+def test_broadcast_gives_every_rank_the_weights_of_the_first() -> None:
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = wrap(0, dtype)
@@ -137,12 +128,7 @@ def broadcast() -> dict[str, Any]:
     before = weights(sharded)
     sharded.broadcast_params()
     found["sharded"] = largest_difference(weights(sharded), before)
-    return found
-
-
-def test_broadcast_gives_every_rank_the_weights_of_the_first(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, broadcast):
-        assert found == {"torch.float32": (False, True, 0.0), "torch.bfloat16": (False, True, 0.0), "sharded": 0.0}
+    assert found == {"torch.float32": (False, True, 0.0), "torch.bfloat16": (False, True, 0.0), "sharded": 0.0}
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -181,7 +167,11 @@ def test_state_dicts_hold_dtensors_under_the_module_prefix_and_plain_buffers(
             assert found["described"] == ({True}, {False})
 
 
-def load_round_trip(strategy: int, bf16: bool) -> dict[str, Any]:
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_loading_a_state_dict_changes_main_and_compute_weights(strategy: int, bf16: bool) -> None:
     """Weights of another training into a fresh model; both what the optimizer and what compute sees must follow."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     source, target = wrap(strategy, dtype), wrap(strategy, dtype)
@@ -191,25 +181,19 @@ def load_round_trip(strategy: int, bf16: bool) -> dict[str, Any]:
     inputs = torch.ones(2, 5, dtype=dtype)
     different = (target(inputs) - source(inputs)).abs().max().item()
     result = target.load_state_dict(saved)
-    return {
+    found = {
         "different": different > 0,
         "keys": (result.missing_keys, result.unexpected_keys),
         "weights": largest_difference(weights(target), weights(source)),
         "output": (target(inputs) - source(inputs)).abs().max().item(),
         "sharded": kinds(target),
     }
+    expected = {"different": True, "keys": ([], []), "weights": 0.0, "output": 0.0, "sharded": {"sharded"}}
+    assert found == expected
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_loading_a_state_dict_changes_main_and_compute_weights(strategy: int, bf16: bool, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, load_round_trip, strategy, bf16):
-        expected = {"different": True, "keys": ([], []), "weights": 0.0, "output": 0.0, "sharded": {"sharded"}}
-        assert found == expected
-
-
-def strict_loading() -> list[str]:
+@on_ranks(2)
+def test_strict_loading_names_missing_and_unexpected_keys() -> None:
     model = wrap(3)
     state = model.state_dict()
     del state["module.gain"]
@@ -220,14 +204,10 @@ def strict_loading() -> list[str]:
     except RuntimeError as error:
         found.append(str(error))
     result = model.load_state_dict(state, strict=False)
-    return [*found, *result.missing_keys, *result.unexpected_keys]
-
-
-def test_strict_loading_names_missing_and_unexpected_keys(run_ranks: RunRanks) -> None:
-    for message, missing, unexpected in run_ranks(2, strict_loading):
-        assert 'Missing key(s) in state_dict: "module.gain"' in message
-        assert 'Unexpected key(s) in state_dict: "module.other"' in message
-        assert (missing, unexpected) == ("module.gain", "module.other")
+    message, missing, unexpected = [*found, *result.missing_keys, *result.unexpected_keys]
+    assert 'Missing key(s) in state_dict: "module.gain"' in message
+    assert 'Unexpected key(s) in state_dict: "module.other"' in message
+    assert (missing, unexpected) == ("module.gain", "module.other")
 
 
 def load_by_assignment() -> tuple[str, float]:

@@ -25,6 +25,7 @@ from tests.automodel.test_expert_parallel import Sent
 from tests.automodel.training import reference
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import assert_equal_tensors
 
 SIZES = [(ranks, length) for ranks in (1, 2, 3, 4) for length in (24, 48)]
@@ -167,7 +168,9 @@ def logits_of(model: nn.Module, mesh: Any, load_balance: bool = True) -> Tensor:
 # ---- side by side ----------------------------------------------------------------------------------------------------
 
 
-def several_models() -> None:
+@pytest.mark.full
+@on_ranks(4)
+def test_models_on_different_meshes_work_side_by_side() -> None:
     """Models over all ranks, over pairs, and over none, in one process; the forwards take turns."""
     grid = mesh_of((2, 2), ("dp", "cp"))
     wanted = build("llama_gqa")(input_ids=batch_of()["input_ids"]).logits
@@ -184,11 +187,6 @@ def several_models() -> None:
         ]:
             torch.testing.assert_close(logits_of(model, mesh, load_balance), wanted, rtol=1e-4, atol=1e-5)
     assert "context_parallel" not in json.dumps(balanced.config.to_dict(), default=str)
-
-
-@pytest.mark.full
-def test_models_on_different_meshes_work_side_by_side(run_ranks: RunRanks) -> None:
-    run_ranks(4, several_models)
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------
@@ -272,7 +270,8 @@ def test_models_with_adapters_are_switched_too(run_ranks: RunRanks) -> None:
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
-def check_padding() -> None:
+@on_ranks(2)
+def test_padding_on_the_right_changes_no_gradient() -> None:
     """The loss over real tokens, and its gradients, do not see that padding is no longer masked."""
     mesh = mesh_of((2,), ("cp",))
     batch = batch_of()
@@ -289,10 +288,6 @@ def check_padding() -> None:
     for grad in gradients.values():
         dist.all_reduce(grad)
     assert_equal_tensors(gradients, {n: p.grad for n, p in whole.named_parameters()}, rtol=1e-4, atol=1e-5)
-
-
-def test_padding_on_the_right_changes_no_gradient(run_ranks: RunRanks) -> None:
-    run_ranks(2, check_padding)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -372,11 +367,8 @@ def test_models_whose_tokens_meet_elsewhere_are_refused(run_ranks: RunRanks) -> 
     assert {name: part for name, part in parts.items() if part not in told[name]} == {}
 
 
-def test_a_model_can_be_switched_on_the_meta_device(run_ranks: RunRanks) -> None:
-    run_ranks(2, check_meta)
-
-
-def check_meta() -> None:
+@on_ranks(2)
+def test_a_model_can_be_switched_on_the_meta_device() -> None:
     mesh = mesh_of((2,), ("cp",))
     source = build("llama")
     with torch.device("meta"):

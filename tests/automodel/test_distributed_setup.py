@@ -26,6 +26,7 @@ from tests.automodel.test_auto_model import save
 from tests.automodel.test_gradients import accumulate_like_the_whole_batch
 from tests.automodel.training import assert_trained_alike, managed, reference, strategy, train
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 
 def test_a_setup_is_what_a_section_says() -> None:
@@ -82,7 +83,8 @@ def test_setups_and_meshes_stand_in_place_of_sizes(run_ranks: RunRanks, tmp_path
     run_ranks(2, load_in_three_ways, save("llama", tmp_path))
 
 
-def describe_meshes() -> None:
+@on_ranks(4)
+def test_contexts_describe_meshes_that_exist() -> None:
     config = strategy("fsdp2")
     with groups_destroyed():
         built = MeshContext.build(config, ParallelismSizes(dp_replicate_size=2, ep_size=2))
@@ -101,11 +103,8 @@ def describe_meshes() -> None:
             )
 
 
-def test_contexts_describe_meshes_that_exist(run_ranks: RunRanks) -> None:
-    run_ranks(4, describe_meshes)
-
-
-def flags_of_ddp() -> None:
+@on_ranks(2)
+def test_flags_of_ddp_have_their_effect_and_train_as_one_process() -> None:
     with groups_destroyed():
         for fields in (
             {"find_unused_parameters": False},
@@ -122,14 +121,7 @@ def flags_of_ddp() -> None:
             assert_trained_alike(train(model), reference("llama"))
 
 
-def test_flags_of_ddp_have_their_effect_and_train_as_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(2, flags_of_ddp)
-
-
-def accumulate_with_a_static_graph() -> list[list[int]]:
-    return accumulate_like_the_whole_batch("ddp", 2, static_graph=True)
-
-
-def test_a_static_graph_accumulates_with_a_reduction_each_time(run_ranks: RunRanks) -> None:
-    for steps in run_ranks(2, accumulate_with_a_static_graph):
-        assert all(reductions > 0 for step in steps for reductions in step)
+@on_ranks(2)
+def test_a_static_graph_accumulates_with_a_reduction_each_time() -> None:
+    steps = accumulate_like_the_whole_batch("ddp", 2, static_graph=True)
+    assert all(reductions > 0 for step in steps for reductions in step)

@@ -23,7 +23,7 @@ from megatron_fsdp.automodel.forwards import (
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import FAMILIES, batch_of, build
 from tests.automodel.training import strategy
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
@@ -166,7 +166,8 @@ def test_patch_of_somebody_else_above_ours_is_left_alone() -> None:
         flash._is_packed_sequence = original
 
 
-def parallelize_with_and_without() -> None:
+@on_ranks(1)
+def test_flag_of_fsdp2_leaves_the_look_out() -> None:
     original: Any = flash._is_packed_sequence
     with groups_destroyed():
         for flag in (False, True):
@@ -178,7 +179,3 @@ def parallelize_with_and_without() -> None:
             del model
             gc.collect()
             assert flash._is_packed_sequence is original
-
-
-def test_flag_of_fsdp2_leaves_the_look_out(run_ranks: RunRanks) -> None:
-    run_ranks(1, parallelize_with_and_without)

@@ -19,6 +19,7 @@ from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build
 from tests.automodel.training import assert_trained_alike, managed, reference, strategy, train
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -105,7 +106,8 @@ def test_activation_checkpointing_runs_layers_again_and_keeps_less(run_ranks: Ru
         assert products < products_of_selective < products_of_full
 
 
-def reshard() -> None:
+@on_ranks(2)
+def test_layers_are_resharded_after_forward_as_told() -> None:
     with groups_destroyed():
         for flag, gathered_after in ((None, [3]), (True, []), (False, [0, 1, 2, 3])):
             model = parallel(strategy("fsdp2", reshard_after_forward=flag))
@@ -116,37 +118,11 @@ def reshard() -> None:
             assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
 
 
-def test_layers_are_resharded_after_forward_as_told(run_ranks: RunRanks) -> None:
-    run_ranks(2, reshard)
-
-
 def ahead(model: Any, direction: str) -> list[list[int]]:
     """For each layer, the layers that FSDP2 is told to gather before it runs."""
     layers = list(model.model.layers)
     states = [layer._get_fsdp_state() for layer in layers]
     return [[states.index(other) for other in getattr(state, f"_states_to_{direction}_prefetch")] for state in states]
-
-
-def prefetch() -> None:
-    none = [[], [], [], []]
-    cases: list[tuple[dict[str, Any], list[list[int]], list[list[int]]]] = [
-        ({}, none, none),
-        ({"enable_fsdp2_prefetch": True}, [[1], [2], [3], []], [[], [0], [1, 0], [2, 1]]),
-        (
-            {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 3, "fsdp2_backward_prefetch_depth": 1},
-            [[1, 2, 3], [2, 3], [3], []],
-            [[], [0], [1], [2]],
-        ),
-        ({"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": 0}, [[1], [2], [3], []], none),
-        ({"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 0}, none, [[], [0], [1, 0], [2, 1]]),
-    ]
-    with groups_destroyed():
-        for fields, forward, backward in cases:
-            model = parallel(strategy("fsdp2", **fields))
-            assert ahead(model, "forward") == forward, fields
-            assert ahead(model, "backward") == backward, fields
-            assert gathered_in_forward(model) == [[index, *forward[index]] for index in range(4)], fields
-            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
 
 
 def gathered_in_forward(model: Any) -> list[list[int]]:
@@ -169,8 +145,27 @@ def gathered(model: Any) -> list[int]:
     return [index for index, group in enumerate(groups) if group.is_unsharded or group._all_gather_result is not None]
 
 
-def test_prefetching_gathers_as_many_layers_ahead_as_asked_in_each_direction(run_ranks: RunRanks) -> None:
-    run_ranks(2, prefetch)
+@on_ranks(2)
+def test_prefetching_gathers_as_many_layers_ahead_as_asked_in_each_direction() -> None:
+    none = [[], [], [], []]
+    cases: list[tuple[dict[str, Any], list[list[int]], list[list[int]]]] = [
+        ({}, none, none),
+        ({"enable_fsdp2_prefetch": True}, [[1], [2], [3], []], [[], [0], [1, 0], [2, 1]]),
+        (
+            {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 3, "fsdp2_backward_prefetch_depth": 1},
+            [[1, 2, 3], [2, 3], [3], []],
+            [[], [0], [1], [2]],
+        ),
+        ({"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": 0}, [[1], [2], [3], []], none),
+        ({"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 0}, none, [[], [0], [1, 0], [2, 1]]),
+    ]
+    with groups_destroyed():
+        for fields, forward, backward in cases:
+            model = parallel(strategy("fsdp2", **fields))
+            assert ahead(model, "forward") == forward, fields
+            assert ahead(model, "backward") == backward, fields
+            assert gathered_in_forward(model) == [[index, *forward[index]] for index in range(4)], fields
+            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
 
 
 def dtypes(config: Any) -> dict[str, Any]:
@@ -252,7 +247,8 @@ def test_layers_hand_on_float32_only_where_autocast_lets_the_head_read_it(run_ra
     assert run_ranks(2, residual_stream, cast) == [({FP32}, FP32)] * 2
 
 
-def autocast_and_recompute() -> None:
+@on_ranks(2)
+def test_autocast_holds_during_recomputation_and_ends_with_forward() -> None:
     """Recomputation runs under the same autocast: otherwise saved and recomputed tensors differ in dtype."""
     gradients = []
     with groups_destroyed():
@@ -264,11 +260,12 @@ def autocast_and_recompute() -> None:
         torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=0)
 
 
-def test_autocast_holds_during_recomputation_and_ends_with_forward(run_ranks: RunRanks) -> None:
-    run_ranks(2, autocast_and_recompute)
+def fsdp_params(module: Any) -> list[Any]:
+    return list(module._get_fsdp_state()._fsdp_param_group.fsdp_params)
 
 
-def offload() -> None:
+@on_ranks(2)
+def test_offloading_keeps_shards_on_the_host_and_trains_the_same() -> None:
     with groups_destroyed():
         for policy in (None, CPUOffloadPolicy(pin_memory=False)):
             model = parallel(strategy("fsdp2", offload_policy=policy))
@@ -276,14 +273,6 @@ def offload() -> None:
             assert len(params) == len(list(model.parameters()))
             assert {param.offload_to_cpu for param in params} == {policy is not None}
             assert_trained_alike(train(model), reference("llama"))
-
-
-def fsdp_params(module: Any) -> list[Any]:
-    return list(module._get_fsdp_state()._fsdp_param_group.fsdp_params)
-
-
-def test_offloading_keeps_shards_on_the_host_and_trains_the_same(run_ranks: RunRanks) -> None:
-    run_ranks(2, offload)
 
 
 @contextmanager
@@ -301,7 +290,9 @@ def traced_only() -> Iterator[None]:
         torch._dynamo.utils.counters.clear()
 
 
-def compile_layers() -> list[int]:
+@pytest.mark.full
+@on_ranks(2)
+def test_compiled_layers_share_one_graph_and_train_the_same_under_the_same_names() -> None:
     graphs = []
     with groups_destroyed():
         for fields in ({}, {"activation_checkpointing": True}):
@@ -311,9 +302,4 @@ def compile_layers() -> list[int]:
                 assert names == [name for name, _ in build("llama").named_parameters()]
                 assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
                 graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return graphs
-
-
-@pytest.mark.full
-def test_compiled_layers_share_one_graph_and_train_the_same_under_the_same_names(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, compile_layers) == [[1, 1]] * 2
+    assert graphs == [1, 1]

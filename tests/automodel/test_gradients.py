@@ -48,6 +48,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
+from tests.support.on_ranks import on_ranks
 from tests.support.op_counts import ALL_REDUCE, GroupCounts, OpCounts
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
@@ -86,7 +87,9 @@ def weighted_loss(model: nn.Module, rows: Tensor) -> Tensor:
     return (model(rows).square().sum(-1) * rows[:, 0].abs()).sum()
 
 
-def check_uneven_tokens(per_token: bool) -> None:
+@pytest.mark.parametrize("per_token", [False, True])
+@on_ranks(2)
+def test_every_token_weighs_the_same_on_ranks_with_different_numbers(per_token: bool) -> None:
     """Ranks have 2 and 6 tokens; gradients are those of the mean over 8, scaled before backward or after."""
     mesh, inputs = all_ranks(), make_inputs()
     mine = inputs[:2] if dist.get_rank() == 0 else inputs[2:]
@@ -108,11 +111,6 @@ def check_uneven_tokens(per_token: bool) -> None:
             found = scale_grads_and_clip_grad_norm([model], MAX_NORM, num_label_tokens=SAMPLES, **rescale)
         torch.testing.assert_close(found, norm, rtol=1e-5, atol=0.0)
         assert_equal_tensors(gradients_of(model), clipped, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_every_token_weighs_the_same_on_ranks_with_different_numbers(run_ranks: RunRanks, per_token: bool) -> None:
-    run_ranks(2, check_uneven_tokens, per_token)
 
 
 def test_factors_without_effect_or_meaning_are_refused() -> None:
@@ -213,7 +211,8 @@ def test_config_says_whether_fsdp2_defers_and_the_argument_overrules_it(run_rank
         assert found == [[0, units], [units, units], [units, units], [0, units]]
 
 
-def fail_inside() -> None:
+@on_ranks(2)
+def test_exception_inside_leaves_the_model_reducing_again() -> None:
     with groups_destroyed():
         for name in STRATEGIES:
             model = managed(strategy(name), build("llama"))
@@ -223,10 +222,6 @@ def fail_inside() -> None:
             with OpCounts(2) as counts:
                 model(input_ids=batch["input_ids"], use_cache=False).logits.sum().backward()
             assert counts.collectives.reductions > 0, name
-
-
-def test_exception_inside_leaves_the_model_reducing_again(run_ranks: RunRanks) -> None:
-    run_ranks(2, fail_inside)
 
 
 def test_model_that_no_strategy_made_parallel_is_refused() -> None:
@@ -281,7 +276,8 @@ def plain(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return copies
 
 
-def check_many_meshes() -> None:
+@on_ranks(4)
+def test_tensors_on_several_meshes_are_measured_as_one_vector() -> None:
     for norm_type in NORM_TYPES:
         for foreach in (None, False):
             params = params_on_many_meshes()
@@ -298,10 +294,6 @@ def check_many_meshes() -> None:
                     torch.testing.assert_close(whole(param.grad), copy.grad, rtol=1e-5, atol=1e-8)
 
 
-def test_tensors_on_several_meshes_are_measured_as_one_vector(run_ranks: RunRanks) -> None:
-    run_ranks(4, check_many_meshes)
-
-
 # ---- pipelines -------------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +302,9 @@ def loss_by_layers(layers: Iterable[nn.Module], inputs: Tensor) -> Tensor:
     return torch.stack([layer(inputs).square().mean() for layer in layers]).sum()
 
 
-def check_pipeline(use_engine: bool) -> None:
+@pytest.mark.parametrize("use_engine", [False, True])
+@on_ranks(4)
+def test_pipeline_ranks_clip_by_the_norm_of_all_stages(use_engine: bool) -> None:
     """Each pipeline rank has two of the layers, as parts of their own, sharded over two ranks."""
     mesh = two_by_two("pp", "dp")
     own = range(mesh["pp"].get_local_rank(), 4, 2)
@@ -328,11 +322,6 @@ def check_pipeline(use_engine: bool) -> None:
         torch.testing.assert_close(norm, want, rtol=1e-5, atol=1e-7)
         for index, part in zip(own, parts, strict=True):
             assert_equal_tensors(gradients_of(part), gradients_of(reference[index]), rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("use_engine", [False, True])
-def test_pipeline_ranks_clip_by_the_norm_of_all_stages(run_ranks: RunRanks, use_engine: bool) -> None:
-    run_ranks(4, check_pipeline, use_engine)
 
 
 # ---- what cannot be clipped ------------------------------------------------------------------------------------------
@@ -358,16 +347,14 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank(run_ranks: RunRanks) -> 
     assert all("is nan" in text for text in first)
 
 
-def part_of_a_model() -> str:
+@on_ranks(2)
+def test_a_part_of_an_engines_parameters_is_refused() -> None:
     model = engine()
     loss_of(model, make_inputs()).backward()
     with pytest.raises(ConfigurationError) as raised:
         clip_grad_norm_(list(model.parameters())[:2], 1.0)
-    return str(raised.value)
-
-
-def test_a_part_of_an_engines_parameters_is_refused(run_ranks: RunRanks) -> None:
-    assert all("give the model or all of model.parameters()" in text for text in run_ranks(2, part_of_a_model))
+    text = str(raised.value)
+    assert "give the model or all of model.parameters()" in text
 
 
 def test_arguments_that_mean_nothing_are_refused() -> None:

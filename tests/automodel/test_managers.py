@@ -23,6 +23,7 @@ from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import batch_of, build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
 MANAGERS: dict[Any, Any] = {FSDP2Config: FSDP2Manager, MegatronFSDPConfig: MegatronFSDPManager, DDPConfig: DDPManager}
@@ -86,7 +87,8 @@ class OddLayers(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
 
 
-def hand_over_models_without_layers() -> None:
+@on_ranks(1)
+def test_model_without_layers_is_refused() -> None:
     with groups_destroyed():
         mesh, _ = create_device_mesh(FSDP2)
         megatron_mesh, _ = create_device_mesh(MEGATRON)
@@ -104,11 +106,8 @@ def hand_over_models_without_layers() -> None:
         assert message.startswith("activation_checkpointing=True, but layers.0 (Sequential) has no module called mlp")
 
 
-def test_model_without_layers_is_refused(run_ranks: RunRanks) -> None:
-    run_ranks(1, hand_over_models_without_layers)
-
-
-def parallelize_twice() -> None:
+@on_ranks(1)
+def test_model_that_is_parallel_already_is_refused() -> None:
     with groups_destroyed():
         mesh, _ = create_device_mesh(FSDP2)
         megatron_mesh, _ = create_device_mesh(MEGATRON)
@@ -121,11 +120,8 @@ def parallelize_twice() -> None:
             assert "parallel already" in refusal(lambda: second.parallelize(model))  # noqa: B023
 
 
-def test_model_that_is_parallel_already_is_refused(run_ranks: RunRanks) -> None:
-    run_ranks(1, parallelize_twice)
-
-
-def idle_options() -> None:
+@on_ranks(1)
+def test_options_of_tensor_parallelism_without_it_warn_at_the_caller() -> None:
     with groups_destroyed():
         for config, message in (
             (FSDP2Config(backend="gloo", sequence_parallel=True), "sequence_parallel of FSDP2Config: no effect"),
@@ -140,10 +136,6 @@ def idle_options() -> None:
             with pytest.warns(UserWarning, match=message) as caught:
                 MANAGERS[type(config)](config, mesh).parallelize(build("llama"))
             assert [each.filename for each in caught] == [__file__]
-
-
-def test_options_of_tensor_parallelism_without_it_warn_at_the_caller(run_ranks: RunRanks) -> None:
-    run_ranks(1, idle_options)
 
 
 def test_prefetching_with_both_depths_zero_warns() -> None:
@@ -187,7 +179,8 @@ def test_replicas_train_as_one_process_and_recompute_when_asked(run_ranks: RunRa
         run_ranks(2, train_replicas, kind)
 
 
-def start_differently() -> None:
+@on_ranks(2)
+def test_replicas_start_with_the_first_ranks_weights() -> None:
     with groups_destroyed():
         mesh = dist.init_device_mesh("cpu", (2,))
         model = DDPManager(DDPConfig(backend="gloo"), mesh).parallelize(build("llama", seed=dist.get_rank()))
@@ -196,16 +189,9 @@ def start_differently() -> None:
             assert torch.equal(param, expected[name])
 
 
-def test_replicas_start_with_the_first_ranks_weights(run_ranks: RunRanks) -> None:
-    run_ranks(2, start_differently)
-
-
-def one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_keeps_dtype_and_device() -> None:
     with groups_destroyed():
         model = DDPManager(DDPConfig(backend="gloo")).parallelize(build("llama"))
         assert {param.dtype for param in model.parameters()} == {torch.float32}
         assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
-
-
-def test_one_rank_keeps_dtype_and_device(run_ranks: RunRanks) -> None:
-    run_ranks(1, one_rank)

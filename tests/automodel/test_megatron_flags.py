@@ -28,6 +28,7 @@ from tests.automodel.training import (
     train,
 )
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of, options_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -61,7 +62,8 @@ def backward(model: Any, *, sums: bool = False) -> None:
     (token_loss_sum(logits, labels) * factor / label_count(batch["labels"])).backward()
 
 
-def every_strategy() -> None:
+@on_ranks(2)
+def test_each_sharding_strategy_trains_as_one_process() -> None:
     local: list[int] = []
     with groups_destroyed():
         for number in range(4):
@@ -74,10 +76,6 @@ def every_strategy() -> None:
     assert all(abs(held - total / 2) < total / 10 for held in local[1:])
 
 
-def test_each_sharding_strategy_trains_as_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(2, every_strategy)
-
-
 SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
     ({"overlap_grad_reduce": False, "zero_dp_strategy": 1}, "overlap_grad_reduce", False),
     ({"overlap_param_gather": False, "zero_dp_strategy": 1}, "overlap_param_gather", False),
@@ -88,7 +86,8 @@ SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
 """fields -> which switch of the engine has which value; all others are as without the fields."""
 
 
-def train_with_switches() -> None:
+@on_ranks(2)
+def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
     with groups_destroyed():
         expected = reference("llama", steps=2)
         plain = options_of(parallel(zero_dp_strategy=1))
@@ -107,11 +106,8 @@ def train_with_switches() -> None:
         assert_trained_alike(train(whole_root, steps=2), expected)
 
 
-def test_switches_reach_the_engine_and_leave_gradients_right(run_ranks: RunRanks) -> None:
-    run_ranks(2, train_with_switches)
-
-
-def choose_units() -> None:
+@on_ranks(2)
+def test_units_are_those_asked_for_by_path_and_unknown_ones_are_refused() -> None:
     with groups_destroyed():
         assert units_of(parallel()) == {"LlamaDecoderLayer", "Embedding", "Linear"}
         path = "transformers.models.llama.modeling_llama"
@@ -131,12 +127,8 @@ def choose_units() -> None:
                 parallel(megatron_fsdp_unit_modules=units)
 
 
-def test_units_are_those_asked_for_by_path_and_unknown_ones_are_refused(run_ranks: RunRanks) -> None:
-    run_ranks(2, choose_units)
-
-
-def dtypes_of_a_bfloat16_model() -> list[tuple[torch.dtype, ...]]:
-    """(what the optimizer updates, its gradients, what is communicated, what is computed) by flags."""
+@on_ranks(2)
+def test_float32_flags_change_main_weights_and_reduction_of_a_bfloat16_model() -> None:
     found = []
     with groups_destroyed():
         for fields in (
@@ -153,17 +145,12 @@ def dtypes_of_a_bfloat16_model() -> list[tuple[torch.dtype, ...]]:
             logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
             logits.float().sum().backward()
             found.append((param.dtype, precision.main_grads, precision.grad_comm, logits.dtype))
-    return found
-
-
-def test_float32_flags_change_main_weights_and_reduction_of_a_bfloat16_model(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, dtypes_of_a_bfloat16_model):
-        assert found == [
-            (BF16, BF16, BF16, BF16),
-            (FP32, BF16, BF16, BF16),
-            (BF16, FP32, FP32, BF16),
-            (FP32, FP32, FP32, BF16),
-        ]
+    assert found == [
+        (BF16, BF16, BF16, BF16),
+        (FP32, BF16, BF16, BF16),
+        (BF16, FP32, FP32, BF16),
+        (FP32, FP32, FP32, BF16),
+    ]
 
 
 def spoil(_module: nn.Module, _args: Any, output: Tensor) -> None:
@@ -237,7 +224,8 @@ def test_flags_without_support_are_refused_by_name(run_ranks: RunRanks) -> None:
     assert all("\n" not in message for message in first)
 
 
-def recompute() -> None:
+@on_ranks(2)
+def test_activation_checkpointing_recomputes_mlps_or_whole_layers() -> None:
     with groups_destroyed():
         for flag in (False, True, "full", "selective"):
             for kind in ("llama", "qwen2_moe"):
@@ -254,11 +242,9 @@ def recompute() -> None:
                 assert_close(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6, "gradients")
 
 
-def test_activation_checkpointing_recomputes_mlps_or_whole_layers(run_ranks: RunRanks) -> None:
-    run_ranks(2, recompute)
-
-
-def take_an_optimizer_along() -> None:
+@pytest.mark.full
+@on_ranks(2)
+def test_optimizer_that_is_passed_along_is_sharded_with_the_model() -> None:
     with groups_destroyed():
         model = build("llama")
         given = optimizer_of(model)
@@ -268,11 +254,6 @@ def take_an_optimizer_along() -> None:
         other = torch.optim.AdamW(build("llama").parameters())
         with pytest.raises(ConfigurationError, match=r"optimizer"):
             manager_of().parallelize(build("llama"), other)
-
-
-@pytest.mark.full
-def test_optimizer_that_is_passed_along_is_sharded_with_the_model(run_ranks: RunRanks) -> None:
-    run_ranks(2, take_an_optimizer_along)
 
 
 def one_rank() -> tuple[torch.dtype, ...]:

@@ -30,6 +30,7 @@ from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
@@ -147,7 +148,8 @@ def test_ranks_of_one_data_part_read_the_same(run_ranks: RunRanks) -> None:
     assert [found[0]["data_rank"] for found in run_ranks(4, describe_meshes, DDP, [{}])] == [0, 1, 2, 3]
 
 
-def axes_to_average_over() -> list[Any]:
+@on_ranks(2)
+def test_context_parallel_ranks_are_among_those_that_gradients_are_averaged_over() -> None:
     found: list[Any] = []
     for config in (MEGATRON, FSDP2):
         for sizes in ({}, {"cp_size": 2}):
@@ -157,12 +159,7 @@ def axes_to_average_over() -> list[Any]:
                 assert mesh is not None
                 axis = get_megatron_dp_axis(mesh) if config is MEGATRON else None
                 found.append((axis, ranks_of(context.gradient_axis())))
-    return found
-
-
-def test_context_parallel_ranks_are_among_those_that_gradients_are_averaged_over(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, axes_to_average_over):
-        assert found == [("dp", [0, 1]), ("dp_cp", [0, 1]), (None, [0, 1]), (None, [0, 1])]
+    assert found == [("dp", [0, 1]), ("dp_cp", [0, 1]), (None, [0, 1]), (None, [0, 1])]
 
 
 def test_mesh_of_one_rank_has_all_axes_too(run_ranks: RunRanks) -> None:
@@ -199,7 +196,8 @@ def test_sizes_that_leave_ranks_out_or_do_not_fit_are_refused_alike_on_all_ranks
     assert first[0].startswith("dp_size x tp_size x pp_size x cp_size = 1 x 1 x 1 x 1 = 1, but world_size is 2")
 
 
-def look_up_axes() -> None:
+@on_ranks(2)
+def test_axes_are_looked_up_by_name() -> None:
     with groups_destroyed():
         mesh, experts = create_device_mesh(FSDP2, world_size=2)
         assert mesh is not None
@@ -220,10 +218,6 @@ def look_up_axes() -> None:
             context.gradient_axis()
 
 
-def test_axes_are_looked_up_by_name(run_ranks: RunRanks) -> None:
-    run_ranks(2, look_up_axes)
-
-
 def over_copies_and_context() -> DeviceMesh:
     """Two copies of two context-parallel ranks need at least eight ranks by `resolve_sizes`, so by hand with four."""
     mesh = dist.init_device_mesh("cpu", (1, 2, 1, 2, 1), mesh_dim_names=FSDP2_AXES)
@@ -240,7 +234,8 @@ SHARDED_OVER: list[tuple[dict[str, int] | None, tuple[str, ...], list[Any]]] = [
 """Sizes on four ranks (None: `over_copies_and_context`), and what `get_fsdp_dp_mesh` gives."""
 
 
-def train_sharded_over() -> None:
+@on_ranks(4)
+def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does() -> None:
     truth = reference("llama", steps=1)
     for sizes, names, ranks in SHARDED_OVER:
         with groups_destroyed():
@@ -253,11 +248,9 @@ def train_sharded_over() -> None:
             assert_trained_alike(train(model, steps=1), truth)
 
 
-def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does(run_ranks: RunRanks) -> None:
-    run_ranks(4, train_sharded_over)
-
-
-def fall_back_to_cpus() -> None:
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@on_ranks(1)
+def test_nccl_without_accelerator_warns_and_falls_back() -> None:
     with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator.*backend='gloo'") as caught:
         assert set_up_ranks("nccl") == torch.device("cpu")
     assert caught[0].filename == __file__
@@ -271,11 +264,6 @@ def fall_back_to_cpus() -> None:
         assert mesh.device_type == "cpu"
     with pytest.warns(UserWarning, match=r"no accelerator"):
         assert DDPManager(DDPConfig()).device == torch.device("cpu")
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_nccl_without_accelerator_warns_and_falls_back(run_ranks: RunRanks) -> None:
-    run_ranks(1, fall_back_to_cpus)
 
 
 ALONE = """

@@ -20,6 +20,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.seams import local_of
 
@@ -164,30 +165,6 @@ def same(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]]) -> bool:
     )
 
 
-def copied_tensors_answer() -> list[str]:
-    """Names of the tensors whose copies answer otherwise than they did themselves."""
-    case = MODEL_CASES["odd_shapes"]
-    wrong = []
-    for options in ({}, {"preproc_state_dict_for_dcp_ckpt": False}):
-        with fixed_seed(0):
-            model = case.build()
-        wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
-        state = wrapped.state_dict()
-        assert any(isinstance(tensor, UnevenDTensor) for tensor in state.values())
-        wrong += differing(state)
-    mesh = init_device_mesh("cpu", (2,))
-    rank = dist.get_rank()
-    local = torch.arange(3.0 + rank)
-    uneven = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((7,)), stride=(1,))
-    stock = {
-        "described": describe_chunks(uneven, [Box((3 * rank,), (3 + rank,))]),
-        "even": DTensor.from_local(torch.randn(2, 3), mesh, [Shard(0)]),
-        "transposed": DTensor.from_local(torch.randn(2, 3).t(), mesh, [Shard(1)]),
-        "replicated": DTensor.from_local(torch.ones(4), mesh, [Replicate()]),
-    }
-    return wrong + differing(stock)
-
-
 def differing(state: dict[str, Any]) -> list[str]:
     before = {key: chunks_and_elements(tensor) for key, tensor in state.items()}
     buffers = StagingBuffers()
@@ -208,21 +185,38 @@ def differing(state: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def test_copies_of_sharded_tensors_answer_torchs_questions_alike(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, copied_tensors_answer) == [[], []]
+@on_ranks(2)
+def test_copies_of_sharded_tensors_answer_torchs_questions_alike() -> None:
+    case = MODEL_CASES["odd_shapes"]
+    wrong = []
+    for options in ({}, {"preproc_state_dict_for_dcp_ckpt": False}):
+        with fixed_seed(0):
+            model = case.build()
+        wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        state = wrapped.state_dict()
+        assert any(isinstance(tensor, UnevenDTensor) for tensor in state.values())
+        wrong += differing(state)
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+    local = torch.arange(3.0 + rank)
+    uneven = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((7,)), stride=(1,))
+    stock = {
+        "described": describe_chunks(uneven, [Box((3 * rank,), (3 + rank,))]),
+        "even": DTensor.from_local(torch.randn(2, 3), mesh, [Shard(0)]),
+        "transposed": DTensor.from_local(torch.randn(2, 3).t(), mesh, [Shard(1)]),
+        "replicated": DTensor.from_local(torch.ones(4), mesh, [Replicate()]),
+    }
+    assert wrong + differing(stock) == []
 
 
-def copy_of_foreign_description() -> str:
+@on_ranks(2)
+def test_chunk_functions_that_would_hand_out_live_elements_are_refused() -> None:
     tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
     local_of(tensor).__get_tensor_shard__ = lambda _index: local_of(tensor)  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError) as raised:
         StagingBuffers().copy({"a": tensor})
-    return str(raised.value)
-
-
-def test_chunk_functions_that_would_hand_out_live_elements_are_refused(run_ranks: RunRanks) -> None:
-    for said in run_ranks(2, copy_of_foreign_description):
-        assert "chunk functions of another library" in said
+    said = str(raised.value)
+    assert "chunk functions of another library" in said
 
 
 def copy_from_device() -> tuple[bool, bool, bool]:

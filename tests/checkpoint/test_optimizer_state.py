@@ -16,6 +16,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import assert_same_contents, contents
+from tests.support.on_ranks import on_ranks
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -185,18 +186,15 @@ def test_blank_state_that_is_loaded_trains_as_none(run_ranks: RunRanks, tmp_path
             assert same, name
 
 
-def blank_of_sgd() -> tuple[list[int], bool]:
+@on_ranks(2)
+def test_blank_momentum_is_told_from_one_of_zeros() -> None:
     """Without momentum there is no state, and blank momentum is no gradient of zero that was seen."""
     _model, optimizer = wrap("SGD dampening", 3, 0)
     blank = optimizer.state_dict()["state"][0]["momentum_buffer"]
     torch.manual_seed(0)
     plain = Net()
     _plain, without = fully_shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), zero_dp_strategy=3)
-    return list(without.state_dict()["state"]), bool(torch.signbit(blank.to_local()).all())
-
-
-def test_blank_momentum_is_told_from_one_of_zeros(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, blank_of_sgd) == [([], True)] * 2
+    assert (list(without.state_dict()["state"]), bool(torch.signbit(blank.to_local()).all())) == ([], True)
 
 
 # ---- a rank without state --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpo
 from megatron_fsdp.checkpoint.checksum import BLOCK
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes
+from tests.support.on_ranks import on_ranks
 
 SAVE_COLLECTIVES, LOAD_COLLECTIVES = 16, 5
 SAVE_FILES_OF_RANK, SAVE_FILES_OF_FIRST = 1, 4  # data; manifest, metadata and the pointer
@@ -74,7 +75,9 @@ def test_collectives_and_files_do_not_depend_on_the_number_of_tensors(run_ranks:
         assert 0 < overhead < 2 * tensors * 4096 + 65536  # an archive and its description for each rank's part
 
 
-def memory_of(root: str) -> tuple[dict[str, int], int, int]:
+@on_ranks(2)
+def test_memory_is_bounded_as_documented(tmp_path: Path) -> None:
+    root = str(tmp_path)
     model, optimizer = job(6, LARGE)
     found = {}
     with LiveBytes() as seen:
@@ -95,19 +98,14 @@ def memory_of(root: str) -> tuple[dict[str, int], int, int]:
         load_checkpoint(model, optimizer, root)
     found["load fresh"] = seen.peak_bytes
     largest = max(param.to_local().nbytes for param in model.parameters())
-    return found, whole, largest
-
-
-def test_memory_is_bounded_as_documented(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for found, whole, largest in run_ranks(2, memory_of, str(tmp_path)):
-        rng_bytes = 2 * 8192
-        assert found["save"] <= 2 * BLOCK_BYTES + rng_bytes < whole
-        chunk = LARGE * LARGE * 4
-        assert largest <= chunk
-        assert found["load"] <= 2 * chunk + rng_bytes < whole
-        assert whole * 2 // 3 <= found["load fresh"] <= whole * 2 // 3 + 2 * chunk + rng_bytes
-        assert whole <= found["staged"] <= whole + 6 * 16 + rng_bytes
-        assert found["staged"] <= found["reserved"] <= whole + 64 * 100 + rng_bytes
+    rng_bytes = 2 * 8192
+    assert found["save"] <= 2 * BLOCK_BYTES + rng_bytes < whole
+    chunk = LARGE * LARGE * 4
+    assert largest <= chunk
+    assert found["load"] <= 2 * chunk + rng_bytes < whole
+    assert whole * 2 // 3 <= found["load fresh"] <= whole * 2 // 3 + 2 * chunk + rng_bytes
+    assert whole <= found["staged"] <= whole + 6 * 16 + rng_bytes
+    assert found["staged"] <= found["reserved"] <= whole + 64 * 100 + rng_bytes
 
 
 # ---- plain calls of torch --------------------------------------------------------------------------------------------
@@ -175,7 +173,10 @@ class Hollow(nn.Module):
         return x * self.some.sum() + self.none.sum()
 
 
-def hollow(strategy: int, folder: str) -> list[bool]:
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_tensors_without_elements_are_saved_and_loaded(tmp_path: Path, strategy: int) -> None:
+    folder = str(tmp_path / "saved")
     model = Hollow()
     wrapped, optimizer = fully_shard(model, torch.optim.Adam(model.parameters()), zero_dp_strategy=strategy)
     wrapped(torch.ones(2)).sum().backward()
@@ -189,10 +190,5 @@ def hollow(strategy: int, folder: str) -> list[bool]:
     dcp.load(state, checkpoint_id=folder)
     wrapped.load_state_dict(state["model"])
     after = wrapped.full_parameters()
-    return [torch.equal(before[name], after[name]) for name in before]
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_tensors_without_elements_are_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path, strategy: int) -> None:
-    for same in run_ranks(2, hollow, strategy, str(tmp_path / "saved")):
-        assert same == [True, True]
+    same = [torch.equal(before[name], after[name]) for name in before]
+    assert same == [True, True]

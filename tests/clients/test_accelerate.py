@@ -16,6 +16,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
 accelerate = pytest.importorskip("accelerate")
@@ -113,13 +114,10 @@ def test_its_loop_trains_as_one_process_and_goes_on_with_other_ranks(
     run_ranks(1, loop, str(tmp_path), strategy, 2, 3)
 
 
-def ask_for_mixed_precision() -> None:
+@on_ranks(2)
+def test_its_mixed_precision_is_refused() -> None:
     with started():
         plain = build()
         model, _ = fully_shard(plain, torch.optim.AdamW(plain.parameters()))
         with pytest.raises(ConfigurationError, match=r"Accelerator\(mixed_precision='bf16'\) has no effect"):
             accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
-
-
-def test_its_mixed_precision_is_refused(run_ranks: RunRanks) -> None:
-    run_ranks(2, ask_for_mixed_precision)

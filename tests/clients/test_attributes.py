@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
-from tests.conftest import RunRanks
 from tests.ordinary.test_hugging_face import UNITS, build_llama
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
 pytest.importorskip("transformers")
@@ -24,7 +24,8 @@ def _models(strategy: int = 3) -> tuple[Any, Any]:
         ).eval()
 
 
-def read_and_set() -> None:
+@on_ranks(1)
+def test_attributes_are_those_of_the_model_inside() -> None:
     plain, model = _models()
     assert model.config.to_dict() == plain.config.to_dict()
     assert (model.device, model.dtype, model.num_parameters()) == (plain.device, plain.dtype, plain.num_parameters())
@@ -58,10 +59,6 @@ def read_and_set() -> None:
     assert model.module.lm_head is model.lm_head
 
 
-def test_attributes_are_those_of_the_model_inside(run_ranks: RunRanks) -> None:
-    run_ranks(1, read_and_set)
-
-
 class NamedAsTheWrapper(nn.Module):
     """Has attributes of its own by names that the wrapper has."""
 
@@ -74,7 +71,8 @@ class NamedAsTheWrapper(nn.Module):
         return self.up(x)
 
 
-def keep_names_apart() -> None:
+@on_ranks(1)
+def test_the_wrapper_keeps_its_own_names() -> None:
     model: Any = fully_shard_model(NamedAsTheWrapper())
     own = {name: getattr(model.module, name) for name in ("device", "ddp_config", "fsdp_unit_modules", "dist_index")}
     assert set(own.values()) == {"own"}
@@ -84,11 +82,9 @@ def keep_names_apart() -> None:
     assert model.module.fsdp_unit_modules == "own"
 
 
-def test_the_wrapper_keeps_its_own_names(run_ranks: RunRanks) -> None:
-    run_ranks(1, keep_names_apart)
-
-
-def generate_as_one_process(strategy: int) -> None:
+@pytest.mark.parametrize("strategy", [3, 1])
+@on_ranks(2)
+def test_generate_gives_what_one_process_gives_on_every_rank(strategy: int) -> None:
     """Each rank has a prompt of its own, and rank 1 is done earlier: transformers lets it go on until all are."""
     plain, model = _models(strategy)
     prompt = torch.randint(2, 40, (2, 4), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -98,8 +94,3 @@ def generate_as_one_process(strategy: int) -> None:
         found, wanted = model.generate(prompt, **settings), plain.generate(prompt, **settings)
         assert found.shape == (2, 4 + count)
         assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("strategy", [3, 1])
-def test_generate_gives_what_one_process_gives_on_every_rank(run_ranks: RunRanks, strategy: int) -> None:
-    run_ranks(2, generate_as_one_process, strategy)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import megatron_fsdp
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.fully_shard import fully_shard_optimizer
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
 TOLERANCE = 2e-6
@@ -128,28 +128,6 @@ def arguments(strategy: int) -> dict[str, Any]:
     }
 
 
-def as_automodel(strategy: int, with_optimizer: bool) -> dict[str, Any]:
-    logging.getLogger("megatron_fsdp").setLevel(logging.WARNING)
-    model, optimizer = _prepare(strategy, with_optimizer)
-    names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
-    result: dict[str, Any] = {
-        "is wrapper": isinstance(model, MegatronFSDP),
-        "names": names,
-        "proxies": hasattr(model, "_no_split_modules"),
-    }
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, tokens(step).chunk(dist.get_world_size())[dist.get_rank()]).backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        result["grads"] = (len(grads), all(isinstance(grad, DTensor) for grad in grads))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    full, expected = model.full_parameters(), reference(3)
-    result["missing"] = sorted(expected.keys() ^ full.keys())
-    result["difference"] = max((full[name] - expected[name]).abs().max().item() for name in expected)
-    return result
-
-
 def _prepare(strategy: int, with_optimizer: bool) -> tuple[Any, torch.optim.Optimizer]:
     """Shard, then the client's own bookkeeping on parameters, then the optimizer."""
     model: Any = build()
@@ -174,37 +152,51 @@ def _prepare(strategy: int, with_optimizer: bool) -> tuple[Any, torch.optim.Opti
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("with_optimizer", [True, False], ids=["both_at_once", "optimizer_later"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_it_trains_as_one_process(strategy: int, with_optimizer: bool, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, as_automodel, strategy, with_optimizer):
-        assert found.pop("difference") <= TOLERANCE
-        assert found == {
-            "is wrapper": True,
-            "names": [
-                "embed_tokens.weight",
-                "layers.0.up.weight",
-                "layers.0.down.weight",
-                "layers.1.up.weight",
-                "layers.1.down.weight",
-                "lm_head.weight",
-                "unused.weight",
-                "unused.bias",
-            ],
-            "proxies": True,
-            "grads": (5, True),
-            "missing": [],
-        }
+@on_ranks(2)
+def test_it_trains_as_one_process(strategy: int, with_optimizer: bool) -> None:
+    logging.getLogger("megatron_fsdp").setLevel(logging.WARNING)
+    model, optimizer = _prepare(strategy, with_optimizer)
+    names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
+    result: dict[str, Any] = {
+        "is wrapper": isinstance(model, MegatronFSDP),
+        "names": names,
+        "proxies": hasattr(model, "_no_split_modules"),
+    }
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, tokens(step).chunk(dist.get_world_size())[dist.get_rank()]).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        result["grads"] = (len(grads), all(isinstance(grad, DTensor) for grad in grads))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    full, expected = model.full_parameters(), reference(3)
+    result["missing"] = sorted(expected.keys() ^ full.keys())
+    result["difference"] = max((full[name] - expected[name]).abs().max().item() for name in expected)
+    assert result.pop("difference") <= TOLERANCE
+    assert result == {
+        "is wrapper": True,
+        "names": [
+            "embed_tokens.weight",
+            "layers.0.up.weight",
+            "layers.0.down.weight",
+            "layers.1.up.weight",
+            "layers.1.down.weight",
+            "lm_head.weight",
+            "unused.weight",
+            "unused.bias",
+        ],
+        "proxies": True,
+        "grads": (5, True),
+        "missing": [],
+    }
 
 
-def as_an_older_automodel() -> tuple[bool, torch.dtype | None]:
-    """The version before passed other keywords; they must be accepted by both functions."""
+@on_ranks(2)
+def test_the_keywords_of_its_older_version_are_accepted() -> None:
     given = arguments(3)
     del given["mixed_precision_policy"], given["report_nan_in_param_grad"]
     given.update(grad_reduce_in_fp32=False, preserve_fp32_weights=False, check_for_nan_in_grad=True)
     with pytest.warns(FutureWarning) as caught:
         model = fully_shard_model(module=build(), **given)
     assert len(caught) == 1
-    return model.report_nan_in_param_grad, model.mp_policy.main_params_dtype
-
-
-def test_the_keywords_of_its_older_version_are_accepted(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, as_an_older_automodel) == [(True, None), (True, None)]
+    assert (model.report_nan_in_param_grad, model.mp_policy.main_params_dtype) == (True, None)

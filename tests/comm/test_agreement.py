@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import SMALL_BYTES, gather_objects
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 _OVERHEAD = 8  # bytes of the length, in front of each object
 
@@ -53,12 +54,9 @@ def test_objects_of_all_sizes_arrive(run_ranks: RunRanks, sizes: Callable[[], li
         assert calls == collectives
 
 
-def kinds() -> list[object]:
+@on_ranks(3)
+def test_ranks_may_send_objects_of_different_kinds() -> None:
     assert dist.group.WORLD is not None
     values = [None, ("text", b"bytes"), {"key": [1, 2]}]
-    return gather_objects(values[dist.get_rank()])
-
-
-def test_ranks_may_send_objects_of_different_kinds(run_ranks: RunRanks) -> None:
-    for found in run_ranks(3, kinds):
-        assert found == [None, ("text", b"bytes"), {"key": [1, 2]}]
+    found = gather_objects(values[dist.get_rank()])
+    assert found == [None, ("text", b"bytes"), {"key": [1, 2]}]

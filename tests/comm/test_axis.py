@@ -12,6 +12,7 @@ from megatron_fsdp.engine.buffer import FlatBuffer
 from megatron_fsdp.sharding.layout import plan_layout
 from megatron_fsdp.sharding.placement import Placement, held_region
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 RANKS = [1, 2, 3, 4]
 SHARD = 5  # elements per rank
@@ -98,7 +99,10 @@ def test_native_reduce_scatter_counts_as_the_exchange_does_and_all_reduce_twice(
         assert reduced == Traffic(reductions=is_sent, reduce_bytes=2 * sent)
 
 
-def _gather_buffer(placement: Placement) -> tuple[list[float], int, bool]:
+@pytest.mark.parametrize("placement", [Placement.SHARD, Placement.REPLICATE])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@on_ranks()
+def test_gathering_a_buffer_brings_every_part_up_to_date(placement: Placement) -> None:
     axis = world_axis()
     layout = plan_layout([(6, 2), (3,)], axis.num_ranks)
     shard = held_region(layout.numel, [Placement.SHARD], [axis])
@@ -113,18 +117,14 @@ def _gather_buffer(placement: Placement) -> tuple[list[float], int, bool]:
     full = buffer.local if placement is Placement.REPLICATE else torch.full((layout.numel,), -1.0)
     finish(axis.all_gather(full, buffer.part(shard)))
     start, stop = layout.tensor_range(0)
-    return full[start:stop].tolist(), int((full == -1.0).sum()), full.data_ptr() == buffer.local.data_ptr()
-
-
-@pytest.mark.parametrize("placement", [Placement.SHARD, Placement.REPLICATE])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_gathering_a_buffer_brings_every_part_up_to_date(
-    run_ranks: RunRanks, num_ranks: int, placement: Placement
-) -> None:
-    for values, stale, in_place in run_ranks(num_ranks, _gather_buffer, placement):
-        assert values == [float(i) for i in range(12)]
-        assert stale == 0
-        assert in_place is (placement is Placement.REPLICATE)
+    values, stale, in_place = (
+        full[start:stop].tolist(),
+        int((full == -1.0).sum()),
+        full.data_ptr() == buffer.local.data_ptr(),
+    )
+    assert values == [float(i) for i in range(12)]
+    assert stale == 0
+    assert in_place is (placement is Placement.REPLICATE)
 
 
 def test_traffic_between_two_moments_is_their_difference() -> None:
@@ -136,9 +136,6 @@ def test_traffic_between_two_moments_is_their_difference() -> None:
     assert astuple(traffic.since(before)) == (5, 0, 0, 7)
 
 
-def _pairwise() -> tuple[bool, bool]:
-    return world_axis().exchanges_pairwise, Axis(None, 0, 1).exchanges_pairwise
-
-
-def test_gloo_exchanges_pairwise_and_a_single_rank_does_not(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, _pairwise) == [(True, False)] * 2
+@on_ranks(2)
+def test_gloo_exchanges_pairwise_and_a_single_rank_does_not() -> None:
+    assert (world_axis().exchanges_pairwise, Axis(None, 0, 1).exchanges_pairwise) == (True, False)

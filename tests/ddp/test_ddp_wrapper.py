@@ -17,6 +17,7 @@ from tests.ddp.test_ddp_usage import IN_TURN, REPLICATED, TOGETHER, Repeated
 from tests.support.arrangements import mesh_of
 from tests.support.ddp_run import DdpSetting, start
 from tests.support.models import MODEL_CASES
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, check_jobs
 from tests.support.usage_models import FEATURES, Ordered, vector_case
@@ -32,14 +33,15 @@ def message_of(config: Any, module: Any, error: type[Exception] = ConfigurationE
     return "not refused"
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_honoured_is_refused_in_words() -> None:
     config = DistributedDataParallelConfig()
     linear = nn.Linear(3, 3)
     wrapped = DistributedDataParallel(config, linear)
     shards = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=3)
     averages = DistributedDataParallelConfig(average_in_collective=True)
     unmatched = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("nothing.*",))
-    return [
+    found = [
         message_of(nn.Linear(3, 3), config, TypeError),
         message_of(config, "model", TypeError),
         message_of(config, wrapped),
@@ -51,24 +53,20 @@ def refusals() -> list[str]:
         message_of(config, nn.Linear(3, 3), device_mesh=mesh_of((2,), ("dp_shard",)), dp_dim="other"),
         message_of(config, nn.Identity()),
     ]
-
-
-def test_what_cannot_be_honoured_is_refused_in_words(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, refusals):
-        expected = (
-            "config is a Linear; DistributedDataParallel takes a DistributedDataParallelConfig first",
-            "module is a str; give the model",
-            "the model is wrapped already; wrap a model once",
-            "the model is sharded already",
-            "has no effect without use_megatron_fsdp=True, where buckets are made by size",
-            "num_distributed_optimizer_instances=3 does not divide the 2 data-parallel ranks",
-            "average_in_collective=True contradicts calculate_per_token_loss=True",
-            "'nothing.*', which matches none of the 2 trainable parameters",
-            "other",
-            "has no parameters",
-        )
-        for message, words in zip(found, expected, strict=True):
-            assert words in message
+    expected = (
+        "config is a Linear; DistributedDataParallel takes a DistributedDataParallelConfig first",
+        "module is a str; give the model",
+        "the model is wrapped already; wrap a model once",
+        "the model is sharded already",
+        "has no effect without use_megatron_fsdp=True, where buckets are made by size",
+        "num_distributed_optimizer_instances=3 does not divide the 2 data-parallel ranks",
+        "average_in_collective=True contradicts calculate_per_token_loss=True",
+        "'nothing.*', which matches none of the 2 trainable parameters",
+        "other",
+        "has no parameters",
+    )
+    for message, words in zip(found, expected, strict=True):
+        assert words in message
 
 
 def differing(first: Fields, others: Fields) -> str:
@@ -132,7 +130,8 @@ def test_the_configuration_is_never_written_to_and_what_was_made_of_it_is_said(r
 # ---- recomputed calls that grow --------------------------------------------------------------------------------------
 
 
-def more_recomputed_calls() -> str:
+@on_ranks(2)
+def test_more_recomputed_calls_than_before_are_refused_and_learnt_after_a_reset() -> None:
     """One reentrantly recomputed call in a backward, then two, on every rank; then a reset."""
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
     model = DistributedDataParallel(config, Repeated(reentrant=True))
@@ -147,13 +146,8 @@ def more_recomputed_calls() -> str:
     model.zero_grad()
     for _ in range(2):
         model(x).sum().backward()
-    return message
-
-
-def test_more_recomputed_calls_than_before_are_refused_and_learnt_after_a_reset(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, more_recomputed_calls):
-        assert "a gradient arrived after its bucket was reduced" in message
-        assert "use_reentrant=False" in message
+    assert "a gradient arrived after its bucket was reduced" in message
+    assert "use_reentrant=False" in message
 
 
 # ---- compiled modules ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.ddp import DistributedOptimizer
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, message_of, train, weights
+from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 2e-6
 CLIP = 0.05
@@ -158,8 +159,11 @@ def fill(model: nn.Module) -> None:
             param.fill_(0.5)
 
 
-def writes_after_a_step(dtype: torch.dtype) -> list[tuple[bool, float]]:
-    """Whether a step has started gathers, and how far the next output is from that of weights written after it."""
+@pytest.mark.parametrize(
+    ("dtype", "started"), [(torch.float32, [True, False, False]), (torch.bfloat16, [True, True, True])]
+)
+@on_ranks(2)
+def test_gathers_start_where_they_cannot_undo_writes(dtype: torch.dtype, started: list[bool]) -> None:
     found = []
     makers: list[Callable[[], MegatronFSDP]] = [
         lambda: units(3, dtype),
@@ -172,23 +176,13 @@ def writes_after_a_step(dtype: torch.dtype) -> list[tuple[bool, float]]:
         backward(model, next(batches(1)))
         before = model.traffic().gathers
         optimizer.step()
-        started = model.traffic().gathers > before
+        has_started = model.traffic().gathers > before
         fill(model)
         fill(reference)
         inputs = torch.ones(2, 5, dtype=dtype)
-        found.append((started, (model(inputs) - reference(inputs)).abs().max().item()))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "started"), [(torch.float32, [True, False, False]), (torch.bfloat16, [True, True, True])]
-)
-def test_gathers_start_where_they_cannot_undo_writes(
-    dtype: torch.dtype, started: list[bool], run_ranks: RunRanks
-) -> None:
-    for found in run_ranks(2, writes_after_a_step, dtype):
-        assert [each for each, _ in found] == started
-        assert [difference for _, difference in found] == [0.0] * 3
+        found.append((has_started, (model(inputs) - reference(inputs)).abs().max().item()))
+    assert [each for each, _ in found] == started
+    assert [difference for _, difference in found] == [0.0] * 3
 
 
 # ---- as any optimizer ------------------------------------------------------------------------------------------------
@@ -331,8 +325,8 @@ def whole_state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[s
     }
 
 
-def through_dcp() -> tuple[bool, float, float]:
-    """Whether torch's state dict is that of the wrapped optimizer; distances after loading it into fresh ones."""
+@on_ranks(2)
+def test_torch_distributed_checkpoint_takes_it() -> None:
     model = buckets(torch.bfloat16, use_distributed_optimizer=True)
     optimizer = DistributedOptimizer(adamw(model), model)
     train(model, optimizer, 2)
@@ -343,11 +337,9 @@ def through_dcp() -> tuple[bool, float, float]:
     fresh, again = (DistributedOptimizer(adamw(model), model) for _ in range(2))
     set_optimizer_state_dict(model, fresh, saved)
     again.load_state_dict(optimizer.state_dict())
-    return same, *(largest_difference(whole_state(model, each), expected) for each in (fresh, again))
-
-
-def test_torch_distributed_checkpoint_takes_it(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, through_dcp) == [(True, 0.0, 0.0)] * 2
+    assert same
+    for each in (fresh, again):
+        assert largest_difference(whole_state(model, each), expected) == 0.0
 
 
 def make_for_checkpoint(strategy: int) -> tuple[MegatronFSDP, DistributedOptimizer]:

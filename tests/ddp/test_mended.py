@@ -15,6 +15,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 
 OVERLAPPING = {
@@ -84,27 +85,25 @@ def wrapped(module: nn.Module, fields: dict[str, Any]) -> tuple[DistributedDataP
     return model, DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
 
 
-def two_readers() -> float:
-    torch.manual_seed(0)
-    plain = TwoReaders()
-    module = copy.deepcopy(plain)
-    trained(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
-    model, optimizer = wrapped(module, OVERLAPPING)
-    trained(model, optimizer)
-    return difference(model, plain)
-
-
 def difference(model: DistributedDataParallel, plain: nn.Module) -> float:
     """The largest between a model and one of one process."""
     full = model.full_parameters()
     return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
 
 
-def test_a_holder_of_parameters_below_several_modules_is_read_by_each(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, two_readers)) < 1e-6
+@on_ranks(2)
+def test_a_holder_of_parameters_below_several_modules_is_read_by_each() -> None:
+    torch.manual_seed(0)
+    plain = TwoReaders()
+    module = copy.deepcopy(plain)
+    trained(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
+    model, optimizer = wrapped(module, OVERLAPPING)
+    trained(model, optimizer)
+    assert difference(model, plain) < 1e-6
 
 
-def reads_too_early() -> list[str]:
+@on_ranks(2)
+def test_reading_a_weight_too_early_says_why() -> None:
     torch.manual_seed(0)
     model, optimizer = wrapped(Skipping(), OVERLAPPING)
     trained(model, optimizer, 1)
@@ -114,12 +113,8 @@ def reads_too_early() -> list[str]:
     model.reset()
     model.module.calls = True
     trained(model, optimizer, 1)  # it goes on
-    return list(caught.value.__notes__)
-
-
-def test_reading_a_weight_too_early_says_why(run_ranks: RunRanks) -> None:
-    for notes in run_ranks(2, reads_too_early):
-        assert any("leave overlap_param_gather out" in note for note in notes)
+    notes = list(caught.value.__notes__)
+    assert any("leave overlap_param_gather out" in note for note in notes)
 
 
 def loads_what_one_process_saved(fields: dict[str, Any]) -> float:
@@ -139,24 +134,20 @@ def test_the_state_of_one_process_is_cut_when_it_is_loaded(run_ranks: RunRanks, 
     assert max(run_ranks(2, loads_what_one_process_saved, {"use_distributed_optimizer": shards})) < 1e-6
 
 
-def copies_a_parameter() -> tuple[bool, bool, str]:
-    """Whether a copy equals its original and belongs to its model; and what is said of a set of parameters."""
+@on_ranks(2)
+def test_a_parameter_can_be_copied_without_its_model_and_sets_are_refused_as_torch_does() -> None:
     model, optimizer = wrapped(nn.Linear(5, 7), {"use_distributed_optimizer": True})
     param = next(model.parameters())
     made = copy.deepcopy(param)
     with pytest.raises(TypeError) as caught:
         optimizer.add_param_group({"params": set(model.parameters())})
-    return (
+    equal, has_model, message = (
         torch.equal(made.full_tensor(), param.full_tensor()),
         hasattr(made, "_megatron_fsdp_model"),
         str(caught.value),
     )
-
-
-def test_a_parameter_can_be_copied_without_its_model_and_sets_are_refused_as_torch_does(run_ranks: RunRanks) -> None:
-    for equal, has_model, message in run_ranks(2, copies_a_parameter):
-        assert (equal, has_model) == (True, False)
-        assert "ordered collections" in message
+    assert (equal, has_model) == (True, False)
+    assert "ordered collections" in message
 
 
 class ReadsDtype(nn.Module):
@@ -175,14 +166,11 @@ class ReadsDtype(nn.Module):
         return self.last(self.middle(x)).float()
 
 
-def reads_dtype() -> list[torch.dtype]:
+@on_ranks(2)
+def test_the_dtype_of_a_weight_that_is_not_there_yet_is_that_of_compute() -> None:
     model, optimizer = wrapped(ReadsDtype().bfloat16(), OVERLAPPING)
     trained(model, optimizer)
-    return model.module.seen
-
-
-def test_the_dtype_of_a_weight_that_is_not_there_yet_is_that_of_compute(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, reads_dtype) == [[torch.bfloat16] * 3] * 2
+    assert model.module.seen == [torch.bfloat16] * 3
 
 
 class Head(nn.Module):
@@ -206,7 +194,8 @@ class HeadOutside(nn.Module):
         return self.body(x)
 
 
-def calls_the_head() -> float:
+@on_ranks(2)
+def test_a_head_that_is_called_outside_of_the_model_finds_its_weights() -> None:
     torch.manual_seed(0)
     plain = HeadOutside()
     model, optimizer = wrapped(copy.deepcopy(plain), OVERLAPPING)
@@ -217,11 +206,7 @@ def calls_the_head() -> float:
             head(body(x)).square().sum().backward()
             steps.step()
             steps.zero_grad()
-    return difference(model, plain)
-
-
-def test_a_head_that_is_called_outside_of_the_model_finds_its_weights(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, calls_the_head)) < 1e-5
+    assert difference(model, plain) < 1e-5
 
 
 def pool_after_steps() -> tuple[int, int, int, int]:
@@ -240,7 +225,8 @@ def test_the_buckets_of_the_first_backward_are_given_back(run_ranks: RunRanks) -
         assert (held, views) == (0, 0)
 
 
-def steps_past_gradients() -> list[str]:
+@on_ranks(2)
+def test_a_step_that_gradients_passed_by_is_told_once() -> None:
     model = DistributedDataParallel(DistributedDataParallelConfig(), nn.Linear(5, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # not connected
     before = model.full_parameters()
@@ -251,15 +237,12 @@ def steps_past_gradients() -> list[str]:
                 model(torch.ones(2, 5)).sum().backward()
             optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in model.full_parameters().items())
-    return [str(warning.message) for warning in caught]
+    told = [str(warning.message) for warning in caught]
+    assert len([text for text in told if "so nothing was updated" in text]) == 1
 
 
-def test_a_step_that_gradients_passed_by_is_told_once(run_ranks: RunRanks) -> None:
-    for told in run_ranks(2, steps_past_gradients):
-        assert len([text for text in told if "so nothing was updated" in text]) == 1
-
-
-def unequal_microbatches() -> float:
+@on_ranks(2)
+def test_ranks_may_defer_unequal_numbers_of_microbatches() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(5, 5)
     model, optimizer = wrapped(copy.deepcopy(plain), {})
@@ -271,8 +254,4 @@ def unequal_microbatches() -> float:
     for _ in range(3):
         (plain(torch.ones(2, 5)).square().sum() / 2).backward()
     reference.step()
-    return difference(model, plain)
-
-
-def test_ranks_may_defer_unequal_numbers_of_microbatches(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, unequal_microbatches)) < 1e-6
+    assert difference(model, plain) < 1e-6

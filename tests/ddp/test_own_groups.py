@@ -19,6 +19,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.comm.groups import timeout_of
 from megatron_fsdp.ddp import DistributedOptimizer
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.settling import settled
 
@@ -125,7 +126,8 @@ def test_only_what_overlaps_has_a_group_of_its_own(
     assert run_ranks(1, groups_made, fields) == [0]
 
 
-def like_the_original() -> dict[str, bool]:
+@on_ranks(2)
+def test_an_own_group_is_like_the_original() -> None:
     """Backend, ranks, place and timeout are those of the mesh's group."""
     parent = dist.new_group([0, 1], timeout=timedelta(seconds=77))
     assert parent is not None
@@ -143,16 +145,17 @@ def like_the_original() -> dict[str, bool]:
     }
     del model, axis
     dist.destroy_process_group(parent)
-    return found
+    assert found == dict.fromkeys(found, True)
 
 
-def test_an_own_group_is_like_the_original(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, like_the_original):
-        assert found == dict.fromkeys(found, True)
+def no_more(now: tuple[int, ...], then: tuple[int, ...]) -> bool:
+    return all(late <= early for late, early in zip(now, then, strict=True))
 
 
-def wrap_and_delete(count: int) -> list[tuple[int, int, int]]:
-    """What is left after the first of several models and after the last."""
+@pytest.mark.full
+@on_ranks(2)
+def test_models_one_after_another_leave_no_group_thread_or_socket() -> None:
+    count = 30
     left: list[tuple[int, int, int]] = []
     for number in range(count):
         model = wrap(GATHERING)
@@ -162,20 +165,12 @@ def wrap_and_delete(count: int) -> list[tuple[int, int, int]]:
         if number == 0:
             left.append(live())
     left.append(settled(live, lambda now: no_more(now, left[0])))
-    return left
+    first, last = left
+    assert no_more(last, first), (first, last)
 
 
-def no_more(now: tuple[int, ...], then: tuple[int, ...]) -> bool:
-    return all(late <= early for late, early in zip(now, then, strict=True))
-
-
-@pytest.mark.full
-def test_models_one_after_another_leave_no_group_thread_or_socket(run_ranks: RunRanks) -> None:
-    for first, last in run_ranks(2, wrap_and_delete, 30):
-        assert no_more(last, first), (first, last)
-
-
-def delete_on_one_rank_first() -> int:
+@on_ranks(2)
+def test_a_rank_may_delete_its_model_before_the_others() -> None:
     """A rank that still has the model goes on to use the default group, where the other one waits for it."""
     before = live()[0]
     model = wrap(REDUCING)
@@ -185,11 +180,7 @@ def delete_on_one_rank_first() -> int:
     dist.barrier()
     if dist.get_rank() == 1:
         del model
-    return live()[0] - before
-
-
-def test_a_rank_may_delete_its_model_before_the_others(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, delete_on_one_rank_first) == [0, 0]
+    assert live()[0] - before == 0
 
 
 def refused() -> int:

@@ -21,6 +21,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.failing_model import Failing, FailingModel, PlannedError, failing_at
 from tests.support.models import MODEL_CASES, ModelName
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.seams import engine_of
 from tests.support.sharded_run import Outcome, Run, Scenario, Setting, outcome_of
@@ -146,14 +147,11 @@ def train_buckets(seed: int | None) -> list[Tensor]:
     return found
 
 
-def train_both_ways() -> list[list[Tensor]]:
-    return [train_buckets(None), train_buckets(3)]
-
-
-def test_buckets(run_ranks: RunRanks) -> None:
-    for alone, disturbed in run_ranks(2, train_both_ways):
-        assert len(alone) == 3 * (1 + 18)
-        assert all(map(torch.equal, alone, disturbed))
+@on_ranks(2)
+def test_buckets() -> None:
+    alone, disturbed = [train_buckets(None), train_buckets(3)]
+    assert len(alone) == 3 * (1 + 18)
+    assert all(map(torch.equal, alone, disturbed))
 
 
 def fail_and_go_on(is_checked: bool, point: str) -> list[Tensor]:
@@ -180,20 +178,26 @@ def fail_and_go_on(is_checked: bool, point: str) -> list[Tensor]:
     return found
 
 
-def fail_everywhere() -> list[tuple[list[Tensor], list[Tensor]]]:
-    return [
+@on_ranks(2)
+def test_exceptions_and_resets() -> None:
+    by_point = [
         (fail_and_go_on(False, point), fail_and_go_on(True, point)) for point in ("forward", "backward of the output")
     ]
+    for alone, disturbed in by_point:
+        assert len(alone) == 3 * (1 + len(list(FailingModel().parameters())))
+        assert all(map(torch.equal, alone, disturbed))
 
 
-def test_exceptions_and_resets(run_ranks: RunRanks) -> None:
-    for by_point in run_ranks(2, fail_everywhere):
-        for alone, disturbed in by_point:
-            assert len(alone) == 3 * (1 + len(list(FailingModel().parameters())))
-            assert all(map(torch.equal, alone, disturbed))
+def _inside(model: Any, x: Tensor) -> None:
+    handle = model.module.floors[2].register_forward_hook(lambda *_: model.check_lifetimes())
+    try:
+        tower_loss(model, x)
+    finally:
+        handle.remove()
 
 
-def switched_on_in_between() -> list[Any]:
+@on_ranks(2)
+def test_off_until_asked_for_and_then_once() -> None:
     with fixed_seed(0):
         module = Tower()
     model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Floor])
@@ -212,19 +216,7 @@ def switched_on_in_between() -> list[Any]:
     optimizer.step()
     with pytest.raises(ConfigurationError, match="up_to_s"), inject_delays(model, 0, -1.0):
         pass
-    return [*told, bool(torch.isfinite(loss))]
-
-
-def _inside(model: Any, x: Tensor) -> None:
-    handle = model.module.floors[2].register_forward_hook(lambda *_: model.check_lifetimes())
-    try:
-        tower_loss(model, x)
-    finally:
-        handle.remove()
-
-
-def test_off_until_asked_for_and_then_once(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, switched_on_in_between) == [[True, True, True]] * 2
+    assert [*told, bool(torch.isfinite(loss))] == [True, True, True]
 
 
 def train_on_device() -> tuple[list[Tensor], list[Tensor]]:

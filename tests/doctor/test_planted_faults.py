@@ -15,6 +15,7 @@ from megatron_fsdp.doctor import Difference, ParityReport, check_parity, parity
 from tests.conftest import RunRanks
 from tests.doctor import faults, patients
 from tests.doctor.faults import UP
+from tests.support.on_ranks import on_ranks
 
 LAST = "head.weight"
 """Its gradient is the first one that backward makes."""
@@ -216,14 +217,11 @@ def test_a_checkpoint_that_loads_something_else_is_named(run_ranks: RunRanks) ->
     assert report.runs[0].cells() == ["ok"] * 5 + ["DIFFERS"]
 
 
-def seeds_of_the_caller() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_the_callers_random_state_is_put_back() -> None:
     before = torch.get_rng_state()
     report = check_parity(patients.build, patients.tokens, strategies=(3,), steps=1, checkpoint=False)
-    return report.passed, torch.equal(before, torch.get_rng_state())
-
-
-def test_the_callers_random_state_is_put_back(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, seeds_of_the_caller) == [(True, True)] * 2
+    assert (report.passed, torch.equal(before, torch.get_rng_state())) == (True, True)
 
 
 def check_in_float32() -> ParityReport:

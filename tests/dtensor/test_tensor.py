@@ -17,6 +17,7 @@ from megatron_fsdp.dtensor import tensor as tensor_module
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.uneven import CASES, UnevenCase, make_mesh
 
 Failures = list[str]
@@ -239,7 +240,8 @@ def test_uneven_tensors_are_as_the_whole_tensor(run_ranks: RunRanks, num_ranks: 
         assert failures == []
 
 
-def replicated_operations() -> Failures:
+@on_ranks(2)
+def test_a_tensor_that_every_rank_has_whole_takes_any_operation() -> None:
     failures: Failures = []
     case = next(case for case in CASES if case.name == "whole everywhere")
     mesh = make_mesh(case.sizes)
@@ -250,11 +252,7 @@ def replicated_operations() -> Failures:
     row = tensor[0]
     check(failures, "row", (tensor * row).full_tensor(), whole * whole[0])  # type: ignore[attr-defined]
     check(failures, "into plain", torch.zeros(4, 3).copy_(tensor), whole)
-    return failures
-
-
-def test_a_tensor_that_every_rank_has_whole_takes_any_operation(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, replicated_operations) == [[], []]
+    assert failures == []
 
 
 def test_a_torch_that_passes_subclasses_over_gets_a_rule_for_every_operation() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megatron_fsdp import uneven_dtensor
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import local_of
 from tests.support.uneven import CASES, make_mesh
 
@@ -52,7 +53,8 @@ def own_cases() -> list[tuple[DTensor, Tensor]]:
     return [(case.tensor(make_mesh(case.sizes)), case.whole()) for case in CASES if case.num_ranks == 4]
 
 
-def whole_tensors() -> list[str]:
+@on_ranks(4)
+def test_any_uneven_dtensor_is_gathered_whole() -> None:
     wrong = []
     for index, (tensor, whole) in enumerate([*foreign_cases(), *own_cases()]):
         uneven_dtensor.validate_uneven_dtensor(tensor)
@@ -68,11 +70,7 @@ def whole_tensors() -> list[str]:
             old = uneven_dtensor.gather_uneven_dtensor_to_full_tensor(tensor)
         if [each.category for each in caught] != [DeprecationWarning] or not torch.equal(old.to_local(), whole):
             wrong.append(f"{index} old name")
-    return wrong
-
-
-def test_any_uneven_dtensor_is_gathered_whole(run_ranks: RunRanks) -> None:
-    assert run_ranks(4, whole_tensors) == [[]] * 4
+    assert wrong == []
 
 
 def metadata() -> list[str]:
@@ -103,7 +101,8 @@ def test_chunks_are_where_the_values_are(run_ranks: RunRanks) -> None:
     assert run_ranks(4, metadata) == [[]] * 4
 
 
-def splits() -> list[str]:
+@on_ranks(4)
+def test_pieces_of_a_split_are_views_of_what_torch_would_split() -> None:
     wrong = []
     for index, (tensor, whole) in enumerate([*foreign_cases(), *own_cases()]):
         inside_rows = isinstance(tensor, UnevenDTensor) and tensor.shard_frame.description.is_cut_inside_rows
@@ -127,11 +126,7 @@ def splits() -> list[str]:
         whole[:2] = 7.0
         if not torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(tensor), whole):
             wrong.append(f"{index} pieces are no views")
-    return wrong
-
-
-def test_pieces_of_a_split_are_views_of_what_torch_would_split(run_ranks: RunRanks) -> None:
-    assert run_ranks(4, splits) == [[]] * 4
+    assert wrong == []
 
 
 def save(folder: str) -> None:
@@ -165,7 +160,8 @@ def test_state_dicts_of_uneven_tensors_are_saved_and_loaded(run_ranks: RunRanks,
         assert all(same)
 
 
-def wrong_uses() -> list[str]:
+@on_ranks(2)
+def test_wrong_uses_are_refused_in_words() -> None:
     mesh = make_mesh((2,))
     tensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], shape=torch.Size((5, 3)), stride=(3, 1))
     messages = []
@@ -184,21 +180,17 @@ def wrong_uses() -> list[str]:
         with pytest.raises((AssertionError, TypeError, ValueError)) as raised:
             use()
         messages.append(f"{raised.type.__name__}: {raised.value}")
-    return messages
-
-
-def test_wrong_uses_are_refused_in_words(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, wrong_uses):
-        starts = [
-            "AssertionError: no rank holds a border",
-            "TypeError: a Tensor was given",
-            "ValueError: a DTensor placed as (Partial(sum),)",
-            "ConfigurationError: a dimension of 5 cannot be split into (6, -1)",
-            "ValueError: a tensor of shape (5, 3) has no dimension 2",
-            "ValueError: the local tensor of shape",
-        ]
-        for message, start in zip(found, starts, strict=True):
-            assert message.startswith(start), message
+    found = messages
+    starts = [
+        "AssertionError: no rank holds a border",
+        "TypeError: a Tensor was given",
+        "ValueError: a DTensor placed as (Partial(sum),)",
+        "ConfigurationError: a dimension of 5 cannot be split into (6, -1)",
+        "ValueError: a tensor of shape (5, 3) has no dimension 2",
+        "ValueError: the local tensor of shape",
+    ]
+    for message, start in zip(found, starts, strict=True):
+        assert message.startswith(start), message
 
 
 def test_nested_dicts_are_walked() -> None:

@@ -16,6 +16,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import GroupFootprint, StepTraffic, step_traffic
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelCase, ModelName
+from tests.support.on_ranks import on_ranks
 from tests.support.op_counts import Collectives, OpCounts
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
@@ -246,15 +247,8 @@ def test_shown_gradients_are_read_back_by_group_and_not_one_by_one(run_ranks: Ru
     assert [few[name] for name in by_group] == [many[name] for name in by_group] == [1, 1, 1, 1]
 
 
-def test_counter_sees_an_unwanted_collective_and_an_unwanted_copy(run_ranks: RunRanks) -> None:
-    for collectives, ops in run_ranks(2, _waste):
-        assert collectives == Collectives(
-            gathers=1, reductions=2, gather_bytes=16, reduce_bytes=32 + 8, others=["barrier"]
-        )
-        assert ops == {"clone": 1}
-
-
-def _waste() -> tuple[Collectives, dict[str, int]]:
+@on_ranks(2)
+def test_counter_sees_an_unwanted_collective_and_an_unwanted_copy() -> None:
     full, part = torch.zeros(8), torch.zeros(4)
     axis = Axis(dist.group.WORLD, dist.get_rank(), 2)
     with OpCounts(2) as counts:
@@ -265,7 +259,9 @@ def _waste() -> tuple[Collectives, dict[str, int]]:
         dist.all_to_all_single(torch.tensor([0.0] * 4), part)
         dist.barrier()
         full.clone()
-    return counts.collectives, {op: n for op, n in counts.ops.items() if op == "clone"}
+    collectives, ops = counts.collectives, {op: n for op, n in counts.ops.items() if op == "clone"}
+    assert collectives == Collectives(gathers=1, reductions=2, gather_bytes=16, reduce_bytes=32 + 8, others=["barrier"])
+    assert ops == {"clone": 1}
 
 
 def test_one_rank_sends_nothing(runs: Runs) -> None:

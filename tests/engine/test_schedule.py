@@ -1,7 +1,8 @@
-"""What the scheduler answers, line by line. The language of events is described in tests/support/schedule_language.py.
+"""What the scheduler answers, line by line; the language of events is that of tests/support/schedule_language.py."""
 
-Operations read `gather3@1` (unit 3 into slot 1), `wait3`, `release3`, `reduce3`, `finalise`. Unit 0 is the root.
-"""
+import re
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -11,334 +12,287 @@ from tests.support.schedule_language import Play, play
 
 FORWARD = "F0> F1> F1< F2> F2< F3> F3< F0<"
 BACKWARD = "B0> B3> G3 B2> G2 B1> G1 E"
+STEP = f"{FORWARD} {BACKWARD} W"
+FORWARD_OF_TWO = "F0> F1> F1< F2> F2< F0<"
+FORWARD_OF_FOUR = "F0> F1> F1< F2> F2< F3> F3< F4> F4< F0<"
 
 # What a pass asks for once its order is known.
 STEADY_FORWARD = "gather0 gather1@0 wait0 gather2@1 wait1 release1 gather3@0 wait2 wait3"
 STEADY_BACKWARD = "reduce3 release3 gather1@0 reduce2 wait1 reduce1 reduce0 finalise"
+STEADY = f"{STEADY_FORWARD} {STEADY_BACKWARD} release0 release1 release2"
+
+SWAPPED = "F0> F2> F2< F1> F1< F3> F3< F0<"
+SKIPPING = "F0> F1> F1< F3> F3< F0<"
+RECOMPUTING = "B0> B3> F3> F3< G3 B2> F2> f2< G2 B1> F1> f1< G1 E"
+EVALUATION = "F0> F1> f1< F2> f2< F3> f3< f0<"
+
+Line = str | tuple[str, str | ScheduleError]
+"""Events; or events and what the scheduler answers or refuses them with."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is played, line by line, to a scheduler of so many units, the root included, with such options."""
+
+    lines: tuple[Line, ...]
+    units: int
+    options: dict[str, Any]
+
+
+def case(*lines: Line, units: int = 4, **options: Any) -> Case:
+    return Case(lines, units, options)
 
 
 def after_one_step(**options: object) -> Play:
     """A scheduler of three units and the root that has seen one whole step."""
     player = play(**options)
-    player(f"{FORWARD} {BACKWARD} W")
+    player(STEP)
     return player
 
 
-# ---- the plain case ---------------------------------------------------------------------------------------------
-
-
-def test_first_forward_gathers_each_unit_when_it_is_needed() -> None:
-    assert play()(FORWARD) == "gather0 wait0 gather1@0 wait1 gather2@1 wait2 release1 gather3@0 wait3"
-
-
-def test_first_backward_finds_the_units_used_last_and_gathers_the_others_when_needed() -> None:
-    player = play()
-    player(FORWARD)
-    assert player(BACKWARD) == "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"
-
-
-def test_second_step_gathers_one_unit_ahead_in_both_directions() -> None:
-    player = after_one_step()
-    assert player(FORWARD) == STEADY_FORWARD
-    assert player(BACKWARD) == STEADY_BACKWARD
-
-
-def test_every_later_step_is_like_the_second() -> None:
-    player = after_one_step()
-    steps = [player(f"{FORWARD} {BACKWARD} W") for _ in range(3)]
-    assert steps == [f"{STEADY_FORWARD} {STEADY_BACKWARD} release0 release1 release2"] * 3
-
-
-def test_prefetched_gather_starts_before_the_wait_for_the_unit_in_hand() -> None:
-    player = after_one_step()
-    assert player("F0> F1>") == "gather0 gather1@0 wait0 gather2@1 wait1"
-
-
-def test_a_unit_comes_back_into_the_slot_it_had() -> None:
-    player = after_one_step()
-    steps = " ".join(player(f"{FORWARD} {BACKWARD} W") for _ in range(3)).split()
-    homes = {word for word in steps if word.startswith("gather") and word != "gather0"}
-    assert homes == {"gather1@0", "gather2@1", "gather3@0"}
-
-
-def test_reductions_follow_backward_order_and_the_root_comes_last() -> None:
-    player = play()
-    player(FORWARD)
-    assert [word for word in player(BACKWARD).split() if word.startswith("reduce")] == [
-        "reduce3",
-        "reduce2",
-        "reduce1",
-        "reduce0",
-    ]
-
-
-def test_a_model_that_fits_into_the_slots_is_gathered_once_per_step() -> None:
-    player = play(3)
-    forward, backward = "F0> F1> F1< F2> F2< F0<", "B0> B2> G2 B1> G1 E"
-    assert player(forward) == "gather0 wait0 gather1@0 wait1 gather2@1 wait2"
-    assert player(backward) == "reduce2 reduce1 reduce0 finalise"
-    assert player("W " + forward) == "release0 release1 release2 gather0 gather1@0 wait0 gather2@1 wait1 wait2"
-
-
-def test_a_model_of_the_root_alone_is_gathered_and_reduced_once() -> None:
-    assert play(1)("F0> F0< B0> E W") == "gather0 wait0 reduce0 finalise release0"
-
-
-# ---- weights that do and do not change --------------------------------------------------------------------------
-
-
-def test_accumulation_keeps_the_root_and_the_units_used_last() -> None:
-    player = play()
-    player(f"{FORWARD} {BACKWARD}")
-    assert player(FORWARD) == "release1 gather3@0 wait3"
-    assert player(BACKWARD) == STEADY_BACKWARD
-
-
-def test_changed_weights_are_gathered_again_all_of_them() -> None:
-    player = after_one_step()
-    player(f"{FORWARD} {BACKWARD}")
-    assert player("W") == "release0 release1 release2"
-    assert player(FORWARD) == STEADY_FORWARD
-
-
-def test_a_gather_under_way_is_waited_for_before_its_unit_is_released() -> None:
-    player = after_one_step()
-    player("F0> F0<")  # unit 1 was gathered ahead and nobody has waited for it
-    assert player("W") == "release0 wait1 release1"
-
-
-def test_weights_that_change_inside_a_forward_are_refused() -> None:
-    player = play()
-    player("F0> F1>")
-    with pytest.raises(ScheduleError, match="the weights were changed inside a forward"):
-        player("W")
-
-
-def test_backward_of_a_forward_from_before_the_change_is_refused() -> None:
-    player = play()
-    player(f"{FORWARD} W")
-    with pytest.raises(ScheduleError, match="ran before the weights were changed"):
-        player("B0>")
-
-
-def test_backward_of_a_forward_after_the_change_is_accepted() -> None:
-    player = play(2)
-    player("F0> F1> F1< F0< W F0> F1> F1< F0<")
-    assert player("B0> B1> G1 E") == "reduce1 reduce0 finalise"
-
-
-def test_evaluation_gathers_in_forward_order_and_reduces_nothing() -> None:
-    player = play()
-    player("F0> F1> f1< F2> f2< F3> f3< f0<")
-    assert player("F0> F1> f1< F2> f2< F3> f3< f0<") == "release3 gather1@0 wait1 release1 gather3@0 wait3"
-
-
-# ---- orders -----------------------------------------------------------------------------------------------------
-
-
-def test_a_pass_in_another_order_gathers_on_demand_and_is_recorded_anew() -> None:
-    player = after_one_step()
-    other = "F0> F2> F2< F1> F1< F3> F3< F0<"
-    # Unit 1 had been gathered ahead at the root, in vain for now; afterwards nothing is gathered ahead.
-    assert player(other) == "gather0 gather1@0 wait0 gather2@1 wait2 wait1 release1 gather3@0 wait3"
-    player("B0> B3> G3 B1> G1 B2> G2 E W")
-    assert player(other) == "gather0 gather2@1 wait0 gather1@0 wait2 wait1 release1 gather3@0 wait3"
-
-
-def test_a_skipped_unit_is_gathered_in_vain_once() -> None:
-    player = after_one_step()
-    skipping = "F0> F1> F1< F3> F3< F0<"
-    assert player(skipping) == "gather0 gather1@0 wait0 gather2@1 wait1 release1 gather3@0 wait3"
-    player("B0> B3> G3 B1> G1 E W")
-    # Unit 3 cannot be gathered ahead of its use: unit 1, in use, has its slot.
-    assert player(skipping) == "gather0 gather1@0 wait0 wait1 release1 gather3@0 wait3"
-
-
-def test_a_backward_in_another_order_gathers_on_demand() -> None:
-    player = after_one_step()
-    player(FORWARD)
-    assert player("B0> B2> G2 B3> G3 B1> G1 E") == "reduce2 reduce3 release3 gather1@0 wait1 reduce1 reduce0 finalise"
-
-
-# ---- gradients --------------------------------------------------------------------------------------------------
-
-
-def test_frozen_unit_is_gathered_for_backward_and_issues_no_reduce() -> None:
-    player = play(trainable=(True, False, True, True))
-    player(FORWARD)
-    assert player("B0> B3> G3 B2> G2 B1> E") == "reduce3 reduce2 release3 gather1@0 wait1 reduce0 finalise"
-
-
-def test_frozen_root_issues_no_reduce() -> None:
-    player = play(3, trainable=(False, True, True))
-    player("F0> F1> F1< F2> F2< F0<")
-    assert player("B0> B2> G2 B1> G1 E") == "reduce2 reduce1 finalise"
-
-
-def test_unit_with_missing_gradients_is_settled_when_the_next_unit_begins() -> None:
-    player = play()
-    player(FORWARD)
-    assert player("B0> B3> G3 B2> g2") == "reduce3"
-    assert player("B1>") == "reduce2 release3 gather1@0 wait1"
-
-
-def test_unit_without_any_gradient_is_settled_too() -> None:
-    player = play()
-    player(FORWARD)
-    assert player("B0> B3> B2> B1> E") == "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"
-
-
-def test_unit_that_backward_never_reached_issues_no_reduce() -> None:
-    player = play(3)
-    player("F0> F1> F1< F2> F2< F0<")
-    assert player("B0> B2> G2 E") == "reduce2 reduce0 finalise"
-
-
-def test_reused_unit_is_not_settled_before_its_last_backward() -> None:
-    player = play(3)
-    player("F0> F1> F1< F2> F2< F1> F1< F0<")
-    assert player("B0> B1> g1 B2> G2 B1> G1 E") == "reduce2 reduce1 reduce0 finalise"
-
-
-def test_late_gradients_of_a_reduced_unit_are_reduced_at_the_end() -> None:
-    player = play(3)
-    player("F0> F1> F1< F2> F2< F0<")
-    assert player("B0> B2> B1> G1 g2 E") == "reduce2 reduce1 reduce2 reduce0 finalise"
-
-
-def test_two_forwards_before_one_backward_reduce_each_unit_once() -> None:
-    # One loss over two forwards: the gradients of a unit are ready after its second backward.
-    player = play(3)
-    player("F0> F1> F1< F2> F2< F0< F0> F1> F1< F2> F2< F0<")
-    assert player("B0> B2> B1> B2> G2 B1> G1 E") == "reduce2 reduce1 reduce0 finalise"
-
-
-def test_gradient_of_gathered_unit_without_announcement_is_reduced() -> None:
-    player = play(2)
-    player("F0> F1> F1< F0<")
-    assert player("g1 G1 E") == "reduce1 reduce0 finalise"
-
-
-def test_gradient_of_released_unit_without_announcement_is_refused() -> None:
-    player = play()
-    player(FORWARD)
-    with pytest.raises(ScheduleError, match="a gradient arrived for a unit whose backward was never announced"):
-        player("g1")
-
-
-def test_late_reduction_reduces_everything_when_backward_is_over() -> None:
-    player = play(reduces_early=False)
-    player(FORWARD)
-    assert player("B0> B3> G3 B2> G2 B1> G1") == "release3 gather1@0 wait1"
-    assert player("E") == "reduce3 reduce2 reduce1 reduce0 finalise"
-
-
-# ---- recomputation ----------------------------------------------------------------------------------------------
-
-
-def test_recomputing_a_unit_inside_its_backward_asks_for_nothing_more() -> None:
-    player = play()
-    player(FORWARD)
-    recomputing = "B0> B3> F3> F3< G3 B2> F2> f2< G2 B1> F1> f1< G1 E"
-    assert player(recomputing) == "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"
-    player(f"W {FORWARD}")
-    assert player(recomputing) == STEADY_BACKWARD
-
-
-FORWARD_OF_FOUR = "F0> F1> F1< F2> F2< F3> F3< F4> F4< F0<"
-
-
-def test_recomputing_two_units_together_gathers_both_once() -> None:
-    player = play(5)
-    player(FORWARD_OF_FOUR)
-    assert player("B0> B4> F3> F3< F4> f4< G4 B3> G3") == "reduce4 reduce3"
-    assert player("B2> F1> F1< F2> f2< G2 B1> G1 E") == (
-        "release4 gather2@1 wait2 release3 gather1@0 wait1 reduce2 reduce1 reduce0 finalise"
-    )
-
-
-def test_reentrant_recomputation_announces_backward_after_the_second_forward() -> None:
-    player = play(5)
-    player("F0> F1> f1< F2> f2< F3> f3< F4> f4< F0<")
-    assert player("B0> F3> F3< F4> F4< B4> G4 B3> G3") == "reduce4 reduce3"
-    assert player("F1> F1< F2> F2< B2> G2 B1> G1 E") == (
-        "release3 gather1@0 wait1 release4 gather2@1 wait2 reduce2 reduce1 reduce0 finalise"
-    )
-
-
-def test_a_longer_recomputation_than_there_are_slots_gathers_again() -> None:
-    player = play()
-    player("F0> F1> f1< F2> f2< F3> f3< F0<")
-    assert player("B0> F1> F1< F2> F2< F3> F3< B3> G3 B2> G2 B1> G1 E") == (
-        "release3 gather1@0 wait1 release1 gather3@0 wait3 reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 "
-        "finalise"
-    )
-
-
-# ---- strategies -------------------------------------------------------------------------------------------------
-
-
-def test_replicated_weights_are_gathered_in_place_once_per_step() -> None:
-    player = play(shares_slots=False)
-    assert player(FORWARD) == "gather0 wait0 gather1 wait1 gather2 wait2 gather3 wait3"
-    assert player(BACKWARD) == "reduce3 reduce2 reduce1 reduce0 finalise"
-    assert player(f"{FORWARD} {BACKWARD}") == "reduce3 reduce2 reduce1 reduce0 finalise"
-    assert player("W") == "release0 release1 release2 release3"
-    assert player(FORWARD) == "gather0 gather1 wait0 gather2 wait1 gather3 wait2 wait3"
-
-
-def test_without_overlap_nothing_is_gathered_ahead() -> None:
-    player = after_one_step(shares_slots=False, prefetch_forward=0, prefetch_backward=0)
-    assert player(FORWARD) == "gather0 wait0 gather1 wait1 gather2 wait2 gather3 wait3"
-
-
-def test_whole_weights_are_never_gathered() -> None:
-    player = play(gathers=False, shares_slots=False)
-    assert player(f"P1 A1 {FORWARD}") == ""
-    assert player(BACKWARD) == "reduce3 reduce2 reduce1 reduce0 finalise"
-    assert player("W") == ""
-
-
-# ---- more slots, more depth -------------------------------------------------------------------------------------
-
-
-def test_three_slots_and_depth_two_gather_two_units_ahead() -> None:
-    player = play(5, slots=3, prefetch_forward=2, prefetch_backward=2)
-    player(f"{FORWARD_OF_FOUR} B0> B4> G4 B3> G3 B2> G2 B1> G1 E W")
-    assert player(FORWARD_OF_FOUR) == (
-        "gather0 gather1@0 gather2@1 wait0 gather3@2 wait1 release1 gather4@0 wait2 wait3 wait4"
-    )
-    assert player("B0> B4> G4 B3> G3 B2> G2 B1> G1 E") == (
-        "reduce4 release4 gather1@0 reduce3 reduce2 wait1 reduce1 reduce0 finalise"
-    )
-
-
-def test_one_slot_leaves_no_room_to_gather_ahead() -> None:
-    player = after_one_step(slots=1)
-    assert player(FORWARD) == "gather0 gather1@0 wait0 wait1 release1 gather2@0 wait2 release2 gather3@0 wait3"
-    assert player(BACKWARD) == (
-        "reduce3 release3 gather2@0 wait2 reduce2 release2 gather1@0 wait1 reduce1 reduce0 finalise"
-    )
-
-
-# ---- asked from outside, broken off -----------------------------------------------------------------------------
-
-
-def test_weights_wanted_ahead_are_only_waited_for_by_the_forward() -> None:
-    player = play()
-    assert player("P0 P1 P2") == "gather0 gather1@0 gather2@1"
-    assert player("F0> F1>") == "wait0 wait1"
-
-
-def test_weights_wanted_ahead_do_not_drive_out_what_was_gathered_for_them() -> None:
-    player = play()
-    player("P0 P1 P2")
-    assert player("P3") == ""
-
-
-def test_weights_awaited_are_gathered_and_waited_for_once() -> None:
-    player = play()
-    assert player("A1 A1") == "gather1@0 wait1"
+CASES = {
+    # the plain case
+    "first_forward_gathers_each_unit_when_it_is_needed": case(
+        (FORWARD, "gather0 wait0 gather1@0 wait1 gather2@1 wait2 release1 gather3@0 wait3")
+    ),
+    "first_backward_finds_the_units_used_last_and_gathers_the_others_when_needed": case(
+        FORWARD, (BACKWARD, "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise")
+    ),
+    "every_later_step_gathers_one_unit_ahead_into_the_slot_it_had": case(
+        STEP, (STEP, STEADY), (STEP, STEADY), (STEP, STEADY)
+    ),
+    "a_model_that_fits_into_the_slots_is_gathered_once_per_step": case(
+        (FORWARD_OF_TWO, "gather0 wait0 gather1@0 wait1 gather2@1 wait2"),
+        ("B0> B2> G2 B1> G1 E", "reduce2 reduce1 reduce0 finalise"),
+        (f"W {FORWARD_OF_TWO}", "release0 release1 release2 gather0 gather1@0 wait0 gather2@1 wait1 wait2"),
+        units=3,
+    ),
+    "a_model_of_the_root_alone_is_gathered_and_reduced_once": case(
+        ("F0> F0< B0> E W", "gather0 wait0 reduce0 finalise release0"), units=1
+    ),
+    # weights that do and do not change
+    "accumulation_keeps_the_root_and_the_units_used_last": case(
+        f"{FORWARD} {BACKWARD}", (FORWARD, "release1 gather3@0 wait3"), (BACKWARD, STEADY_BACKWARD)
+    ),
+    "changed_weights_are_gathered_again_all_of_them": case(
+        STEP, f"{FORWARD} {BACKWARD}", ("W", "release0 release1 release2"), (FORWARD, STEADY_FORWARD)
+    ),
+    "a_gather_under_way_is_waited_for_before_its_unit_is_released": case(
+        STEP, "F0> F0<", ("W", "release0 wait1 release1")
+    ),
+    "weights_that_change_inside_a_forward_are_refused": case(
+        "F0> F1>", ("W", ScheduleError("the weights were changed inside a forward"))
+    ),
+    "backward_of_a_forward_from_before_the_change_is_refused": case(
+        f"{FORWARD} W", ("B0>", ScheduleError("ran before the weights were changed"))
+    ),
+    "backward_of_a_forward_after_the_change_is_accepted": case(
+        "F0> F1> F1< F0< W F0> F1> F1< F0<", ("B0> B1> G1 E", "reduce1 reduce0 finalise"), units=2
+    ),
+    "evaluation_gathers_in_forward_order_and_reduces_nothing": case(
+        EVALUATION,
+        (EVALUATION, "release3 gather1@0 wait1 release1 gather3@0 wait3"),
+    ),
+    # orders
+    "a_pass_in_another_order_gathers_on_demand_and_is_recorded_anew": case(
+        STEP,
+        # Unit 1 had been gathered ahead at the root, in vain for now; afterwards nothing is gathered ahead.
+        (SWAPPED, "gather0 gather1@0 wait0 gather2@1 wait2 wait1 release1 gather3@0 wait3"),
+        "B0> B3> G3 B1> G1 B2> G2 E W",
+        (SWAPPED, "gather0 gather2@1 wait0 gather1@0 wait2 wait1 release1 gather3@0 wait3"),
+    ),
+    "a_skipped_unit_is_gathered_in_vain_once": case(
+        STEP,
+        (SKIPPING, "gather0 gather1@0 wait0 gather2@1 wait1 release1 gather3@0 wait3"),
+        "B0> B3> G3 B1> G1 E W",
+        # Unit 3 cannot be gathered ahead of its use: unit 1, in use, has its slot.
+        (SKIPPING, "gather0 gather1@0 wait0 wait1 release1 gather3@0 wait3"),
+    ),
+    "a_backward_in_another_order_gathers_on_demand": case(
+        STEP,
+        FORWARD,
+        ("B0> B2> G2 B3> G3 B1> G1 E", "reduce2 reduce3 release3 gather1@0 wait1 reduce1 reduce0 finalise"),
+    ),
+    # gradients
+    "frozen_unit_is_gathered_for_backward_and_issues_no_reduce": case(
+        FORWARD,
+        ("B0> B3> G3 B2> G2 B1> E", "reduce3 reduce2 release3 gather1@0 wait1 reduce0 finalise"),
+        trainable=(True, False, True, True),
+    ),
+    "frozen_root_issues_no_reduce": case(
+        FORWARD_OF_TWO,
+        ("B0> B2> G2 B1> G1 E", "reduce2 reduce1 finalise"),
+        units=3,
+        trainable=(False, True, True),
+    ),
+    "unit_with_missing_gradients_is_settled_when_the_next_unit_begins": case(
+        FORWARD, ("B0> B3> G3 B2> g2", "reduce3"), ("B1>", "reduce2 release3 gather1@0 wait1")
+    ),
+    "unit_without_any_gradient_is_settled_too": case(
+        FORWARD, ("B0> B3> B2> B1> E", "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise")
+    ),
+    "unit_that_backward_never_reached_issues_no_reduce": case(
+        FORWARD_OF_TWO, ("B0> B2> G2 E", "reduce2 reduce0 finalise"), units=3
+    ),
+    "reused_unit_is_not_settled_before_its_last_backward": case(
+        "F0> F1> F1< F2> F2< F1> F1< F0<", ("B0> B1> g1 B2> G2 B1> G1 E", "reduce2 reduce1 reduce0 finalise"), units=3
+    ),
+    "late_gradients_of_a_reduced_unit_are_reduced_at_the_end": case(
+        FORWARD_OF_TWO, ("B0> B2> B1> G1 g2 E", "reduce2 reduce1 reduce2 reduce0 finalise"), units=3
+    ),
+    "two_forwards_before_one_backward_reduce_each_unit_once": case(
+        # One loss over two forwards: the gradients of a unit are ready after its second backward.
+        "F0> F1> F1< F2> F2< F0< F0> F1> F1< F2> F2< F0<",
+        ("B0> B2> B1> B2> G2 B1> G1 E", "reduce2 reduce1 reduce0 finalise"),
+        units=3,
+    ),
+    "gradient_of_gathered_unit_without_announcement_is_reduced": case(
+        "F0> F1> F1< F0<", ("g1 G1 E", "reduce1 reduce0 finalise"), units=2
+    ),
+    "gradient_of_released_unit_without_announcement_is_refused": case(
+        FORWARD, ("g1", ScheduleError("a gradient arrived for a unit whose backward was never announced"))
+    ),
+    "late_reduction_reduces_everything_when_backward_is_over": case(
+        FORWARD,
+        ("B0> B3> G3 B2> G2 B1> G1", "release3 gather1@0 wait1"),
+        ("E", "reduce3 reduce2 reduce1 reduce0 finalise"),
+        reduces_early=False,
+    ),
+    # recomputation
+    "recomputing_a_unit_inside_its_backward_asks_for_nothing_more": case(
+        FORWARD,
+        (RECOMPUTING, "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"),
+        f"W {FORWARD}",
+        (RECOMPUTING, STEADY_BACKWARD),
+    ),
+    "recomputing_two_units_together_gathers_both_once": case(
+        FORWARD_OF_FOUR,
+        ("B0> B4> F3> F3< F4> f4< G4 B3> G3", "reduce4 reduce3"),
+        (
+            "B2> F1> F1< F2> f2< G2 B1> G1 E",
+            "release4 gather2@1 wait2 release3 gather1@0 wait1 reduce2 reduce1 reduce0 finalise",
+        ),
+        units=5,
+    ),
+    "reentrant_recomputation_announces_backward_after_the_second_forward": case(
+        "F0> F1> f1< F2> f2< F3> f3< F4> f4< F0<",
+        ("B0> F3> F3< F4> F4< B4> G4 B3> G3", "reduce4 reduce3"),
+        (
+            "F1> F1< F2> F2< B2> G2 B1> G1 E",
+            "release3 gather1@0 wait1 release4 gather2@1 wait2 reduce2 reduce1 reduce0 finalise",
+        ),
+        units=5,
+    ),
+    "a_longer_recomputation_than_there_are_slots_gathers_again": case(
+        "F0> F1> f1< F2> f2< F3> f3< F0<",
+        (
+            "B0> F1> F1< F2> F2< F3> F3< B3> G3 B2> G2 B1> G1 E",
+            (
+                "release3 gather1@0 wait1 release1 gather3@0 wait3 "
+                "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"
+            ),
+        ),
+    ),
+    # strategies
+    "replicated_weights_are_gathered_in_place_once_per_step": case(
+        (FORWARD, "gather0 wait0 gather1 wait1 gather2 wait2 gather3 wait3"),
+        (BACKWARD, "reduce3 reduce2 reduce1 reduce0 finalise"),
+        (f"{FORWARD} {BACKWARD}", "reduce3 reduce2 reduce1 reduce0 finalise"),
+        ("W", "release0 release1 release2 release3"),
+        (FORWARD, "gather0 gather1 wait0 gather2 wait1 gather3 wait2 wait3"),
+        shares_slots=False,
+    ),
+    "without_overlap_nothing_is_gathered_ahead": case(
+        STEP,
+        (FORWARD, "gather0 wait0 gather1 wait1 gather2 wait2 gather3 wait3"),
+        shares_slots=False,
+        prefetch_forward=0,
+        prefetch_backward=0,
+    ),
+    "whole_weights_are_never_gathered": case(
+        (f"P1 A1 {FORWARD}", ""),
+        (BACKWARD, "reduce3 reduce2 reduce1 reduce0 finalise"),
+        ("W", ""),
+        gathers=False,
+        shares_slots=False,
+    ),
+    # more slots, more depth
+    "three_slots_and_depth_two_gather_two_units_ahead": case(
+        f"{FORWARD_OF_FOUR} B0> B4> G4 B3> G3 B2> G2 B1> G1 E W",
+        (FORWARD_OF_FOUR, "gather0 gather1@0 gather2@1 wait0 gather3@2 wait1 release1 gather4@0 wait2 wait3 wait4"),
+        (
+            "B0> B4> G4 B3> G3 B2> G2 B1> G1 E",
+            "reduce4 release4 gather1@0 reduce3 reduce2 wait1 reduce1 reduce0 finalise",
+        ),
+        units=5,
+        slots=3,
+        prefetch_forward=2,
+        prefetch_backward=2,
+    ),
+    "one_slot_leaves_no_room_to_gather_ahead": case(
+        STEP,
+        (FORWARD, "gather0 gather1@0 wait0 wait1 release1 gather2@0 wait2 release2 gather3@0 wait3"),
+        (BACKWARD, "reduce3 release3 gather2@0 wait2 reduce2 release2 gather1@0 wait1 reduce1 reduce0 finalise"),
+        slots=1,
+    ),
+    # asked from outside, broken off
+    "weights_wanted_ahead_are_only_waited_for_by_the_forward": case(
+        ("P0 P1 P2", "gather0 gather1@0 gather2@1"), ("F0> F1>", "wait0 wait1")
+    ),
+    "weights_wanted_ahead_do_not_drive_out_what_was_gathered_for_them": case("P0 P1 P2", ("P3", "")),
+    "weights_awaited_are_gathered_and_waited_for_once": case(("A1 A1", "gather1@0 wait1")),
+    "forward_from_before_a_reset_cannot_be_run_backward": case(
+        f"{FORWARD} R", ("B3>", ScheduleError("before the weights were changed"))
+    ),
+    # units that call other units
+    "a_unit_that_calls_another_keeps_its_weights": case(
+        ("F0> F1> F2> F2<", "gather0 wait0 gather1@0 wait1 gather2@1 wait2"),  # a slot more than asked for
+        ("F1< F3> F3< F0<", "release1 gather3@0 wait3"),
+        units=4,
+        slots=1,
+    ),
+    "an_inner_unit_is_reduced_before_the_outer_one_which_stays_gathered": case(
+        "F0> F1> F2> F2< F1< F0<", ("B0> B1> B2> G2 G1 E", "reduce2 reduce1 reduce0 finalise"), units=3, slots=1
+    ),
+    "an_outer_unit_with_memory_of_its_own_makes_room_for_an_inner_one": case(
+        # In backward unit 1 takes the slot that was used least recently, where unit 2 lives; it is only counted there.
+        "F0> F1> F2> F2< F1< F3> F3< F4> F4< F0<",
+        ("B0> B4> G4 B3> G3 B1>", "reduce4 reduce3 release4 gather1@1 wait1"),
+        ("B2> G2 G1 E", "release3 gather2@1 wait2 reduce2 reduce1 reduce0 finalise"),
+        units=5,
+        resized=frozenset({1}),
+    ),
+    "two_units_in_use_that_share_a_slot_are_refused": case(
+        "F0> F1> F1< F2> F2< F3>",
+        ("F1>", ScheduleError("unit 1 is needed while unit 3, which shares its memory, is in use")),
+    ),
+    "a_unit_without_an_open_forward_may_move_to_another_slot": case(
+        "F0> F1> f1< F2> f2< F3>", ("F1>", "release2 gather1@1 wait1")
+    ),
+    # memory of its own, or that is given back
+    "private_units_take_no_slot_and_give_way_to_nobody": case(
+        (FORWARD, "gather0 wait0 gather1@0 wait1 gather2 wait2 release1 gather3@0 wait3"),
+        (BACKWARD, "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise"),
+        ("W", "release0 release1 release2"),
+        # The kept one is gathered ahead although the only slot is taken.
+        ("F0> F1>", "gather0 gather1@0 wait0 gather2 wait1"),
+        kept=frozenset({2}),
+        slots=1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_answers(case: Case) -> None:
+    player = play(case.units, **case.options)
+    for line in case.lines:
+        events, answer = (line, None) if isinstance(line, str) else line
+        if isinstance(answer, ScheduleError):
+            with pytest.raises(ScheduleError, match=str(answer)):
+                player(events)
+        else:
+            told = player(events)
+            assert answer is None or told == answer
 
 
 def test_reset_in_forward_brings_everything_to_rest() -> None:
@@ -355,18 +309,8 @@ def test_reset_in_backward_forgets_what_was_not_reduced_and_learnt() -> None:
     player("R")
     assert not player.scheduler.in_backward
     # Other ranks may have been stopped elsewhere: all begin anew, and so decide alike.
-    assert player(f"{FORWARD} {BACKWARD} W") == play()(f"{FORWARD} {BACKWARD} W")
+    assert player(STEP) == play()(STEP)
     assert player(f"{FORWARD} {BACKWARD}") == f"{STEADY_FORWARD} {STEADY_BACKWARD}"
-
-
-def test_forward_from_before_a_reset_cannot_be_run_backward() -> None:
-    player = play()
-    player(f"{FORWARD} R")
-    with pytest.raises(ScheduleError, match="before the weights were changed"):
-        player("B3>")
-
-
-# ---- the operations themselves ----------------------------------------------------------------------------------
 
 
 def test_operations_read_as_in_these_tests() -> None:
@@ -381,3 +325,149 @@ def test_scheduler_tells_how_deep_a_unit_is_called() -> None:
     scheduler.forward_begins(1)
     scheduler.forward_begins(1)
     assert (scheduler.in_forward, scheduler.forward_depth(1), scheduler.forward_depth(0)) == (True, 2, 1)
+
+
+def test_an_outer_unit_keeps_its_weights_while_others_are_gathered_ahead_in_backward() -> None:
+    # Units 1 and 3 both call unit 2 and share slot 0. After the first step, unit 1 is expected after unit 2.
+    step = "F0> F1> F2> F2< F1< F3> F2> F2< F3< F0< B0> B3> B2> g2"
+    player = play()
+    player(f"{step} G3 B1> B2> G2 G1 E")
+    assert "release3" not in player(step).split()
+
+
+def test_a_forward_that_failed_ends_those_inside_it() -> None:
+    player = play()
+    player("F0> F1> F2> f0<")
+    assert not player.scheduler.in_forward
+    assert player("F0> F1> F1< F2> F2< F3> F3< F0<") == "release1 gather3@0 wait3"
+
+
+# ---- memory of its own, or that is given back ----------------------------------------------------------------------
+
+EVERYTHING = frozenset(range(4))
+
+
+def numberless(operations: str) -> str:
+    """Without slot numbers, which mean nothing to units that have memory of their own."""
+    return re.sub(r"@\d+", "", operations)
+
+
+def resized(**options: object) -> Play:
+    """Every unit and the root have memory of their own that is given back; the order is known."""
+    player = play(resized=EVERYTHING - {0}, returned=EVERYTHING, **options)
+    player(STEP)
+    return player
+
+
+def test_memory_that_is_given_back_is_released_when_the_backward_is_over() -> None:
+    player = resized()
+    assert numberless(player(FORWARD)) == "gather0 gather1 wait0 gather2 wait1 release1 gather3 wait2 wait3"
+    assert numberless(player("B0> B3> G3 B2> G2 B1> G1")) == "reduce3 release3 gather1 reduce2 wait1 reduce1"
+    assert player("E") == "release0 release1 release2 reduce0 finalise"
+    assert player("W") == ""
+
+
+def test_a_second_microbatch_gathers_everything_again() -> None:
+    player = resized()
+    first = player(f"{FORWARD} {BACKWARD}")
+    assert numberless(player(f"{FORWARD} {BACKWARD}")) == numberless(first)
+
+
+def given_back_per_step(microbatches: int = 1) -> Play:
+    """The root's memory is given back when the last backward of a step is over; one step has been seen."""
+    player = play(returned_before_step=frozenset({0}))
+    first = player(" ".join([FORWARD, BACKWARD] * microbatches))
+    assert "release0" not in first.split()  # nothing is known of the first step
+    assert player("W").startswith("release0 ")
+    return player
+
+
+def test_the_root_is_released_when_the_last_backward_of_a_step_is_over_before_its_own_reduction() -> None:
+    player = given_back_per_step()
+    player(f"{FORWARD} B0> B3> G3 B2> G2 B1> G1")
+    assert player("E") == "release0 reduce0 finalise"
+    assert player("W") == "release1 release2"
+    assert player("F0>").startswith("gather0 ")
+
+
+def test_between_the_microbatches_of_a_step_the_root_stays() -> None:
+    player = given_back_per_step(microbatches=3)
+    plain = play()
+    for each in (player, plain):
+        each(" ".join([FORWARD, BACKWARD] * 3) + " W")
+    for _ in range(2):
+        assert player(f"{FORWARD} {BACKWARD}") == plain(f"{FORWARD} {BACKWARD}")
+    assert player(FORWARD) == plain(FORWARD)
+    assert player(BACKWARD) == plain(BACKWARD).replace("reduce0", "release0 reduce0")
+
+
+def test_a_step_with_more_backwards_than_the_one_before_gathers_the_root_once_more() -> None:
+    player = given_back_per_step()
+    gathers = [player(f"{FORWARD} {BACKWARD}").split().count("gather0") for _ in range(3)]
+    assert gathers == [1, 1, 0]
+    player("W")
+    gathers = [player(f"{FORWARD} {BACKWARD}").split().count("gather0") for _ in range(3)]
+    assert gathers == [1, 0, 0]
+
+
+def test_evaluation_gives_no_memory_of_the_root_back() -> None:
+    player = given_back_per_step()
+    for _ in range(3):
+        assert "release0" not in player(EVALUATION).split()
+    assert player(f"{FORWARD} {BACKWARD}").split().count("gather0") == 0
+
+
+def test_a_reset_forgets_how_long_steps_are() -> None:
+    player = given_back_per_step()
+    player("R")
+    assert "release0" not in player(f"{FORWARD} {BACKWARD}").split()
+
+
+def test_a_unit_with_memory_of_its_own_needs_no_particular_slot() -> None:
+    player = resized()
+    player("F0> F1> F1< F2> F2< F3> F3< F0<")
+    # Unit 1 shared a slot in forward with unit 3, which is in use.
+    assert numberless(player("B0> B3> A1")) == "release2 gather1 wait1"
+    in_slots = play()
+    in_slots(FORWARD)
+    with pytest.raises(ScheduleError, match="which shares its memory, is in use"):
+        in_slots("B0> B3> A1")
+
+
+def test_one_unit_at_a_time_is_gathered_on_demand() -> None:
+    player = resized(slots=1, prefetch_forward=0, prefetch_backward=0)
+    assert player(FORWARD) == "gather0 wait0 gather1@0 wait1 release1 gather2@0 wait2 release2 gather3@0 wait3"
+
+
+def test_what_a_forward_uses_is_not_given_back_by_a_backward_inside_it() -> None:
+    player = resized()
+    assert numberless(player("F0> F1> F1< F2> B1> G1 E")).endswith("reduce1 release1 reduce0 finalise")
+
+
+def test_looking_further_ahead_adds_slots_where_allowed() -> None:
+    player = play()
+    player.scheduler.look_ahead(2, may_grow=True)
+    player(STEP)
+    assert player.scheduler.config.slots == 3
+    assert player(FORWARD) == "gather0 gather1@0 gather2@1 wait0 gather3@2 wait1 wait2 wait3"
+
+
+def test_looking_further_ahead_stays_within_the_slots_where_they_are_fixed() -> None:
+    player = play()
+    player.scheduler.look_ahead(2, may_grow=False)
+    config = player.scheduler.config
+    assert (config.slots, config.prefetch_forward, config.prefetch_backward) == (2, 1, 1)
+
+
+def test_looking_less_far_ahead_keeps_the_slots() -> None:
+    player = play(slots=3)
+    player.scheduler.look_ahead(0, may_grow=True)
+    player(STEP)
+    assert player(FORWARD) == "gather0 wait0 gather1@0 wait1 gather2@1 wait2 gather3@2 wait3"
+
+
+def test_whole_weights_are_gathered_ahead_without_slots() -> None:
+    player = play(shares_slots=False)
+    player.scheduler.look_ahead(3, may_grow=True)
+    player(STEP)
+    assert player("F0>") == "gather0 gather1 gather2 gather3 wait0"

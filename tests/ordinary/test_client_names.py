@@ -15,7 +15,7 @@ from megatron_fsdp.utils import (
     is_mcore_tensor_parallel_duplicated,
     is_submodule,
 )
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.usage_models import FEATURES, Layer, Ordered
 
 
@@ -63,21 +63,17 @@ def _model(strategy: int = 3) -> MegatronFSDP:
     return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
 
 
-def find() -> list[bool]:
+@on_ranks(2)
+def test_the_wrapper_is_found_inside_others() -> None:
     model = _model()
-    return [
-        find_megatron_fsdp(model) is model,
-        find_megatron_fsdp(Box(Box(model))) is model,
-        find_megatron_fsdp(Box(nn.Linear(1, 1))) is None,
-        find_megatron_fsdp(None) is None,
-    ]
+    assert find_megatron_fsdp(model) is model
+    assert find_megatron_fsdp(Box(Box(model))) is model
+    assert find_megatron_fsdp(Box(nn.Linear(1, 1))) is None
+    assert find_megatron_fsdp(None) is None
 
 
-def test_the_wrapper_is_found_inside_others(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, find) == [[True] * 4] * 2
-
-
-def drive_by_hand() -> dict[str, object]:
+@on_ranks(2)
+def test_buffers_and_pipelines_do_what_they_say() -> None:
     model = _model()
     layer = list(model.module.layers[0].parameters())  # type: ignore[index, union-attr]
     buffer, gathers, reductions = model.param_and_grad_buffer, model.all_gather_pipeline, model.grad_reduce_pipeline
@@ -112,18 +108,14 @@ def drive_by_hand() -> dict[str, object]:
         "installed": torch.allclose(model.raw_param["first.weight"], old + 1.0),
     }
     buffer.zero_grad()
-    return {**result, "zeroed": all(p.grad is None for p in model.parameters())}
-
-
-def test_buffers_and_pipelines_do_what_they_say(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, drive_by_hand):
-        assert found == {
-            "gathered": (1, 2),
-            "hidden": True,
-            "count": 20,
-            "halved": True,
-            "names": True,
-            "groups": True,
-            "installed": True,
-            "zeroed": True,
-        }
+    found = {**result, "zeroed": all(p.grad is None for p in model.parameters())}
+    assert found == {
+        "gathered": (1, 2),
+        "hidden": True,
+        "count": 20,
+        "halved": True,
+        "names": True,
+        "groups": True,
+        "installed": True,
+        "zeroed": True,
+    }

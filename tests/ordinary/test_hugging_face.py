@@ -14,6 +14,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.errors import ScheduleError
 from tests.conftest import RunRanks
 from tests.support.models import Batch, ModelCase
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, check_strategies
 
@@ -212,7 +213,8 @@ def test_a_rank_that_stops_generating_earlier_is_found(run_ranks: RunRanks) -> N
     assert "rank 1" in message
 
 
-def generate_in_step() -> bool:
+@on_ranks(2)
+def test_ranks_that_generate_longer_are_kept_company() -> None:
     """Rank 1 is done earlier, and takes part until rank 0 is done too."""
     plain, model = _wrap(build_llama, 0, 3, verify_ranks=300.0)
     count = 4 - 2 * dist.get_rank()
@@ -225,8 +227,5 @@ def generate_in_step() -> bool:
             model.take_part()
         wanted = plain.generate(prompt, **settings)
     batch = make_batch(2, torch.Generator().manual_seed(5))
-    return torch.equal(found, wanted) and bool((loss_of(model, batch) - loss_of(plain, batch)).abs() < 1e-5)
-
-
-def test_ranks_that_generate_longer_are_kept_company(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, generate_in_step) == [True, True]
+    assert torch.equal(found, wanted)
+    assert (loss_of(model, batch) - loss_of(plain, batch)).abs() < 1e-5

@@ -9,6 +9,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid, hybrid_arguments
 from tests.support.models import MODEL_CASES
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded_run import FP32, Run, Scenario, Setting, Tolerance, check_strategies
 
 STRATEGIES = ((0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1))
@@ -59,8 +60,10 @@ LARGE = 40_000.0
 """Two of these are more than float16 can hold (65504)."""
 
 
-def mean_of_large_gradients(average_in_collective: bool) -> dict[tuple[int, int], float]:
-    """What the optimizer sees where every rank's gradient is `LARGE` everywhere."""
+@pytest.mark.full(short=["True"])
+@pytest.mark.parametrize("average_in_collective", [False, True])
+@on_ranks(4)
+def test_a_mean_that_fits_into_float16_is_not_lost_on_the_way(average_in_collective: bool) -> None:
     found = {}
     for inner, outer in STRATEGIES:
         model = fully_shard_model(
@@ -76,11 +79,4 @@ def mean_of_large_gradients(average_in_collective: bool) -> dict[tuple[int, int]
         (gradient,) = model.full_gradients().values()
         assert gradient is not None
         found[inner, outer] = gradient.mean().item()
-    return found
-
-
-@pytest.mark.full(short=["True"])
-@pytest.mark.parametrize("average_in_collective", [False, True])
-def test_a_mean_that_fits_into_float16_is_not_lost_on_the_way(run_ranks: RunRanks, average_in_collective: bool) -> None:
-    for found in run_ranks(4, mean_of_large_gradients, average_in_collective):
-        assert found == pytest.approx(dict.fromkeys(STRATEGIES, LARGE), rel=1e-3)
+    assert found == pytest.approx(dict.fromkeys(STRATEGIES, LARGE), rel=1e-3)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 POLICIES = {"shared": MixedPrecisionPolicy(main_params_dtype=None), "copied": MixedPrecisionPolicy(torch.float64)}
 
@@ -55,7 +55,11 @@ def shard(strategy: int, policy: MixedPrecisionPolicy) -> tuple[MegatronFSDP, to
     )
 
 
-def differences(strategy: int, policy: str) -> list[float]:
+@pytest.mark.full(short=["1-shared", "3-copied"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(4)
+def test_writes_after_a_step_are_not_lost(strategy: int, policy: str) -> None:
     plain = build()
     model, _first = shard(strategy, POLICIES[policy])
     theirs, ours = optimizers(plain), optimizers(model)
@@ -71,18 +75,12 @@ def differences(strategy: int, policy: str) -> list[float]:
             for param in (*plain.parameters(), *model.parameters()):
                 param.clamp_(-0.03, 0.03)
             found.append((model(batch(99, 0)) - plain(batch(99, 0))).abs().max().item())
-    return found
+    assert max(found) < 1e-5
 
 
-@pytest.mark.full(short=["1-shared", "3-copied"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_writes_after_a_step_are_not_lost(run_ranks: RunRanks, strategy: int, policy: str) -> None:
-    for found in run_ranks(4, differences, strategy, policy):
-        assert max(found) < 1e-5
-
-
-def gathers_over_time() -> list[int]:
+@on_ranks(4)
+def test_nothing_writes_into_weights_between_a_step_and_the_next_forward() -> None:
+    """The gather over the outer axis is in place: while it is under way it would undo what others write."""
     model, optimizer = shard(3, MixedPrecisionPolicy())
 
     def count() -> int:
@@ -96,9 +94,4 @@ def gathers_over_time() -> list[int]:
     seen.append(count())
     loss.backward()
     seen.append(count())
-    return seen
-
-
-def test_nothing_writes_into_weights_between_a_step_and_the_next_forward(run_ranks: RunRanks) -> None:
-    """The gather over the outer axis is in place: while it is under way it would undo what others write."""
-    assert run_ranks(4, gathers_over_time) == [[0, 0, 6, 6]] * 4
+    assert seen == [0, 0, 6, 6]

@@ -15,6 +15,7 @@ from megatron_fsdp.sharding.accounting import outer_step_traffic, step_traffic
 from megatron_fsdp.trace import Recorder, Timeline, recorder, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.tower import FLOORS, tower_loss
 from tests.trace import training
@@ -207,7 +208,9 @@ def _break(model: MegatronFSDP, where: str) -> None:
     model.reset()
 
 
-def _survive(where: str) -> tuple[dict[str, Any], dict[str, Any], Timeline, Timeline]:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_a_step_that_fails_is_survived(where: str) -> None:
     """A step, one that fails, and two more, which are compared with ones that nobody records."""
     outcomes: list[Any] = []
     timelines = []
@@ -230,22 +233,17 @@ def _survive(where: str) -> tuple[dict[str, Any], dict[str, Any], Timeline, Time
         outcomes.append({"losses": losses, "weights": [training.local(p.data) for p in model.parameters()]})
         if is_traced:
             timelines.append(watcher.result())
-    return outcomes[0], outcomes[1], timelines[0], timelines[1]
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_that_fails_is_survived(run_ranks: RunRanks, where: str) -> None:
-    for without, with_trace, early, late in run_ranks(2, _survive, where):
-        assert with_trace["losses"] == without["losses"]
-        for got, want in zip(with_trace["weights"], without["weights"], strict=True):
-            assert torch.equal(got, want)
-        assert late.spans[: len(early.spans)] == early.spans
-        whole = [s for s in late.spans if (s.phase, s.unit, s.depth) == ("backward", 0, 0)]
-        assert len(whole) == 2 + (where == "backward")  # the root's part ends where that of floor 7 begins
-        assert [s.phase for s in late.spans].count("optimizer") == 2
-        last = max(late.spans, key=lambda span: span.end_ns)
-        assert (last.phase, last.depth) == ("optimizer", 0)
-        assert all(step.outside_ns >= 0 for step in summarise(late).steps)
+    without, with_trace, early, late = outcomes[0], outcomes[1], timelines[0], timelines[1]
+    assert with_trace["losses"] == without["losses"]
+    for got, want in zip(with_trace["weights"], without["weights"], strict=True):
+        assert torch.equal(got, want)
+    assert late.spans[: len(early.spans)] == early.spans
+    whole = [s for s in late.spans if (s.phase, s.unit, s.depth) == ("backward", 0, 0)]
+    assert len(whole) == 2 + (where == "backward")  # the root's part ends where that of floor 7 begins
+    assert [s.phase for s in late.spans].count("optimizer") == 2
+    last = max(late.spans, key=lambda span: span.end_ns)
+    assert (last.phase, last.depth) == ("optimizer", 0)
+    assert all(step.outside_ns >= 0 for step in summarise(late).steps)
 
 
 def _evaluate_then_train() -> tuple[Timeline, Timeline]:

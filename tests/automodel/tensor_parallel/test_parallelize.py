@@ -8,6 +8,7 @@ from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
 from tests.automodel.small_models import FAMILIES, batch_of, build
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.on_ranks import on_ranks
 
 SIZES = {"num_hidden_layers": 2}
 
@@ -54,7 +55,8 @@ def test_the_loss_of_transformers_works_on_whole_logits(run_ranks: RunRanks, kin
         assert found == pytest.approx([expected, expected], rel=1e-5)
 
 
-def a_few_tokens_by_the_eager_loop() -> list[str]:
+@on_ranks(2)
+def test_experts_without_tokens_get_a_gradient_of_zero() -> None:
     """One token for two experts of four: some rank's experts get none."""
     wrong = []
     mesh = mesh_of((2,), ("tp",))
@@ -70,14 +72,11 @@ def a_few_tokens_by_the_eager_loop() -> list[str]:
         mine = gradients[1][name]
         if (right is None) != (mine is None) or not torch.allclose(mine.full_tensor(), right, rtol=1e-4, atol=1e-6):
             wrong.append(name)
-    return wrong
+    assert wrong == []
 
 
-def test_experts_without_tokens_get_a_gradient_of_zero(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, a_few_tokens_by_the_eager_loop) == [[], []]
-
-
-def placements_on_meta() -> list[str]:
+@on_ranks(2)
+def test_a_model_on_the_meta_device_is_divided_alike() -> None:
     wrong = []
     mesh = mesh_of((2,), ("tp",))
     for kind in ("gemma3", "deepseek_v3", "phi3"):
@@ -91,15 +90,11 @@ def placements_on_meta() -> list[str]:
             same = param.placements == real[name].placements and param.shape == real[name].shape
             if not param.is_meta or not same or param.to_local().shape != real[name].to_local().shape:
                 wrong.append(f"{kind}: {name}")
-    return wrong
+    assert wrong == []
 
 
-def test_a_model_on_the_meta_device_is_divided_alike(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, placements_on_meta) == [[], []]
-
-
-def norm_of_all_gradients() -> tuple[float, float]:
-    """Clipped by torch, with tensor parallelism alone, and on one process."""
+@on_ranks(2)
+def test_gradients_are_clipped_by_torch_as_on_one_process() -> None:
     norms = []
     mesh = mesh_of((2,), ("tp",))
     for divided in (True, False):
@@ -109,9 +104,5 @@ def norm_of_all_gradients() -> tuple[float, float]:
         model(**batch_of()).loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append(float(norm.full_tensor() if divided else norm))
-    return norms[0], norms[1]
-
-
-def test_gradients_are_clipped_by_torch_as_on_one_process(run_ranks: RunRanks) -> None:
-    for found, expected in run_ranks(2, norm_of_all_gradients):
-        assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = norms[0], norms[1]
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -23,6 +23,7 @@ from tests.automodel.small_models import VOCABULARY, build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
 SIZES = {"num_hidden_layers": 2}
@@ -64,16 +65,13 @@ PLANS: dict[str, tuple[str, Any, bool]] = {
 }
 
 
-def by_given_plans() -> None:
+@on_ranks(2)
+def test_given_plans_equal_one_process() -> None:
     mesh = mesh_of((2,), ("tp",))
     for kind, plan, splits_tokens in PLANS.values():
         model = build(kind, **SIZES)
         parallelize_tensors(model, mesh, plan=plan, sequence_parallel=splits_tokens)
         assert_trained_alike(train(model, alone=True), reference(kind, steps=2, changes=SIZES))
-
-
-def test_given_plans_equal_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(2, by_given_plans)
 
 
 def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
@@ -85,7 +83,9 @@ def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module
         return peft.get_peft_model(model, config)
 
 
-def with_adapters() -> None:
+@pytest.mark.full
+@on_ranks(2)
+def test_adapters_of_peft_equal_one_process() -> None:
     cases = {
         "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head"],
         "llama_tied": ["q_proj", "down_proj"],
@@ -99,11 +99,6 @@ def with_adapters() -> None:
             model = with_lora(build(kind, **SIZES), targets)
             parallelize_tensors(model, mesh, sequence_parallel=splits_tokens)
             assert_trained_alike(train(model, alone=True), expected)
-
-
-@pytest.mark.full
-def test_adapters_of_peft_equal_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(2, with_adapters)
 
 
 def gpt_oss() -> nn.Module:
@@ -148,7 +143,9 @@ def _random(config: Any) -> nn.Module:
     return model.train()
 
 
-def other_families() -> None:
+@pytest.mark.full
+@on_ranks(2)
+def test_sinks_expert_biases_and_counted_heads_equal_one_process() -> None:
     cases: list[tuple[Callable[[], nn.Module], Any]] = [(gpt_oss, None), (opt, OPT)]
     mesh = mesh_of((2,), ("tp",))
     for build_it, plan in cases:
@@ -156,11 +153,6 @@ def other_families() -> None:
         model = build_it()
         parallelize_tensors(model, mesh, plan=plan)
         assert_trained_alike(train(model, alone=True), expected)
-
-
-@pytest.mark.full
-def test_sinks_expert_biases_and_counted_heads_equal_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(2, other_families)
 
 
 class OwnParts(nn.Module):
@@ -189,7 +181,8 @@ class Holder(nn.Module):
         return self.part(tokens, scale=scale)
 
 
-def parts_of_a_module() -> list[str]:
+@on_ranks(2)
+def test_parameters_that_a_plan_names_equal_one_process() -> None:
     """A module whose own parameters are cut and whose output is summed; the same stored in parts and used whole."""
     wrong = []
     plans = (
@@ -210,14 +203,11 @@ def parts_of_a_module() -> list[str]:
             gradients.append([tokens.grad, *(g.full_tensor() if divided else g for g in (up, down))])
         same = [torch.allclose(mine, right, rtol=1e-4) for right, mine in zip(*gradients, strict=True)]
         wrong += [] if all(same) else [f"{plan}: {same}"]
-    return wrong
+    assert wrong == []
 
 
-def test_parameters_that_a_plan_names_equal_one_process(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, parts_of_a_module) == [[], []]
-
-
-def packed_input() -> bool:
+@on_ranks(2)
+def test_a_packed_input_is_put_together() -> None:
     """A linear layer that takes two packed halves of which each rank has a part."""
     mesh = mesh_of((2,), ("tp",))
     model = Holder()
@@ -226,11 +216,8 @@ def packed_input() -> bool:
     rank = mesh.get_local_rank()
     own = torch.arange(8.0).unflatten(-1, (2, 4))[:, 2 * rank : 2 * rank + 2].flatten()
     is_cut = model.packed.weight.placements == (Shard(1),)
-    return is_cut and torch.allclose(model.packed(own), right)
-
-
-def test_a_packed_input_is_put_together(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, packed_input) == [True, True]
+    assert is_cut
+    assert torch.allclose(model.packed(own), right)
 
 
 EXPERT_PARALLEL = {"grouped_gemm", "ep_dispatch_experts"}
@@ -377,14 +364,12 @@ def test_rows_that_the_ranks_do_not_divide_are_refused_in_forward(run_ranks: Run
         assert text.startswith("the batch has 15 tokens in a row, which 2 tensor-parallel ranks cannot share")
 
 
-def two_dimensions() -> str:
+@on_ranks(2)
+def test_a_mesh_of_two_dimensions_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="one-dimensional") as caught:
         parallelize_tensors(build("llama", num_hidden_layers=1), mesh_of((1, 2), ("dp", "tp")))
-    return str(caught.value)
-
-
-def test_a_mesh_of_two_dimensions_is_refused(run_ranks: RunRanks) -> None:
-    assert all("('dp', 'tp')" in text for text in run_ranks(2, two_dimensions))
+    text = str(caught.value)
+    assert "('dp', 'tp')" in text
 
 
 def asynchronous_on_cpus() -> tuple[bool, str, bool]:
@@ -402,13 +387,12 @@ def test_asynchronous_tensor_parallelism_says_that_cpus_cannot(run_ranks: RunRan
         assert text.endswith("training continues without it")
 
 
-def test_a_plan_may_name_what_a_pipeline_stage_gave_away(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, stage_without_head) == [["model.layers.0.self_attn.q_proj.weight"]] * 2
-
-
-def stage_without_head() -> list[str]:
+@on_ranks(2)
+def test_a_plan_may_name_what_a_pipeline_stage_gave_away() -> None:
     model: transformers.PreTrainedModel = build("llama", num_hidden_layers=1)
     model.lm_head = None
     plan = {Q: "colwise", "lm_head": "colwise_gather_output"}
     parallelize_tensors(model, mesh_of((2,), ("tp",)), plan=plan)
-    return [name for name, param in model.named_parameters() if param.placements == (Shard(0),)]  # type: ignore[attr-defined]
+    assert [name for name, param in model.named_parameters() if param.placements == (Shard(0),)] == [
+        "model.layers.0.self_attn.q_proj.weight"
+    ]
