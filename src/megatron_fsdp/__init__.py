@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
+    from megatron_fsdp.optim.adamw8bit import AdamW8bit
     from megatron_fsdp.optim.owned_step import steps_whole_tensors
     from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 
 __all__ = [
+    "AdamW8bit",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "FSDPDistributedIndex",
@@ -62,6 +64,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdamW8bit": "optim.adamw8bit",
     "DistributedDataParallel": "ddp",
     "DistributedDataParallelConfig": "distributed_data_parallel_config",
     "FSDPDistributedIndex": "sharding.mesh",

@@ -20,6 +20,7 @@ from megatron_fsdp.dtensor.chunks import exclude_from_save
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.state_dict import are_from_file, other_shards
 from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.optim.adamw8bit import AdamW8bit, check_blocks
 from megatron_fsdp.optim.local_step import LocalStep
 from megatron_fsdp.optim.muon import MuonStep, check_muon
 from megatron_fsdp.optim.owned_step import OwnedStep, inherits_declaration, steps_owned
@@ -38,8 +39,10 @@ _BUFFER = "momentum_buffer"
 
 
 def is_known_without_a_step(optimizer: Optimizer) -> bool:
-    """Return whether the initial state of an optimizer can be made without a step: the step is one of torch's."""
+    """Return whether the initial state of an optimizer can be made without a step: it is one of torch's, or ours."""
     kind = type(optimizer)
+    if kind is AdamW8bit:
+        return True
     of_torch = kind.step.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")
     return of_torch and not steps_owned(optimizer)  # which makes state from whole tensors
 
@@ -67,13 +70,18 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
     if isinstance(optimizer, torch.optim.SGD):
         return {_BUFFER: torch.full_like(param.detach(), _blank_momentum(group))} if group["momentum"] else {}
+    if isinstance(optimizer, AdamW8bit):
+        return _saved_by_holders(param, optimizer.first_state(param))
     alias = param.detach()
     alias.grad = param.detach()  # its values are not read
     probe: Any = object.__new__(type(optimizer))
     probe.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
     num_lists = len(inspect.signature(probe._init_group).parameters) - 1
     probe._init_group({**group, "params": [alias]}, *([] for _ in range(num_lists)))
-    made: dict[str, Any] = probe.state[alias]
+    return _saved_by_holders(param, probe.state[alias])
+
+
+def _saved_by_holders(param: torch.Tensor, made: dict[str, Any]) -> dict[str, Any]:
     if isinstance(param, DTensor) and param.numel() and not param._local_tensor.numel():
         for value in made.values():
             if not isinstance(value, DTensor):
@@ -550,6 +558,8 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) is torch.optim.Muon:
         check_muon(optimizer)
         return
+    if isinstance(optimizer, AdamW8bit):
+        check_blocks(optimizer)
     sharded = any(
         isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
         for group in optimizer.param_groups
@@ -577,8 +587,11 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
         ConfigurationError: Gradients are in `.decoupled_grad`, and the optimizer's `step` is torch's own.
     """
     kind = type(optimizer)
-    if is_decoupled and (kind.step.__module__.startswith("torch.optim") or steps_owned(optimizer)):
-        whose = "stepped whole" if steps_owned(optimizer) else "one of torch's own"
+    is_torch = kind.step.__module__.startswith("torch.optim")
+    if is_decoupled and (is_torch or isinstance(optimizer, AdamW8bit) or steps_owned(optimizer)):
+        whose = (
+            "stepped whole" if steps_owned(optimizer) else "one of torch's own" if is_torch else "one of this library"
+        )
         raise ConfigurationError(
             f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {kind.__name__}, {whose}, "
             "does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"

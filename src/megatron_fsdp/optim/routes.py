@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.local_step import steps_locally
 from megatron_fsdp.optim.owned_step import steps_owned
 
@@ -26,6 +27,8 @@ def step_of(optimizer: Optimizer) -> str:
     """Say what the step of a connected optimizer works on."""
     if type(optimizer) is torch.optim.Muon:
         return "on shards and whole matrices (Muon)"
+    if isinstance(optimizer, AdamW8bit):
+        return "on shards, in blocks of 256 elements of whole tensors"
     if steps_owned(optimizer):
         return "on whole tensors, one owner each"
     if isinstance(optimizer, NEEDS_ALL):

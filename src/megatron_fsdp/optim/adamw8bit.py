@@ -1,0 +1,476 @@
+"""AdamW with moments of eight bits: one byte for each element, one fp32 scale for each block of 256 elements.
+
+Blocks are counted in the flattened *global* tensor, so that state and updates are the same bits on any number of
+ranks, under any strategy, and in one process without sharding. A shard may end inside a block:
+
+    elements           0 ..... 255 | 256 ... 511 | 512 ... 767
+    held by            ------- rank 0 ----><------ rank 1 ----
+    its scale rests    with rank 0 | with rank 0 | with rank 1     (who holds the block's first element)
+
+Ranks that share a block take its scale from the maximum over all of them: two all-reduces of a few numbers in a step,
+one for the old scales and one for the new, and none where no shard ends inside a block.
+
+A moment is decoded, updated in fp32 and used for the weights before it is rounded again (T. Dettmers et al., "8-bit
+Optimizers via Block-wise Quantization", 2022). Of the second moment the root is kept: it is what the update divides by,
+and spans half as many orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import Cut, ListedCut, ShardDescription, TensorParallelCut
+
+BLOCK = 256
+"""Elements that share a scale."""
+CHUNK = 1 << 20
+"""Elements that are computed at a time; what is decoded is borrowed for one chunk."""
+
+_CODES, _SCALES = ("exp_avg_codes", "exp_avg_root_codes"), ("exp_avg_scales", "exp_avg_root_scales")
+_STEP = "step"
+
+
+class AdamW8bit(Optimizer):
+    """AdamW that keeps a byte for each moment of an element, and a scale for 256 of them: 2.03 bytes instead of 8.
+
+    Works on plain tensors, and on parameters that `fully_shard` has sharded, with the same bits. Its state is, for a
+    parameter: `step` (0-d fp32, on the CPU), `exp_avg_codes` and `exp_avg_root_codes` (uint8, of the parameter's
+    shape), `exp_avg_scales` and `exp_avg_root_scales` (fp32, one for each block: of the parameter's shape with the last
+    dimension divided by 256, or of one dimension where it does not divide). Weights are updated in fp32 and rounded to
+    their own dtype.
+
+    Args:
+        params: Parameters or groups of them; of a floating-point dtype.
+        lr: Learning rate, 0 or more.
+        betas: Shares of the moments that stay, each in [0, 1).
+        eps: Added to the root of the second moment, 0 or more.
+        weight_decay: Decoupled, 0 or more.
+
+    Raises:
+        ConfigurationError: A number is out of its range, or a parameter has no blocks that belong to one global tensor:
+            a DTensor that `fully_shard` has not made, or one of its own that other parallelism cuts inside a block.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own.
+
+        Raises:
+            ConfigurationError: As the constructor; nothing was added.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        problem = _options_problem(group) or next(filter(None, map(_problem, group["params"])), None)
+        if problem is not None:
+            self.param_groups.pop()
+            raise ConfigurationError(f"AdamW8bit was given {problem}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; collective over ranks that share blocks.
+
+        Args:
+            closure: Computes gradients and returns a loss, which is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pieces = [
+            _Piece(param, group, self._state_of(param))
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        shared = _shared(pieces)
+        for are_new in (False, True):
+            for members in shared:
+                _agree(members, are_new)
+        for piece in pieces:
+            piece.update()
+        return loss
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            state.update(self.first_state(param))
+        state[_STEP] += 1
+        return state
+
+    def first_state(self, param: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter before its first step."""
+        zero = _zero_codes()
+        found: dict[str, Any] = {_STEP: torch.tensor(0.0)}
+        for codes, scales, code in zip(_CODES, _SCALES, zero, strict=True):
+            if isinstance(param, UnevenDTensor):
+                frame = _frame_of_scales(param.shard_frame)
+                local = torch.full_like(param._local_tensor, code, dtype=torch.uint8, requires_grad=False)
+                found[codes] = UnevenDTensor.wrap(local, param.shard_frame)
+                blank = local.new_zeros(frame.description.local_shape, dtype=torch.float32)
+                found[scales] = UnevenDTensor.wrap(blank, frame)
+            else:
+                found[codes] = torch.full_like(param, code, dtype=torch.uint8, requires_grad=False)
+                found[scales] = torch.zeros(scales_shape(param.shape), device=param.device)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state of whole parameters, or sharded as they are; codes and scales keep their dtypes.
+
+        Raises:
+            CheckpointError: It is no state of an AdamW8bit on such parameters; nothing was loaded.
+        """
+        held: dict[str, Any] = {}
+
+        def hold(optimizer: Optimizer, given: dict[str, Any]) -> None:  # after all other hooks
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            numbers = [number for group in given["param_groups"] for number in group["params"]]
+            for param, number in zip(params, numbers, strict=False):  # torch refuses other lengths
+                if given["state"].get(number):
+                    held[number] = param, _fitted(param, given["state"][number])
+
+        handle = self.register_load_state_dict_pre_hook(hold)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for param, state in held.values():  # which torch has cast to the dtype of the parameters
+            self.state[param].update(state)
+
+
+def check_blocks(optimizer: AdamW8bit) -> None:
+    """Refuse parameters whose blocks would depend on how they are sharded.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    problem = next(filter(None, map(_problem, params)), None)
+    if problem is not None:
+        raise ConfigurationError(f"AdamW8bit was given {problem}")
+
+
+def _options_problem(group: Mapping[str, Any]) -> str | None:
+    numbers = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
+    wrong = [f"{key}={value:g}" for key, value in numbers.items() if not 0 <= value < math.inf]
+    if not (len(group["betas"]) == 2 and all(0 <= beta < 1 for beta in group["betas"])):
+        wrong.append(f"betas={group['betas']}")
+    if not wrong:
+        return None
+    return f"{', '.join(wrong)}; give two betas in [0, 1), and other numbers that are finite and not negative"
+
+
+def _problem(param: Tensor) -> str | None:
+    if not param.is_floating_point():
+        return f"a parameter of {param.dtype}; give floating-point parameters"
+    if isinstance(param, UnevenDTensor):
+        frame = param.shard_frame
+        if frame.foreign_groups and param.dim() > 2:
+            return (
+                f"a stack of experts of shape {tuple(param.shape)} that expert-parallel ranks save as one tensor, "
+                "whose blocks no rank has; give it to AdamW, or keep one parameter for each expert"
+            )
+        return None if scales_in_blocks(frame.description) is not None else _TENSOR_PARALLEL.format(tuple(param.shape))
+    if isinstance(param, DTensor):
+        return (
+            f"a DTensor of shape {tuple(param.shape)} that fully_shard has not made; give plain tensors, or parameters "
+            "of a model that fully_shard has sharded"
+        )
+    return None
+
+
+_TENSOR_PARALLEL = (
+    "a parameter of shape {} that tensor parallelism cuts inside a block of 256 elements; give it to AdamW, or choose "
+    "tensor-parallel ranks whose parts are multiples of 256"
+)
+
+
+# ---- blocks (pure) ---------------------------------------------------------------------------------------------------
+
+
+def scales_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor: one for each block, in the order of the flattened tensor."""
+    if shape and shape[-1] % BLOCK == 0:
+        return (*shape[:-1], shape[-1] // BLOCK)
+    return (_blocks(math.prod(shape)),)
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def scales_in_blocks(description: ShardDescription) -> ShardDescription | None:
+    """Describe the scales of a tensor: each rests with the shard that holds the first element of its block.
+
+    None where tensor-parallel parts end inside a block.
+    """
+    shape, parts = description.shape, description.tensor_cut
+    divides_last = bool(shape) and shape[-1] % BLOCK == 0
+    if parts is not None and (not divides_last or parts.dim == len(shape) - 1):
+        if not divides_last and parts.dim:
+            return None
+        unit = 1 if divides_last else math.prod(shape[1:])
+        edges = [edge * unit for edge in parts.edges]
+        if any(edge % BLOCK for edge in edges if edge < edges[-1]):
+            return None
+        parts = TensorParallelCut(parts.dim, tuple(map(_blocks, edges)))
+    return replace(
+        description,
+        shape=scales_shape(shape),
+        cut=_cut_in_blocks(description.cut),
+        tensor_cut=parts,
+        other_cuts=tuple(map(_cut_in_blocks, description.other_cuts)),
+    )
+
+
+def _cut_in_blocks(cut: Cut) -> ListedCut:
+    starts = [cut.range_of(shard)[0] for shard in range(cut.num_shards)]
+    return ListedCut(tuple(map(_blocks, [*starts, cut.numel])))
+
+
+@functools.lru_cache(maxsize=4096)
+def _straddling(cut: Cut) -> tuple[int, ...]:
+    """Return the blocks inside of which a shard ends, rising."""
+    if cut.is_multiple_of(BLOCK):
+        return ()
+    edges = (cut.range_of(shard)[0] for shard in range(cut.num_shards))
+    return tuple(dict.fromkeys(edge // BLOCK for edge in edges if edge % BLOCK and edge < cut.numel))
+
+
+def _frame_of_scales(frame: ShardFrame) -> ShardFrame:
+    description = scales_in_blocks(frame.description)
+    assert description is not None, "such a parameter was refused"
+    made = ShardFrame(frame.mesh, description)
+    made.belongs = frame.belongs
+    return made
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dynamic_map(is_signed: bool) -> tuple[float, ...]:
+    """Return the 256 values of a code, rising, in [-1, 1] or [0, 1].
+
+    Seven orders of magnitude, each with twice as many values as the one below; 0 and 1.
+    """
+    found = [0.0, 1.0]
+    for decade in range(7):
+        count = 2**decade if is_signed else 2 ** (decade + 1)
+        means = [(0.1 + 0.9 * (index + 0.5) / count) * 10.0 ** (decade - 6) for index in range(count)]
+        found += [*means, *(-mean for mean in means)] if is_signed else means
+    return tuple(sorted(found))
+
+
+def _zero_codes() -> tuple[int, int]:
+    """Return the codes of zero, of both moments."""
+    return dynamic_map(True).index(0.0), dynamic_map(False).index(0.0)
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Values of a code, and the thresholds between them: fp32 on one device."""
+
+    values: Tensor
+    thresholds: Tensor
+
+    @classmethod
+    def on(cls, is_signed: bool, device: torch.device) -> _Code:
+        values = torch.tensor(dynamic_map(is_signed), device=device)
+        return cls(values, (values[1:] + values[:-1]) / 2)
+
+    def decoded(self, codes: Tensor) -> Tensor:
+        return self.values[codes.int()]
+
+    def encoded(self, values: Tensor) -> Tensor:
+        """Return the code of the nearest value."""
+        return torch.bucketize(values, self.thresholds, out_int32=True).to(torch.uint8)
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+
+class _Piece:
+    """This rank's elements [start, stop) of a flattened parameter (of its tensor-parallel part), and their state.
+
+    Attributes:
+        straddling: The parameter's blocks that several ranks share, the same on all of them.
+        first: The first block of which there are elements here.
+        scales: (2, blocks) of all blocks of which there are elements here, of both moments.
+        groups: Of the ranks that hold its other elements.
+    """
+
+    def __init__(self, param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        assert param.grad is not None
+        self._group, self._count = group, float(state[_STEP])
+        if isinstance(param, UnevenDTensor):
+            frame = param.shard_frame
+            description, self.groups = frame.description, frame.shard_groups
+            self._start, self._stop = description.local_range
+            self.straddling = _straddling(description.cut)
+            grad = as_sharded(param.grad, frame)
+        else:
+            self._start, self._stop, self.straddling, self.groups, grad = 0, param.numel(), (), (), param.grad
+        self._weight, self._grad = _local_of(param), _local_of(grad).reshape(-1)
+        self._codes = [_local_of(state[key]).view(-1) for key in _CODES]
+        self._kept = [_local_of(state[key]).view(-1) for key in _SCALES]  # of blocks that begin here
+        self._maps = [_Code.on(is_signed, self._grad.device) for is_signed in (True, False)]
+        self.first, self._last = self._start // BLOCK, _blocks(self._stop) if self._stop > self._start else 0
+        self.scales = torch.zeros(2, max(self._last - self.first, 0), device=self._grad.device)
+        self.scales[:, self.scales.shape[1] - len(self._kept[0]) :] = torch.stack(self._kept)
+        self._new: dict[int, Tensor] = {}  # scales of blocks that are shared
+
+    def shares(self, block: int) -> bool:
+        """Return whether there are elements of a block here."""
+        return self.first <= block < self._last
+
+    def maxima_in(self, block: int) -> Tensor:
+        """Return the largest new moments of this rank's elements of a block: (2,)."""
+        part = self._part(block, block + 1)
+        return torch.stack([moment.abs().amax() for moment in self._moments(part, block, block + 1)])
+
+    def take_scales(self, block: int, scales: Tensor, are_new: bool) -> None:
+        """Take the scales of a shared block, of all ranks: (2,)."""
+        if are_new:
+            self._new[block] = scales
+        else:
+            self.scales[:, block - self.first] = scales
+
+    def update(self) -> None:
+        """Update weights, codes and scales."""
+        step = CHUNK // BLOCK
+        for first in range(self.first, self._last, step):
+            self._update(first, min(first + step, self._last))
+        skipped = self.scales.shape[1] - len(self._kept[0])
+        for kept, scales in zip(self._kept, self.scales, strict=True):
+            kept.copy_(scales[skipped:])
+
+    def _update(self, first: int, last: int) -> None:
+        part = self._part(first, last)
+        moments = self._moments(part, first, last)
+        here = self.scales[:, first - self.first : last - self.first]
+        for scales, moment in zip(here, moments, strict=True):
+            scales.copy_(self._in_rows(moment.abs(), first, last).amax(1))
+        for block, scales in self._new.items():
+            if first <= block < last:
+                here[:, block - first] = scales
+        for scales, moment, codes, code in zip(here, moments, self._codes, self._maps, strict=True):
+            divisor = self._spread(torch.where(scales == 0, 1, scales), first, part)
+            codes[part] = code.encoded(moment / divisor)
+        self._apply(part, *moments)
+
+    def _apply(self, part: slice, mean: Tensor, root: Tensor) -> None:
+        """Update the weights as torch's AdamW; each operation is rounded alike on any length and alignment."""
+        group, lr = self._group, float(self._group["lr"])
+        correction, root_correction = (1 - beta**self._count for beta in group["betas"])
+        update = mean / correction / (root / math.sqrt(root_correction) + group["eps"])
+        weight = self._weight.view(-1)[part]
+        weight.copy_(weight.float() * (1 - lr * group["weight_decay"]) - update * lr)
+
+    def _moments(self, part: slice, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the new mean of gradients, and the root of the mean of their squares: fp32."""
+        grad, (beta, root_beta) = self._grad[part].float(), self._group["betas"]
+        old = self.scales[:, first - self.first : last - self.first]
+        mean, root = (
+            code.decoded(codes[part]) * self._spread(scales, first, part)
+            for code, codes, scales in zip(self._maps, self._codes, old, strict=True)
+        )
+        mean = mean * beta + grad * (1 - beta)
+        return mean, (root * root * root_beta + grad * grad * (1 - root_beta)).sqrt()
+
+    def _part(self, first: int, last: int) -> slice:
+        """Return the elements of blocks [first, last) that are here."""
+        return slice(max(first * BLOCK - self._start, 0), min(last * BLOCK, self._stop) - self._start)
+
+    def _spread(self, scales: Tensor, first: int, part: slice) -> Tensor:
+        """Repeat the scales of blocks from `first` on for each element."""
+        skipped = part.start + self._start - first * BLOCK
+        return scales.repeat_interleave(BLOCK)[skipped : skipped + part.stop - part.start]
+
+    def _in_rows(self, values: Tensor, first: int, last: int) -> Tensor:
+        """Return values that are not negative with a row for each block; zeros where there are no elements here."""
+        before = max(self._start - first * BLOCK, 0)
+        after = (last - first) * BLOCK - before - len(values)
+        return torch.nn.functional.pad(values, (before, after)).view(-1, BLOCK)
+
+
+def _local_of(value: Tensor) -> Tensor:
+    """Return this rank's elements of a tensor, without history."""
+    local: Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    return local.detach()  # shares the version counter, by which writes are noticed
+
+
+def _shared(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Return the pieces with blocks that are shared, by the groups of ranks that share them."""
+    found: dict[tuple[dist.ProcessGroup, ...], list[_Piece]] = {}
+    for piece in pieces:
+        if piece.straddling:
+            found.setdefault(piece.groups, []).append(piece)
+    return list(found.values())
+
+
+def _agree(pieces: Sequence[_Piece], are_new: bool) -> None:
+    """Take the scales of shared blocks: the largest that any of their ranks has; an all-reduce for each group."""
+    places = [(piece, block) for piece in pieces for block in piece.straddling]
+    device = pieces[0].scales.device
+    largest = torch.zeros(len(places), 2, device=device)
+    for place, (piece, block) in enumerate(places):
+        if piece.shares(block):
+            largest[place] = piece.maxima_in(block) if are_new else piece.scales[:, block - piece.first]
+    for group in pieces[0].groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    for place, (piece, block) in enumerate(places):
+        if piece.shares(block):
+            piece.take_scales(block, largest[place], are_new)
+
+
+# ---- state that is loaded --------------------------------------------------------------------------------------------
+
+
+def _fitted(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return loaded codes and scales, cut as the parameter's.
+
+    Raises:
+        CheckpointError: They are no codes and scales of such a parameter.
+    """
+    wanted = {**dict.fromkeys(_CODES, (tuple(param.shape), torch.uint8))}
+    wanted |= dict.fromkeys(_SCALES, (scales_shape(param.shape), torch.float32))
+    found = {key: state[key] for key in wanted if isinstance(state.get(key), Tensor)}
+    if {key: (tuple(value.shape), value.dtype) for key, value in found.items()} != wanted or _STEP not in state:
+        raise CheckpointError(
+            f"AdamW8bit was given the state {sorted(map(str, state))} for a parameter of shape {tuple(param.shape)}; "
+            f"give what an AdamW8bit saved for such a parameter: {_STEP}, {', '.join(wanted)}, as it saved them"
+        )
+    step = {_STEP: torch.as_tensor(state[_STEP], dtype=torch.float32, device="cpu").clone()}  # counted in place
+    if not isinstance(param, UnevenDTensor):
+        return step | {key: value.detach().to(param.device, copy=True) for key, value in found.items()}
+    frames = dict.fromkeys(_CODES, param.shard_frame) | dict.fromkeys(_SCALES, _frame_of_scales(param.shard_frame))
+    return step | {key: _cut(value, frames[key]).to(param.device) for key, value in found.items()}
+
+
+def _cut(value: Tensor, frame: ShardFrame) -> Tensor:
+    if isinstance(value, UnevenDTensor) and value.shard_frame == frame:
+        return UnevenDTensor.wrap(value._local_tensor.detach().clone(), frame)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return UnevenDTensor.wrap(frame.take(whole).clone(), frame)

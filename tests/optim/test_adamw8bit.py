@@ -1,0 +1,305 @@
+"""AdamW in eight bits: the same bits on any ranks as in one process, close to AdamW, and a third of its state."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from megatron_fsdp import AdamW8bit, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.optim import adamw8bit
+from megatron_fsdp.optim.adamw8bit import dynamic_map, scales_in_blocks, scales_shape
+from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
+from tests.conftest import RunRanks
+from tests.support.api_net import message_of
+from tests.support.optimizer_twins import Twins, drawn, flat, hybrid
+from tests.support.parity import fixed_seed
+
+SHAPES = ((40, 33), (7, 512), (1000,), (3, 20, 17), (5,))
+
+
+class Blocks(nn.Module):
+    """Parameters of several blocks each, most of which no cut by rows or elements respects."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.several = nn.ParameterList(torch.randn(shape).to(dtype) for shape in SHAPES)
+        self.unit = nn.Linear(130, 9)
+
+
+def blocks(dtype: torch.dtype = torch.float32) -> nn.Module:
+    with fixed_seed(5):
+        return Blocks(dtype)
+
+
+def make(params: Sequence[Any]) -> AdamW8bit:
+    return AdamW8bit([{"params": params[:3], "lr": 0.1}, {"params": params[3:], "weight_decay": 0.3}], lr=0.02)
+
+
+def twins_of(steps: int, arguments: dict[str, Any] | None = None) -> Twins:
+    twins = Twins(blocks(), make, {**(arguments or flat(3)), "fsdp_unit_modules": [nn.Linear]})
+    for step in range(steps):
+        twins.step(step)
+    return twins
+
+
+def three_steps(arguments: Any) -> list[str]:
+    twins = Twins(blocks(), make, {**arguments(), "fsdp_unit_modules": [nn.Linear]})
+    for step in range(3):
+        twins.step(step, without=1 if step == 0 else None)
+        if found := twins.differing():
+            return [f"step {step}", *found]
+    return []
+
+
+@pytest.mark.full(cover=1)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", range(4))
+def test_every_strategy_steps_as_one_process(run_ranks: RunRanks, strategy: int, ranks: int) -> None:
+    assert run_ranks(ranks, three_steps, partial(flat, strategy)) == [[]] * ranks
+
+
+@pytest.mark.full(short=["optim"])
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_hybrid_sharding_steps_as_one_process(run_ranks: RunRanks, outer: str) -> None:
+    assert run_ranks(4, three_steps, partial(hybrid, 3, outer)) == [[]] * 4
+
+
+def shared_blocks() -> int:
+    cuts = [param.shard_frame.description.cut for param in twins_of(0).params]  # type: ignore[attr-defined]
+    edges = [(cut, cut.range_of(shard)[1]) for cut in cuts for shard in range(cut.num_shards)]
+    return sum(0 < edge < cut.numel and edge % 256 > 0 for cut, edge in edges)
+
+
+def test_shards_of_these_tests_end_inside_blocks(run_ranks: RunRanks) -> None:
+    assert min(run_ranks(4, shared_blocks)) >= 2
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_a_code_has_256_values_of_which_each_is_nearest_to_itself() -> None:
+    for is_signed in (True, False):
+        values = dynamic_map(is_signed)
+        assert len(set(values)) == 256
+        assert (values[0], values[-1]) == (-0.99296875 if is_signed else 0.0, 1.0)
+        code = adamw8bit._Code.on(is_signed, torch.device("cpu"))
+        assert torch.equal(code.encoded(code.values), torch.arange(256, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_close_to_those_of_adamw(dtype: torch.dtype) -> None:
+    ours, theirs = nn.Parameter(drawn(torch.Size((64, 100)), 0, 0).to(dtype)), nn.Parameter(torch.zeros(0))
+    theirs.data = ours.detach().clone()
+    before = ours.detach().clone()
+    pairs = [(AdamW8bit([ours], lr=1e-2), ours), (torch.optim.AdamW([theirs], lr=1e-2), theirs)]
+    for step in range(30):
+        for optimizer, param in pairs:
+            param.grad = (drawn(param.shape, step, 1) + 0.5).to(dtype)
+            optimizer.step()
+    moved = (theirs - before).float().norm()
+    assert (ours - theirs).float().norm() < (0.02 if dtype is torch.float32 else 0.05) * moved
+
+
+def test_the_first_update_is_that_of_adamw_to_rounding() -> None:
+    ours, theirs = (nn.Parameter(drawn(torch.Size((300,)), 0, 0)) for _ in range(2))
+    for optimizer, param in ((AdamW8bit([ours]), ours), (torch.optim.AdamW([theirs]), theirs)):
+        param.grad = drawn(param.shape, 1, 1)
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for chunk in (adamw8bit.CHUNK, 512):
+        monkeypatch.setattr(adamw8bit, "CHUNK", chunk)
+        param = nn.Parameter(drawn(torch.Size((30, 70)), 0, 0))
+        optimizer = AdamW8bit([param], lr=0.1)
+        for step in range(3):
+            param.grad = drawn(param.shape, step, 1)
+            optimizer.step()
+        found.append([param.detach(), *optimizer.state[param].values()])
+    assert all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True))
+
+
+def test_state_is_2_bytes_and_a_32nd_for_each_element() -> None:
+    param = nn.Parameter(torch.ones(100, 512))
+    param.grad = torch.ones_like(param)
+    optimizer = AdamW8bit([param])
+    optimizer.step()
+    held = sum(value.nbytes for key, value in optimizer.state[param].items() if key != "step")
+    assert held == param.numel() * (2 + 8 / 256)
+
+
+def test_a_closure_gives_the_loss() -> None:
+    param = nn.Parameter(torch.ones(3))
+
+    def closure() -> torch.Tensor:
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    assert AdamW8bit([param]).step(closure).item() == 3.0
+    assert param.max() < 1
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path) -> None:
+    twins = twins_of(2)
+    save_checkpoint(twins.model, twins.optimizer, folder / "ours", iteration=2)
+    dcp.save({"model": twins.model.state_dict(), "optim": twins.optimizer.state_dict()}, checkpoint_id=folder / "torch")
+
+
+def go_on(folder: Path, is_fresh: bool) -> list[str]:
+    """Load what two steps have made into an optimizer, make the third and compare with three steps in one process."""
+    found = []
+    for kind in ("ours", "torch"):
+        twins, loaded = twins_of(2), twins_of(0 if is_fresh else 1)
+        if kind == "ours":
+            load_checkpoint(loaded.model, loaded.optimizer, folder / kind)
+        else:
+            state = {"model": loaded.model.state_dict(), "optim": loaded.optimizer.state_dict()}
+            dcp.load(state, checkpoint_id=folder / kind)
+            loaded.model.load_state_dict(state["model"])
+            loaded.optimizer.load_state_dict(state["optim"])
+        loaded.copies, loaded.reference = twins.copies, twins.reference
+        loaded.step(2)
+        found += loaded.differing()
+    return found
+
+
+@pytest.mark.full(short=["True-3-2"])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (1, 3), (4, 1)])
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_training_goes_on_with_another_number_of_ranks(
+    run_ranks: RunRanks, tmp_path: Path, is_fresh: bool, before: int, after: int
+) -> None:
+    run_ranks(before, save, tmp_path)
+    assert run_ranks(after, go_on, tmp_path, is_fresh) == [[]] * after
+
+
+def take_from_one_process() -> list[str]:
+    twins, fresh = twins_of(2), twins_of(0)
+    fresh.model.load_state_dict(twins.model.state_dict())
+    fresh.optimizer.load_state_dict(twins.reference.state_dict())
+    fresh.copies, fresh.reference = twins.copies, twins.reference
+    fresh.step(2)
+    return fresh.differing()
+
+
+def test_shards_take_state_of_one_process(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, take_from_one_process) == [[]] * 3
+
+
+def test_a_bf16_parameter_keeps_codes_and_scales_when_state_is_loaded() -> None:
+    params = [nn.Parameter(drawn(torch.Size((20, 30)), 0, 0).bfloat16()) for _ in range(2)]
+    first, second = (AdamW8bit([param]) for param in params)
+    params[0].grad = torch.randn_like(params[0])
+    first.step()
+    second.load_state_dict(first.state_dict())
+    for key, value in first.state[params[0]].items():
+        assert second.state[params[1]][key].dtype == value.dtype
+        assert torch.equal(second.state[params[1]][key], value)
+
+
+# ---- layouts (pure) --------------------------------------------------------------------------------------------------
+
+
+def test_scales_follow_the_shape_where_the_last_dimension_divides() -> None:
+    assert [scales_shape(shape) for shape in ((4, 512), (2, 3, 256), (4, 100), (1000,), (512,), ())] == [
+        (4, 2),
+        (2, 3, 1),
+        (2,),
+        (4,),
+        (2,),
+        (1,),
+    ]
+
+
+def parts(shape: tuple[int, ...], dim: int, cut: int) -> ShardDescription | None:
+    tensor_cut = TensorParallelCut.by_chunk(shape[dim], 2, dim)
+    first = tensor_cut.edges[1]
+    numel = math.prod(shape) // shape[dim] * first
+    use = MeshUse((2, 2), (0,), 1)
+    return scales_in_blocks(ShardDescription(shape, use, (1, 0), ListedCut((0, cut, numel)), tensor_cut))
+
+
+def test_tensor_parallel_parts_have_scales_of_their_own_where_they_end_with_a_block() -> None:
+    rows, columns, flattened = parts((4, 512), 0, 600), parts((4, 512), 1, 600), parts((64, 8), 0, 100)
+    assert rows is not None
+    assert (rows.part_shape(), rows.local_range) == ((2, 2), (3, 4))
+    assert columns is not None
+    assert (columns.part_shape(), columns.local_range) == ((4, 1), (3, 4))
+    assert flattened is not None
+    assert (flattened.part_shape(), flattened.local_range) == ((1,), (1, 1))
+    assert parts((4, 500), 1, 600) is None
+    assert parts((4, 256), 1, 100) is None
+    assert parts((10, 100), 0, 100) is None
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused_stock() -> tuple[str, str] | None:
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        AdamW8bit([nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh))])
+    except ValueError as error:
+        return message_of(error)
+    return None
+
+
+def refused_decoupled() -> tuple[str, str] | None:
+    model = fully_shard_model(blocks(), **flat(3), use_decoupled_grad=True)
+    try:
+        fully_shard_optimizer(AdamW8bit(model.parameters()))
+    except ValueError as error:
+        return message_of(error)
+    return None
+
+
+def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    for body, text in (
+        (refused_stock, "AdamW8bit was given a DTensor of shape (4, 4) that fully_shard has not made"),
+        (refused_decoupled, "with use_decoupled_grad=True gradients are in param.decoupled_grad"),
+    ):
+        first, second = run_ranks(2, body)
+        assert first == second
+        assert first[1].startswith(text)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"eps": math.nan}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}]
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"AdamW8bit was given {next(iter(options))}="):
+        AdamW8bit([nn.Parameter(torch.ones(3))], **options)
+
+
+def test_integers_are_refused_and_not_added() -> None:
+    optimizer = AdamW8bit([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ConfigurationError, match=r"a parameter of torch\.int64; give floating-point"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    params = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
+    adamw, ours = torch.optim.AdamW([params[0]]), AdamW8bit([params[1]])
+    params[0].grad = torch.ones(3, 4)
+    adamw.step()
+    state = adamw.state_dict()
+    with pytest.raises(CheckpointError, match="give what an AdamW8bit saved for such a parameter: step, exp_avg_codes"):
+        ours.load_state_dict(state)
+    assert not ours.state
