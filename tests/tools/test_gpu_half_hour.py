@@ -21,9 +21,9 @@ def test_the_sections_of_a_part_fit_into_its_time(part: int) -> None:
 
 
 def test_a_part_goes_on_after_a_section_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped, runs = Section(gpu_half_hour.alone, 0.01), Section(gpu_half_hour.machine, 120)
+    stopped, runs = Section(gpu_half_hour.alone, 0.01), Section(gpu_half_hour.machine, 1200)
     monkeypatch.setitem(gpu_half_hour.PARTS, 1, (stopped, runs))
-    monkeypatch.setitem(gpu_half_hour.PART_S, 1, 600.0)
+    monkeypatch.setitem(gpu_half_hour.PART_S, 1, 1300.0)
     monkeypatch.setattr(gpu_half_hour, "LEAST_S", 0.0)
     assert run_part(Session(torch.device("cpu"), tmp_path, 1)) == 1
     ended = {line["section"]: line.get("ended") for line in lines_of(tmp_path, 1) if line["what"] == "section"}
