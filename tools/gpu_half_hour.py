@@ -580,26 +580,42 @@ def products(session: Session) -> None:
 
 
 def registered_memory(session: Session) -> None:
-    """Try to register a pool of communication memory with NCCL, with and without symmetric windows."""
-    if not session.is_gpu:
-        session.note("not run", reason="registration needs NCCL")
-        return
-    dist.init_process_group(
-        "nccl", init_method="tcp://127.0.0.1:29512", rank=0, world_size=1, device_id=torch.device("cuda", 0)
-    )
-    backend: Any = dist.group.WORLD._get_backend(session.device)
-    for arguments in ({}, {"symm": False}, {"symm": True}):
+    """Register communication memory as a model does, with and without symmetric windows, and reduce in it."""
+    from megatron_fsdp.comm.axis import Axis
+    from megatron_fsdp.comm.registration import UserBuffers
+
+    start_alone(session.device)
+    device = torch.device("cuda", 0) if session.is_gpu else session.device
+    for symmetric in (False, True):
         try:
-            pool = torch.cuda.MemPool(backend.mem_allocator)
-            with torch.cuda.use_mem_pool(pool):
-                memory = torch.ones(1 << 20, device=session.device)
-            backend.register_mem_pool(pool, **arguments)
+            # Of more than one rank, since one that is alone registers nothing.
+            buffers = UserBuffers([Axis(dist.group.WORLD, 0, 2)], (), device, symmetric)
+            memory = buffers.allocate(1 << 20).add_(1)
+            begin = time.perf_counter()
+            buffers.register()
+            register_ms = round((time.perf_counter() - begin) * 1e3, 3)
             dist.all_reduce(memory)
             session.finish()
-            backend.deregister_mem_pool(pool)
-            session.note(f"register_mem_pool({arguments})", works=bool(memory.sum().item() == 1 << 20))
+            works = bool(memory.sum().item() == 1 << 20)
+            session.note(f"symmetric={symmetric}", works=works, told=buffers.notice, register_ms=register_ms)
+            del buffers
         except Exception as error:  # noqa: BLE001 (whether it works is the question)
-            session.note(f"register_mem_pool({arguments})", error=f"{type(error).__name__}: {str(error)[:200]}")
+            session.note(f"symmetric={symmetric}", error=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def kept_memory(session: Session) -> None:
+    """Compare the host's time with memory that is taken as needed and memory that keeps its addresses, rank 0 of 8."""
+    start_alone(session.device, 8)
+    x = torch.randn(2, 16, REHEARSAL.dim, device=session.device, dtype=torch.bfloat16)
+    for name, nccl_ub in (("as needed", False), ("kept", True)):
+        model, optimizer = small(session, torch.bfloat16, nccl_ub=nccl_ub)
+        step = stepping(model, optimizer, x)
+        step()
+        device_ms, host_ms = measure(session, step, 10)
+        told = model.describe().memory.pool_bytes
+        session.note(name, device_ms=round(device_ms, 3), host_ms=round(host_ms, 3), pool_bytes=told)
+        del model, optimizer, step
+        session.free()
 
 
 def compiled(session: Session) -> None:
@@ -660,6 +676,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section(graphs, 90),
         Section(products, 60),
         Section(registered_memory, 60),
+        Section(kept_memory, 60),
         Section(compiled, 180),
     ),
 }

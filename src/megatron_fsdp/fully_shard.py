@@ -187,11 +187,14 @@ def fully_shard_model(
         disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         keep_fp8_transpose_cache: Not supported yet.
-        nccl_ub: Not supported yet.
+        nccl_ub: Take all communication memory here, in one stretch whose blocks lie at the same offsets on every rank,
+            keep it, and register it with NCCL; implies `fsdp_double_buffer`, with a buffer of its own for each unit
+            that does not fit. Where nothing can be registered (gloo, one rank) a warning says so, and addresses stay
+            the same all the same.
         fsdp_double_buffer: Gather into two buffers of the most common unit's size, allocated here and kept; other
             units allocate memory when they are gathered. Strategy 3; under others it only gives a warning.
         fsdp_db_use_persist_buf_on_alloc_fail: Keep a buffer for each of those other units.
-        disable_symmetric_registration: Not supported yet.
+        disable_symmetric_registration: Register without symmetric windows; with `nccl_ub`.
         enable_fine_grained_param_gather: Gather the modules inside units one by one.
         use_decoupled_grad: Set gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
             `.grad` None; for optimizers that read them there.
@@ -245,6 +248,8 @@ def fully_shard_model(
         megatron_fsdp_main_params_dtype=policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=policy.grad_comm_dtype,
+        nccl_ub=nccl_ub,
+        disable_symmetric_registration=disable_symmetric_registration,
         fsdp_double_buffer=fsdp_double_buffer,
         fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
         megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,

@@ -90,10 +90,10 @@ class MegatronFSDP(nn.Module):
         sync_model_each_microbatch: Synchronise gradients after every backward. False (the default of this class): set
             `is_last_microbatch`, call `finish_grad_sync`, or let `optimizer.step` do it.
         keep_fp8_transpose_cache: Not supported yet.
-        nccl_ub: Not supported yet.
+        nccl_ub: As in `fully_shard_model`; either here or in `ddp_config`.
         fsdp_double_buffer: As in `fully_shard_model`; either here or in `ddp_config`.
         fsdp_db_use_persist_buf_on_alloc_fail: As `fsdp_double_buffer`.
-        disable_symmetric_registration: Not supported yet.
+        disable_symmetric_registration: As `nccl_ub`.
         enable_fine_grained_param_gather_hook: Gather the modules inside units one by one, in both directions.
         enable_fine_grained_param_gather_backward_hook: Refused on its own, and implied by the former.
         fine_grained_recurse_module_types: Classes of modules that are then gathered whole, with all inside them.
@@ -149,6 +149,11 @@ class MegatronFSDP(nn.Module):
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         refuse_unsupported(vars(config), CONFIG_DEFAULTS)
+        config = replace(
+            config,
+            nccl_ub=nccl_ub or config.nccl_ub,
+            disable_symmetric_registration=disable_symmetric_registration or config.disable_symmetric_registration,
+        )
         options = resolve_engine_options(given, config, policy, resolve_verify_ranks(verify_ranks))
         if options.memory.idle:
             warn_caller(
@@ -348,6 +353,25 @@ class MegatronFSDP(nn.Module):
     def install_optimized_model_weights(self) -> None:
         """Copy main weights into compute weights; they are gathered again at their next use."""
         self._engine.install_main_weights()
+
+    def manual_buffer_registration(self) -> None:
+        """Register communication memory with NCCL, once; collective, after wrapping and before or after any step.
+
+        For `nccl_ub` with `fsdp_manual_registration` in the configuration, where wrapping does not register. Where
+        nothing can be registered, `describe()` says why, and nothing happens.
+
+        Raises:
+            ConfigurationError: The configuration does not ask for it, it was done before, or the library refuses.
+        """
+        asked, buffers = self._options.memory.user_buffers, self._engine.user_buffers
+        if asked is None or buffers is None or not asked.manual:
+            raise ConfigurationError(
+                "manual_buffer_registration() needs fsdp_manual_registration=True and nccl_ub=True in ddp_config; set "
+                "both, or leave the call out: with nccl_ub=True alone wrapping registers"
+            )
+        if buffers.is_registered:
+            raise ConfigurationError("communication memory is registered already; call this once")
+        buffers.register()
 
     def zero_grad_buffer(self) -> None:
         """Clear all gradients, also those of this rank that are not reduced yet."""

@@ -25,9 +25,7 @@ from megatron_fsdp import (
 from megatron_fsdp.automodel.config import FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 
-LATER_ARGUMENTS: Mapping[str, Any] = dict.fromkeys(
-    ("keep_fp8_transpose_cache", "nccl_ub", "disable_symmetric_registration", "cuda_graph_mode"), True
-)
+LATER_ARGUMENTS: Mapping[str, Any] = dict.fromkeys(("keep_fp8_transpose_cache", "cuda_graph_mode"), True)
 LATER_CONFIG_FIELDS: dict[str, Any] = {
     "grad_reduce_in_fp32": True,
     "megatron_fsdp_version": 2,
@@ -39,8 +37,6 @@ LATER_CONFIG_FIELDS: dict[str, Any] = {
     "fp8_param_gather": True,
     "fp4_param_gather": True,
     "keep_fp8_transpose_cache": True,
-    "disable_symmetric_registration": True,
-    "fsdp_manual_registration": True,
     "megatron_fsdp_cuda_graph_mode": True,
 }
 
@@ -63,9 +59,8 @@ def test_functions_refuse_arguments_of_later_versions_by_name_in_one_message() -
     from_model = refusal(lambda: fully_shard_model(model, **LATER_ARGUMENTS))
     assert from_model == refusal(lambda: fully_shard(model, optimizer, **LATER_ARGUMENTS))
     assert from_model == (
-        "not supported yet: keep_fp8_transpose_cache=True (default False), nccl_ub=True (default False), "
-        "disable_symmetric_registration=True (default False), cuda_graph_mode=True (default False); this version "
-        "accepts the default only, so leave it out"
+        "not supported yet: keep_fp8_transpose_cache=True (default False), cuda_graph_mode=True (default False); this "
+        "version accepts the default only, so leave it out"
     )
     of_class = {name: True for name in LATER_ARGUMENTS if name != "cuda_graph_mode"}  # which is in its configuration
     index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)

@@ -27,9 +27,6 @@ def resolve(num_ranks: int = 4, num_parameters: int = 1_000, disable_bucketing: 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 NOT_YET: list[tuple[Fields, str]] = [
-    ({"nccl_ub": True}, "nccl_ub=True is not supported yet: registering buffers"),
-    ({"disable_symmetric_registration": True}, "disable_symmetric_registration=True is not supported yet"),
-    ({"fsdp_manual_registration": True}, "fsdp_manual_registration=True is not supported yet"),
     ({"fp8_param_gather": True}, "fp8_param_gather=True is not supported yet: float8"),
     ({"fp4_param_gather": True}, "fp4_param_gather=True is not supported yet: 4-bit"),
     ({"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "is not supported yet"),
@@ -66,6 +63,7 @@ REFUSED: list[tuple[Fields, str]] = [
     ({"fsdp_all_gather_in_start_param_sync": False}, "fsdp_all_gather_in_start_param_sync=False has no effect"),
     ({"megatron_fsdp_enable_fine_grained_param_gather": True}, "fine_grained_param_gather=True has no effect"),
     ({"megatron_fsdp_max_pool_double_buffer": True}, "double_buffer=True has no effect without"),
+    ({"nccl_ub": True, "fsdp_manual_registration": True}, "fsdp_manual_registration=True has no effect without"),
     # without effect on units
     ({**UNITS, "num_buckets": 2}, "num_buckets=2 has no effect with use_megatron_fsdp=True; leave it out"),
     ({**UNITS, "pad_buckets_for_high_nccl_busbw": True}, "pad_buckets_for_high_nccl_busbw=True has no effect with "),

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_fsdp.config.engine_options import WeightAllocator
-from megatron_fsdp.engine.memory import WeightMemory
+from megatron_fsdp.engine.memory import CommunicationPool, WeightMemory
 from megatron_fsdp.sharding.memory_plan import UnitWeights, plan_weights
 
 SIZES = (1024, 256, 256, 512)
@@ -11,7 +11,7 @@ SIZES = (1024, 256, 256, 512)
 
 def memory(allocator: WeightAllocator) -> WeightMemory:
     units = [UnitWeights(size, ((size // 4, torch.float32),)) for size in SIZES]
-    return WeightMemory(plan_weights(allocator, units, 2), torch.device("cpu"))
+    return WeightMemory(plan_weights(allocator, units, 2), CommunicationPool(torch.device("cpu")))
 
 
 def test_slots_are_shared_and_kept() -> None:

@@ -159,7 +159,7 @@ class MegatronFSDPConfig(_Config):
         calculate_per_token_loss: Sum gradients over ranks in place of averaging; the loss must then be divided by the
             tokens of all ranks.
         keep_fp8_transpose_cache: Not supported.
-        nccl_ub: Not supported.
+        nccl_ub: Take communication memory once, and register it with NCCL where that is the back end.
         fsdp_double_buffer: Gather into two buffers that are kept.
         activation_checkpointing: True: recompute the MLP (or mixture of experts) of each decoder layer in backward.
             "full": the whole layers. "selective": these, but keep the results of attention and of every second matrix

@@ -19,9 +19,6 @@ NOT_IMPLEMENTED: Mapping[str, str] = {
     "fp4_param_gather": "4-bit compute weights are not implemented",
     "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 compute weights are not implemented",
     "keep_fp8_transpose_cache": "float8 compute weights are not implemented",
-    "nccl_ub": "registering buffers with NCCL needs its memory allocator, which this version does not use",
-    "disable_symmetric_registration": "it concerns buffers registered with NCCL (nccl_ub)",
-    "fsdp_manual_registration": "it concerns buffers registered with NCCL (nccl_ub)",
     "cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
     "megatron_fsdp_cuda_graph_mode": "CUDA graphs of sharded models are not implemented",
 }

@@ -54,6 +54,19 @@ def _message_bytes() -> int | None:
 
 
 @dataclass(frozen=True)
+class UserBufferOptions:
+    """Communication memory that is taken at wrap time, keeps its addresses, and is registered where the back end can.
+
+    Attributes:
+        symmetric: Whether symmetric windows are registered where they exist.
+        manual: Whether `manual_buffer_registration` registers, in place of wrapping.
+    """
+
+    symmetric: bool = True
+    manual: bool = False
+
+
+@dataclass(frozen=True)
 class MemoryOptions:
     """Options of memory and prefetching, which do not depend on the model.
 
@@ -72,6 +85,7 @@ class MemoryOptions:
         fine_grained: Whether the modules inside units become units.
         whole_types: Classes of modules that stay one unit then.
         idle: Names of the arguments that were given and have no effect under the strategy.
+        user_buffers: How communication memory is registered; None: it is allocated as it is needed.
     """
 
     allocator: WeightAllocator = WeightAllocator.SLOTS
@@ -86,6 +100,7 @@ class MemoryOptions:
     fine_grained: bool = False
     whole_types: tuple[type[nn.Module], ...] = ()
     idle: tuple[str, ...] = ()
+    user_buffers: UserBufferOptions | None = None
 
     def bucket_numel_on(self, num_ranks: int) -> int | None:
         """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
@@ -98,7 +113,7 @@ class MemoryOptions:
         if units_besides_root:
             return
         for name, is_set in (
-            ("fsdp_double_buffer", self.allocator in DOUBLE_BUFFERS),
+            ("fsdp_double_buffer", self.allocator in DOUBLE_BUFFERS and self.user_buffers is None),
             ("enable_fine_grained_param_gather", self.fine_grained),
         ):
             if is_set:
@@ -160,6 +175,7 @@ class EngineOptions:
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
     """Return what a configuration says of the engine, in which arguments of a wrapper are at their defaults."""
     return EngineOptions(
+        memory=MemoryOptions(user_buffers=_user_buffers(config)),
         strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
         policy=policy,
@@ -194,6 +210,15 @@ def resolve_engine_options(
     )
 
 
+def _user_buffers(config: DistributedDataParallelConfig) -> UserBufferOptions | None:
+    if not config.nccl_ub:
+        for name in ("disable_symmetric_registration", "fsdp_manual_registration"):
+            if getattr(config, name):
+                raise ConfigurationError(f"{name}=True has no effect without nccl_ub=True; set both or neither.")
+        return None
+    return UserBufferOptions(not config.disable_symmetric_registration, config.fsdp_manual_registration)
+
+
 def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataParallelConfig) -> MemoryOptions:
     """Check the options of `MegatronFSDP` and of its configuration together."""
     strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
@@ -217,6 +242,7 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         fine_grained=fine_grained,
         whole_types=whole_types,
         idle=idle,
+        user_buffers=_user_buffers(config),
     )
 
 
@@ -239,6 +265,8 @@ def _allocator(
         return WeightAllocator(name), ()
     option = "maxpool_double_buffer" if max_pool else "fsdp_double_buffer"
     if strategy != ShardingStrategy.optim_grads_params:  # accepted there, as in the published package
+        if config.nccl_ub and not persistent and not max_pool:
+            return WeightAllocator.SLOTS, ()  # only implied
         return WeightAllocator.SLOTS, (option, *(["fsdp_db_use_persist_buf_on_alloc_fail"] if persistent else []))
     if name == "resize":
         raise ConfigurationError(

@@ -28,6 +28,7 @@ _UNITS_ONLY = (
     "fsdp_all_gather_in_start_param_sync",
     "megatron_fsdp_enable_fine_grained_param_gather",
     "megatron_fsdp_max_pool_double_buffer",
+    "fsdp_manual_registration",
 )
 """Fields without effect on buckets."""
 
@@ -116,7 +117,8 @@ def _refuse_without_effect(config: DistributedDataParallelConfig, uses_units: bo
     defaults = {field.name: field.default for field in fields(config)}
     for name in names:
         value = getattr(config, name)
-        if value != defaults[name]:
+        is_implied = name == "fsdp_double_buffer" and config.nccl_ub
+        if value != defaults[name] and not is_implied:
             advice = "leave it out" if uses_units else "set use_megatron_fsdp=True or leave it out"
             if name == "data_parallel_sharding_strategy" and value == "optim":
                 advice = "set use_distributed_optimizer=True, which shards the optimizer, or use_megatron_fsdp=True"

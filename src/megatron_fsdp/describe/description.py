@@ -94,6 +94,8 @@ class MemoryDescription:
     optimizer_bytes: int  # state of connected optimizers
     gathered_bytes: int  # what gathered weights take now
     transient_peak_bytes: int  # the most that gathered weights, buckets and scratch have taken so far
+    pool_bytes: int | None = None  # communication memory that was taken at wrap time; None: it is taken as needed
+    pool: tuple[str, ...] = ()  # its blocks, each with its offset in bytes
 
 
 @dataclass(frozen=True)

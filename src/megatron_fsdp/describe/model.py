@@ -191,6 +191,8 @@ def memory_description(engine: Engine) -> MemoryDescription:
         optimizer_bytes=sum(_state_bytes(engine, optimizer) for optimizer in engine.connected),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
+        pool_bytes=None if engine.memory.pool is None else engine.memory.pool.num_bytes,
+        pool=() if engine.memory.pool is None else tuple(map(str, engine.memory.pool.blocks)),
     )
 
 
@@ -271,7 +273,11 @@ def describe_model(subject: Subject) -> Description:
         memory=memory_description(engine),
         optimizers=optimizers_of(engine, subject.module),
         options=_options(options, subject.config, subject.auto_sync),
-        notices=(*subject.notices, *without_optimizer(engine, subject.module)),
+        notices=(
+            *subject.notices,
+            *([engine.user_buffers.notice] if engine.user_buffers is not None else []),
+            *without_optimizer(engine, subject.module),
+        ),
     )
 
 

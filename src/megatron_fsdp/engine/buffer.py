@@ -25,10 +25,12 @@ class FlatBuffer:
         region: Region,
         dtype: torch.dtype,
         device: torch.device,
+        memory: torch.Tensor | None = None,
     ) -> None:
+        """Allocate zeros, or use `memory` (region.numel,), which holds some."""
         self.layout = layout
         self.region = region
-        self.local = torch.zeros(region.numel, dtype=dtype, device=device)
+        self.local = torch.zeros(region.numel, dtype=dtype, device=device) if memory is None else memory
 
     @classmethod
     def slice_of(cls, whole: FlatBuffer, region: Region) -> FlatBuffer:

@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import agree, agree_over
 from megatron_fsdp.comm.axis import Traffic, real_values
 from megatron_fsdp.comm.groups import OwnGroups
+from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradAttribute, GradientBuffers, get_grad, plain_attributes, set_grad
-from megatron_fsdp.engine.memory import MemoryPlan, bucket_count, unit_numels
+from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, bucket_count, unit_numels
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck, UnreducedGradients
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -48,6 +49,7 @@ class EngineParts:
         memory: The memory plan, with the scheduler's configuration.
         mode: When gradients are reduced; shared with the wrapper.
         sharding: Ranks and options.
+        pool: The owner of communication memory.
         backward_finished: Called at the end of each backward, after all reductions are done.
     """
 
@@ -55,6 +57,7 @@ class EngineParts:
     memory: MemoryPlan
     mode: SyncMode
     sharding: Sharding
+    pool: CommunicationPool
     backward_finished: Callable[[], None]
 
 
@@ -112,7 +115,7 @@ class Engine:
         self.device = sharding.device
         self.memory = memory
         self.scheduler = Scheduler(memory.schedule)
-        self.executor = Executor(self.units, sharding.device, parts.backward_finished, memory.weights, memory.buckets)
+        self.executor = Executor(self.units, sharding.device, parts.backward_finished, memory, parts.pool)
         self.observers = self.executor.observers
         self.finite_check: FiniteCheck | None = None
         self.large_check: LargeGradientCheck | None = None
@@ -134,6 +137,7 @@ class Engine:
         self.state_dict_aliases = StateDictAliases()
         self.expert_names = ExpertNames()
         self.own_groups: OwnGroups | None = None  # destroyed with the engine
+        self.user_buffers: UserBuffers | None = None  # deregistered with the engine
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change

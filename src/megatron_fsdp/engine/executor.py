@@ -14,13 +14,21 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fsdp.comm.lanes import Ticket, make_lane
-from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory, weakly
+from megatron_fsdp.engine.memory import (
+    Block,
+    BucketPool,
+    CommunicationPool,
+    MemoryPlan,
+    WeightMemory,
+    crossing_offsets,
+    weakly,
+)
 from megatron_fsdp.engine.observer import PHASE_OF, Memory, Observers, Phase, Verifier
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
 from megatron_fsdp.sharding.accounting import OUTER_REDUCTIONS
-from megatron_fsdp.sharding.memory_plan import WeightPlan
+from megatron_fsdp.sharding.memory_plan import Use
 
 _HANG_ADVICE = (
     "if a rank is missing, MFSDP_HANG_LOG=DIR names it and what it does (docs/debugging.md), and MFSDP_VERIFY_RANKS=1 "
@@ -99,12 +107,13 @@ class Executor:
         units: All units, root first.
         device: Device of the units.
         finalise: Called at the end of a backward once all reductions are done.
-        weights: The plan of gathered weights' memory.
-        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+        memory: The plan of memory.
+        pool: The owner of communication memory.
 
     Attributes:
+        pool: As given.
         weight_memory: The memory of gathered weights.
-        bucket_count: As given, or as set since.
+        bucket_count: As planned, or as set since.
         observers: Observers of phases and collectives.
     """
 
@@ -113,8 +122,8 @@ class Executor:
         units: Sequence[Unit],
         device: torch.device,
         finalise: Callable[[], None],
-        weights: WeightPlan,
-        buckets: int,
+        memory: MemoryPlan,
+        pool: CommunicationPool,
     ) -> None:
         self._units = units
         self._finalise = finalise
@@ -122,24 +131,27 @@ class Executor:
         self._gather_lane = make_lane(device, "gather", self.observers)
         self._reduce_lane = make_lane(device, "reduce", self.observers)
         self._outer_lane = make_lane(device, "outer", self.observers)
-        self._device = device
-        self.weight_memory = WeightMemory(weights, device)
-        self.bucket_count = buckets
+        self.pool = pool
+        self.weight_memory = WeightMemory(memory.weights, pool)
+        self.bucket_count = memory.buckets
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
         self.verifier: Verifier | None = None  # compares ranks before they communicate
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self._in_flight: deque[_Reduction] = deque()
-        self._outer_reductions: deque[list[tuple[Ticket, tuple[torch.Tensor, ...]]]] = deque()
+        self._outer_reductions: deque[tuple[Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
 
     def make_bucket_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         root, others = self._units[: ROOT + 1], self._units[ROOT + 1 :]
-        self._root_bucket = BucketPool(1, _largest_bucket(root), self._device, make_room)
-        self._buckets = BucketPool(self.bucket_count, _largest_bucket(others), self._device, make_room)
-        self._scratch = BucketPool(self._scratch_count, _largest_bucket(self._units), self._device, make_room)
+        blocks = self.pool.blocks
+        self._root_bucket = BucketPool(1, _largest_bucket(root), blocks(Use.ROOT_BUCKET), make_room)
+        self._buckets = BucketPool(self.bucket_count, _largest_bucket(others), blocks(Use.BUCKET), make_room)
+        self._scratch = BucketPool(self._scratch_count, _largest_bucket(self._units), blocks(Use.SCRATCH), make_room)
+        crossing = max(crossing_offsets(unit.group_plans)[1] for unit in self._units)
+        self._crossing = BucketPool(OUTER_REDUCTIONS, crossing, blocks(Use.CROSSING), make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Change the number of units that fill a bucket or have one in reduction at a time."""
@@ -286,18 +298,21 @@ class Executor:
             return
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
             self._finish_outer_reduction()
+        block = self._crossing.borrow() if self._crossing.held_bytes else None
         with self.observers.during(Phase.REDUCE_OUTER, unit.index):
-            self._outer_reductions.append(
-                [
-                    group.gradients.reduce_outer(self._outer_lane, group.sharded)
-                    for group in unit.groups
-                    if group.gradients is not None and group.gradients.has_inner_sum
-                ]
-            )
+            started = [
+                group.gradients.reduce_outer(self._outer_lane, group.sharded, unit.crossing_of(position, block))
+                for position, group in enumerate(unit.groups)
+                if group.gradients is not None and group.gradients.has_inner_sum
+            ]
+        self._outer_reductions.append((block, started))
 
     def _finish_outer_reduction(self) -> None:
-        for ticket, _memory in self._outer_reductions.popleft():
+        block, started = self._outer_reductions.popleft()
+        for ticket, _memory in started:
             ticket.wait()
+        if block is not None:
+            self._crossing.give_back(block)
 
     def _keep(self, unit: Unit) -> None:
         """Keep local sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
@@ -376,7 +391,7 @@ class Executor:
 
     @property
     def _pools(self) -> tuple[BucketPool, ...]:
-        return self._root_bucket, self._buckets, self._scratch
+        return self._root_bucket, self._buckets, self._scratch, self._crossing
 
     @property
     def transient_bytes(self) -> int:

@@ -400,8 +400,15 @@ class GradientBuffers:
         pending = self._inner_sum
         return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
 
-    def reduce_outer(self, lane: Lane, params: Sequence[nn.Parameter]) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
+    def reduce_outer(
+        self, lane: Lane, params: Sequence[nn.Parameter], memory: Sequence[torch.Tensor] = ()
+    ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the pending sums over the outer ranks.
+
+        Args:
+            lane: Where the collective runs.
+            params: The sharded parameters.
+            memory: What to send from, in the communication dtype, and what to receive into, where they are taken.
 
         Returns:
             The ticket, and memory that has to be kept until it was waited for.
@@ -409,7 +416,10 @@ class GradientBuffers:
         pending, self._inner_sum = self._inner_sum, None
         assert pending is not None
         self._take_back(params)
-        stage = self.reducer.reduce_outer(pending.to(self.precision.grad_comm))
+        if memory:
+            stage = self.reducer.reduce_outer(memory[0].copy_(pending), memory[1] if len(memory) > 1 else None)
+        else:
+            stage = self.reducer.reduce_outer(pending.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
         return ticket, stage.memory
 

@@ -105,6 +105,25 @@ class GroupPlan:
         return self.layout.numel * self.precision.compute.itemsize if self.weights_in_slots else 0
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of the compute weights on this rank, where gathers read or write them, else 0."""
+        if not (self.needs_all_gather or self.gathers_outer):
+            return 0
+        held = held_region(self.layout.numel, self.placements.compute_weight, self.axes)
+        return held.numel * self.precision.compute.itemsize
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes of the gradients that are sent over the outer axis; 0 where nothing is."""
+        crosses = self.requires_grad and len(self.axes) > 1 and self.axes[0].num_ranks > 1
+        return self.inner_region.numel * self.precision.grad_comm.itemsize if crosses else 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that an exchange over the outer axis receives, else 0."""
+        return self.crossing_bytes if self.gathers_outer and self.axes[0].exchanges_pairwise else 0
+
+    @property
     def bucket_bytes(self) -> int:
         """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0

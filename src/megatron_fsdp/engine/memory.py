@@ -1,10 +1,15 @@
-"""Borrowed memory: slots for gathered weights, buckets and scratch for gradients; the plan that sizes it."""
+"""The memory that collectives read and write: shards, slots for gathered weights, buckets and scratch for gradients.
+
+All of it comes from one `CommunicationPool`: block by block when it is needed, or, where addresses have to stay, as one
+stretch that is taken at wrap time and in which the same block lies at the same offset on every rank.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,10 +17,14 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.schedule import ROOT, ScheduleConfig
+from megatron_fsdp.sharding.accounting import OUTER_REDUCTIONS
 from megatron_fsdp.sharding.memory_plan import (
+    PoolPlan,
     UnitWeights,
+    Use,
     WeightPlan,
     WeightStorage,
+    plan_pool,
     plan_weights,
     prefetch_depth,
 )
@@ -28,13 +37,22 @@ class Block:
     """A stretch of memory that gives typed views.
 
     It can be emptied and refilled, whole or in part: the memory is freed and allocated again, and views stay valid,
-    since the storage object that they refer to is the same. Their content is lost.
+    since the storage object that they refer to is the same. Their content is lost. A block that is a part of a pool's
+    memory keeps it: emptying and refilling it do nothing.
+
+    Args:
+        num_bytes: Its size.
+        device: Where its memory is allocated.
+        memory: A part of a pool's memory, (num_bytes,) of uint8, in place of an allocation.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
+        self.is_kept = memory is not None
         with torch.inference_mode(False):
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            # `data`: writes into one part must not count as modifications of what autograd saved of another.
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory.data
         self._storage = self._bytes.untyped_storage()._cdata  # the same for as long as the block lives
+        self._start = self._bytes.storage_offset()
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     @property
@@ -45,11 +63,12 @@ class Block:
     @property
     def held_bytes(self) -> int:
         """Bytes allocated now: its size, or 0 while it is empty."""
-        return self._bytes.untyped_storage().nbytes()
+        return self.num_bytes if self.is_kept else self._bytes.untyped_storage().nbytes()
 
     def empty(self) -> None:
         """Free the memory. Views must not be read until it is refilled."""
-        self._bytes.untyped_storage().resize_(0)
+        if not self.is_kept:
+            self._bytes.untyped_storage().resize_(0)
 
     def refill(self) -> None:
         """Allocate memory again, uninitialised; nothing happens where there is some."""
@@ -58,7 +77,7 @@ class Block:
 
     def hold(self, num_bytes: int) -> None:
         """Allocate memory for views that end at `num_bytes`; memory of that size stays as it is."""
-        if self.held_bytes != num_bytes:
+        if self.held_bytes != num_bytes and not self.is_kept:
             storage = self._bytes.untyped_storage()
             storage.resize_(0)  # else old and new memory would exist at a time, and the content would be copied
             storage.resize_(num_bytes)
@@ -70,7 +89,9 @@ class Block:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a view of this memory."""
-        return storage_of(tensor) == self._storage and self.held_bytes != 0
+        if storage_of(tensor) != self._storage or not self.held_bytes:
+            return False
+        return self._start <= tensor.storage_offset() * tensor.itemsize < self._start + self.num_bytes
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `numel` elements of `dtype` from `offset_bytes` on, as a flat tensor; the same one every time."""
@@ -101,18 +122,89 @@ def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), cursor
 
 
+class CommunicationPool:
+    """The owner of communication memory: hands out its blocks.
+
+    Args:
+        device: Device of the memory.
+        plan: The blocks that are taken now, in one stretch, and kept; None: every block is allocated when it is made.
+        allocate: Allocates a number of bytes, zeros of uint8, for that; None: on the device.
+
+    Attributes:
+        plan: As given.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        plan: PoolPlan | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self.plan = plan
+        self._device = device
+        self._planned = {} if plan is None else {(block.use, block.number): block for block in plan.blocks}
+        self._memory: torch.Tensor | None = None
+        if plan is not None:
+            with torch.inference_mode(False):
+                self._memory = (allocate or self._zeros)(plan.num_bytes)
+
+    def _zeros(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def part(self, use: Use, number: int) -> torch.Tensor | None:
+        """Return the memory of a planned block, (num_bytes,) of uint8; None where there is no such block."""
+        found = self._planned.get((use, number))
+        if found is None:
+            return None
+        assert self._memory is not None
+        return self._memory[found.offset : found.offset + found.num_bytes]
+
+    def shard(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory for what a rank sends of group `number`, zeros (numel,); None where it has to allocate some."""
+        part = self.part(Use.SHARD, number)
+        # `data`: whoever compares versions of these weights must not see what is written next to them.
+        return None if part is None else part.view(dtype)[:numel].data
+
+    def blocks(self, use: Use) -> Blocks:
+        """Return the blocks of one use."""
+        return Blocks(self, use)
+
+    def make(self, use: Use, number: int, num_bytes: int) -> Block:
+        """Make a block: the planned one where that is large enough, else one with memory of its own."""
+        part = self.part(use, number)
+        fits = part is not None and part.numel() >= num_bytes
+        return Block(part.numel(), self._device, part) if fits and part is not None else Block(num_bytes, self._device)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one use in a pool."""
+
+    pool: CommunicationPool
+    use: Use
+
+    def make(self, number: int, num_bytes: int) -> Block:
+        """Make block `number`; call it once for each."""
+        return self.pool.make(self.use, number, num_bytes)
+
+    def planned(self, num_bytes: int) -> int:
+        """Count the blocks that are taken already and large enough."""
+        blocks = () if self.pool.plan is None else self.pool.plan.blocks
+        return sum(block.use is self.use and block.num_bytes >= num_bytes for block in blocks)
+
+
 class SlotPool:
     """Numbered blocks, each made at its first use and kept: slot k is always the same memory."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, blocks: Blocks) -> None:
         self._num_bytes = num_bytes
-        self._device = device
+        self._make = blocks.make
         self._blocks: dict[int, Block] = {}
 
     def block(self, slot: int) -> Block:
         """Return the memory of a slot."""
         if slot not in self._blocks:
-            self._blocks[slot] = Block(self._num_bytes, self._device)
+            self._blocks[slot] = self._make(slot, self._num_bytes)
         return self._blocks[slot]
 
     def has(self, slot: int) -> bool:
@@ -131,7 +223,7 @@ class BucketPool:
     Args:
         count: How many blocks there are.
         num_bytes: The most that any borrower needs.
-        device: Device of the blocks.
+        blocks: Where they come from.
         make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
             the pool grows: several units that fill at once each need one).
 
@@ -143,23 +235,23 @@ class BucketPool:
         self,
         count: int,
         num_bytes: int,
-        device: torch.device,
+        blocks: Blocks,
         make_room: Callable[[], bool],
     ) -> None:
         self._count = count
         self._num_bytes = num_bytes
-        self._device = device
+        self._make = blocks.make
         self._make_room = make_room
-        self._free: list[Block] = []
-        self._made: list[Block] = []
-        self.peak_bytes = 0
+        self._made = [blocks.make(number, num_bytes) for number in range(blocks.planned(num_bytes))]
+        self._free = list(self._made)
+        self.peak_bytes = self.held_bytes
 
     def borrow(self, num_bytes: int | None = None) -> Block:
         """Borrow a block; make room first where all are out."""
         while len(self._made) - len(self._free) >= self._count and self._make_room():
             pass  # also where the pool grew once: there may be free blocks besides those out
         if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
-            self._made.append(Block(self._num_bytes, self._device))
+            self._made.append(self._make(len(self._made), self._num_bytes))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)
         block.hold(self._num_bytes if num_bytes is None else num_bytes)
@@ -171,9 +263,9 @@ class BucketPool:
         self._free.insert(sum(free.held_bytes > 0 for free in self._free), block)
 
     def set_count(self, count: int) -> None:
-        """Change the number of blocks; those too many are dropped when they are not out."""
+        """Change the number of blocks; those too many are dropped when they are not out, unless they are kept."""
         self._count = count
-        while self._free and len(self._made) > count:
+        while self._free and len(self._made) > count and not self._free[-1].is_kept:
             dropped = self._free.pop()
             self._made = [block for block in self._made if block is not dropped]
 
@@ -185,6 +277,7 @@ class BucketPool:
         """Free the memory of the blocks that are not out; it is allocated again when they are borrowed."""
         for block in self._free:
             block.empty()
+        self._free.sort(key=self._made.index)  # so that every step borrows the same ones in turn
 
     @property
     def held_bytes(self) -> int:
@@ -219,6 +312,7 @@ class MemoryPlan:
         schedule: Configuration of the scheduler.
         buckets: How many units besides the root fill a bucket or have one in reduction at a time.
         may_grow: Whether a larger prefetch size may bring more slots.
+        pool: The blocks that are taken at wrap time and kept; None: none are.
     """
 
     allocator: WeightAllocator
@@ -226,6 +320,7 @@ class MemoryPlan:
     schedule: ScheduleConfig
     buckets: int
     may_grow: bool
+    pool: PoolPlan | None = None
 
 
 def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
@@ -238,7 +333,8 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
             slots = max(slots, depth + 1)
         forward = backward = min(depth, slots - 1)
         buckets = bucket_count(options.communication_unit_numel, units)
-    weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots)
+    keeps = options.user_buffers is not None
+    weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, keeps)
     groups = [group for unit in units for group in unit]
     resized = frozenset(weights.units_in(WeightStorage.RESIZED))
     schedule = ScheduleConfig(
@@ -258,7 +354,45 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
             if any(group.weights_in_slots for group in units[unit])
         ),
     )
-    return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow)
+    at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT + 1 :]))
+    pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if keeps else None
+    return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow, pool)
+
+
+def _block_sizes(
+    weights: WeightPlan, buckets: int, filled: int, units: Sequence[GroupPlans]
+) -> dict[Use, Sequence[int]]:
+    """Return the bytes of every block that the collectives of a model use, by use and number.
+
+    Args:
+        weights: The plan of gathered weights' memory.
+        buckets: How many units besides the root fill a bucket or have one in reduction at a time.
+        filled: The same where all buckets fill before any is reduced.
+        units: The groups of each unit, root first.
+    """
+    own = weights.units_in(WeightStorage.OWN)
+    needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
+    scratch = max(needed) if any(map(_exchanges_inner, chain.from_iterable(units))) else 0
+    crossing = max((crossing_offsets(unit)[1] for unit in units), default=0)
+    return {
+        Use.SHARD: [group.sent_bytes for group in chain.from_iterable(units)],
+        Use.SLOT: [weights.slot_bytes] * weights.slots_used,
+        Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.gathered_bytes)],
+        Use.ROOT_BUCKET: needed[: ROOT + 1],
+        Use.BUCKET: [max(needed[ROOT + 1 :], default=0)] * filled,
+        Use.SCRATCH: [scratch] * max(1, buckets - 1),
+        Use.CROSSING: [crossing] * OUTER_REDUCTIONS,
+    }
+
+
+def _exchanges_inner(group: GroupPlan) -> bool:
+    """Return whether a group is reduced over the inner ranks by an exchange, which needs scratch."""
+    return group.requires_grad and group.needs_all_gather and group.axis.exchanges_pairwise
+
+
+def crossing_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
+    """Place what the groups of a unit send over the outer axis, and what they receive, in one block."""
+    return pack_bytes([length for group in unit for length in (group.crossing_bytes, group.received_bytes)])
 
 
 def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
@@ -288,10 +422,10 @@ class WeightMemory:
         peak_bytes: The most that was held at a time.
     """
 
-    def __init__(self, plan: WeightPlan, device: torch.device) -> None:
+    def __init__(self, plan: WeightPlan, pool: CommunicationPool) -> None:
         self._plan = plan
-        self._device = device
-        self._slots = SlotPool(plan.slot_bytes, device)
+        self._make = pool.blocks(Use.UNIT).make
+        self._slots = SlotPool(plan.slot_bytes, pool.blocks(Use.SLOT))
         self._own: dict[int, Block] = {}
         self.peak_bytes = 0
         if plan.taken_at_once:
@@ -323,7 +457,7 @@ class WeightMemory:
 
     def _block_of(self, unit: int) -> Block:
         if unit not in self._own:
-            self._own[unit] = Block(self._plan.gathered_bytes[unit], self._device)
+            self._own[unit] = self._make(unit, self._plan.gathered_bytes[unit])
         return self._own[unit]
 
     def _note_peak(self) -> None:

@@ -51,11 +51,12 @@ class WeightBuffers:
         main: In the main dtype. Full under strategy 0, else this rank's part.
     """
 
-    def __init__(self, plan: GroupPlan) -> None:
+    def __init__(self, plan: GroupPlan, memory: torch.Tensor | None = None) -> None:
+        """Allocate both; `memory` is that of the compute weights, zeros, where it is there already."""
         layout, precision = plan.layout, plan.precision
         self._axes = plan.axes
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
-        self.compute = FlatBuffer(layout, held, precision.compute, plan.device)
+        self.compute = FlatBuffer(layout, held, precision.compute, plan.device, memory)
         self.main_is_compute = not precision.has_main_copy
         if not self.main_is_compute:
             self.main = FlatBuffer(layout, plan.main_region, precision.main_params, plan.device)
@@ -143,9 +144,15 @@ class ParameterGroup:
         full: The parameters that compute sees: plain tensors, views of gathered weights.
     """
 
-    def __init__(self, plan: GroupPlan, originals: Sequence[nn.Parameter], frames: tuple[ShardFrame, ...]) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        originals: Sequence[nn.Parameter],
+        frames: tuple[ShardFrame, ...],
+        memory: torch.Tensor | None = None,
+    ) -> None:
         self.plan = plan
-        self.weights = WeightBuffers(plan)
+        self.weights = WeightBuffers(plan, memory)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained = list(self.trainable)

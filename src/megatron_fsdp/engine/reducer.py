@@ -117,11 +117,12 @@ class GradientReducer:
             return _exchanged(axis, bucket, scratch)
         return _native(axis, bucket, self.inner_region.numel, average)
 
-    def reduce_outer(self, wire: torch.Tensor) -> Stage:
+    def reduce_outer(self, wire: torch.Tensor, received: torch.Tensor | None = None) -> Stage:
         """Reduce over the outer ranks.
 
         Args:
             wire: (inner_region.numel,) in the communication dtype; overwritten.
+            received: Memory of the same shape for an exchange, which otherwise allocates some.
 
         Returns:
             A stage whose result is (main_region.numel,).
@@ -131,7 +132,7 @@ class GradientReducer:
         if not self.scatters_outer:
             return Stage(partial(axis.all_reduce, wire, average), lambda: wire, (wire,))
         if axis.exchanges_pairwise:
-            received = torch.empty_like(wire)
+            received = torch.empty_like(wire) if received is None else received
             return _exchanged(axis, wire, received)._replace(memory=(wire, received))
         stage = _native(axis, wire, self.main_region.numel, average)
         return stage._replace(memory=(wire,))
@@ -148,11 +149,6 @@ def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
-    """Make a stage of the back end's own reduce-scatter; its result is allocated at launch, on the lane's stream."""
-    reduced: list[torch.Tensor] = []
-
-    def launch(async_op: bool) -> torch.distributed.Work | None:
-        reduced.append(torch.empty(numel, dtype=full.dtype, device=full.device))
-        return axis.reduce_scatter(reduced[0], full, average, async_op)
-
-    return Stage(launch, reduced.pop)
+    """Make a stage of the back end's own reduce-scatter, in place: its result is this rank's part of `full`."""
+    reduced = full.narrow(0, axis.rank * numel, numel)
+    return Stage(partial(axis.reduce_scatter, reduced, full, average), lambda: reduced)

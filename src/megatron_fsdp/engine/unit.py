@@ -14,7 +14,7 @@ from torch import nn
 from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.dtensor.frame import OwningUnit
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.memory import Block, pack_bytes
+from megatron_fsdp.engine.memory import Block, crossing_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
@@ -272,6 +272,15 @@ class Unit:
         """Return the part of a borrowed block that belongs to group `position`, (numel,) in the communication dtype."""
         plan = self.groups[position].plan
         return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
+
+    def crossing_of(self, position: int, block: Block | None) -> tuple[torch.Tensor, ...]:
+        """Return what group `position` sends over the outer axis from, and receives into; nothing without a block."""
+        if block is None:
+            return ()
+        plan, offsets = self.groups[position].plan, crossing_offsets(self.group_plans)[0]
+        dtype, numel = plan.precision.grad_comm, plan.inner_region.numel
+        count = 2 if plan.received_bytes else 1
+        return tuple(block.view(offset, numel, dtype) for offset in offsets[2 * position : 2 * position + count])
 
 
 def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.comm.agreement import agree_over
 from megatron_fsdp.comm.axis import Traffic, has_values
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
+from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
@@ -29,7 +31,7 @@ from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.hooks import register_hooks
-from megatron_fsdp.engine.memory import plan_memory
+from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, plan_memory
 from megatron_fsdp.engine.meta_init import (
     Blueprint,
     check_can_initialise,
@@ -194,19 +196,28 @@ def assemble(
     if options.own_groups:
         sharding, own_groups = sharding.over_own_groups()
     bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
-    units = build_units(module, plan, sharding, bucket_numel, leaves_empty=options.init_meta == EMPTY)
+    reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
+    reduces_early = reduces_early and not options.delays_weight_gradients
+    planned = plan_groups(module, plan, sharding, bucket_numel)
+    memory = plan_memory(options.memory, reduces_early, [[group for group, _ in unit] for unit in planned])
+    user_buffers = _user_buffers(options.memory, memory, sharding)
+    pool = CommunicationPool(device, memory.pool, None if user_buffers is None else user_buffers.allocate)
+    units = build_units(module, plan, sharding, planned, pool, leaves_empty=options.init_meta == EMPTY)
     _warn_of_narrowing(units)
     if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
             [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
         )
-    reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
-    reduces_early = reduces_early and not options.delays_weight_gradients
-    memory = plan_memory(options.memory, reduces_early, [unit.group_plans for unit in units])
-    engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, backward_finished))
+    engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, pool, backward_finished))
     engine.own_groups = own_groups
+    engine.user_buffers = user_buffers
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
+    if user_buffers is not None and options.memory.user_buffers is not None:
+        if not options.memory.user_buffers.manual:
+            user_buffers.register()
+        if user_buffers.lack:
+            warn_caller(user_buffers.notice)
     _add_gradient_checks(engine, options, device)
     grouping.connect(engine, module)
     register_load_hooks(engine, module)
@@ -214,6 +225,16 @@ def assemble(
     if options.fuses_weight_gradients:
         fuse_weight_gradients(engine, module)
     return Assembly(engine, plan, lines, tuple(register_state_dict_hooks(engine, module)))
+
+
+def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
+    """Prepare the registration of communication memory, where it was asked for; ranks agree on where blocks lie."""
+    if options.user_buffers is None or memory.pool is None:
+        return None
+    facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in memory.pool.blocks]
+    agree_over(sharding.reaching_all, None, facts)
+    axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
+    return UserBuffers(axes, sharding.reaching_all, sharding.device, options.user_buffers.symmetric)
 
 
 def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.device) -> None:
@@ -366,11 +387,33 @@ class GroupPlanner:
         return replace(plan, spec=spec), tuple(frame.for_another() for frame in frames)
 
 
+PlannedGroup = tuple[GroupPlan, Frames]
+
+
+def plan_groups(
+    module: nn.Module, plan: UnitPlan, sharding: Sharding, bucket_numel: int | None
+) -> list[list[PlannedGroup]]:
+    """Plan the parameter groups of each unit; the model is only read."""
+    originals = dict(module.named_parameters())
+    plans = GroupPlanner(sharding)
+    planned = []
+    for index, unit in enumerate(plan.units):
+        specs = group_parameters([parameter_info(name, originals[name], sharding) for name in unit.parameters])
+        planned.append(
+            [
+                plans.plan(spec, [originals[info.name] for info in spec.parameters])
+                for spec in (specs if index else cut_groups(specs, bucket_numel))
+            ]
+        )
+    return planned
+
+
 def build_units(
     module: nn.Module,
     plan: UnitPlan,
     sharding: Sharding,
-    bucket_numel: int | None = None,
+    planned: Sequence[Sequence[PlannedGroup]],
+    pool: CommunicationPool,
     *,
     leaves_empty: bool = False,
 ) -> tuple[Unit, ...]:
@@ -382,18 +425,17 @@ def build_units(
     blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
     originals = dict(module.named_parameters())
     sites = parameter_sites(module)
-    plans = GroupPlanner(sharding)
     units = []
-    for index, spec in enumerate(plan.units):
-        infos = [parameter_info(name, originals[name], sharding) for name in spec.parameters]
+    number = count()
+    for index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
         groups = []
         group_sites = []
-        specs = group_parameters(infos)
-        for group_spec in specs if index else cut_groups(specs, bucket_numel):
-            params = [originals.pop(info.name) for info in group_spec.parameters]
+        for group, frames in of_unit:
+            params = [originals.pop(info.name) for info in group.spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
-            group_plan, frames = plans.plan(group_spec, params)
-            groups.append(ParameterGroup(group_plan, params, frames))
+            numel = group.sent_bytes // group.precision.compute.itemsize
+            memory = pool.shard(next(number), numel, group.precision.compute)
+            groups.append(ParameterGroup(group, params, frames, memory))
             del params
         unit = Unit(index, spec.name, groups, group_sites, spec.modules)
         unit.show_sharded()

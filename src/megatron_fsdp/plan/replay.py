@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory, pack_bytes
+from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, pack_bytes
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine
@@ -31,6 +31,7 @@ from megatron_fsdp.sharding.accounting import (
     persistent_bytes,
     step_traffic,
 )
+from megatron_fsdp.sharding.memory_plan import Use
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
@@ -162,7 +163,6 @@ class _Unit:
         self.main_bytes = held.main_grad
         self.whole_bytes = deferred.main_grad - held.main_grad
         self.pending_bytes = pending_bytes(groups, strategy, deferred=True)
-        self.output_bytes = sum(group.shard_numel * group.grad_comm.itemsize for group in exchanged)
         self.local_sum_bytes = passing_bytes(groups, strategy).local_sum
         self.exchanges_inner = setup.backend is Backend.GLOO and bool(exchanged)
         self.crosses = any(group.outer_ranks > 1 for group in trained)
@@ -206,11 +206,12 @@ class _Replay:
             for info in group.spec.parameters
         }
         self._scheduler = Scheduler(model.memory.schedule)
-        self._weights = WeightMemory(model.memory.weights, _META)
+        self._memory = CommunicationPool(_META, model.memory.pool)
+        self._weights = WeightMemory(model.memory.weights, self._memory)
         buckets = model.memory.buckets
-        self._root_bucket = self._pool(1, self._units[: ROOT + 1])
-        self._buckets = self._pool(buckets, self._units[ROOT + 1 :])
-        self._scratch = self._pool(max(1, buckets - 1), self._units)
+        self._root_bucket = self._pool(1, self._units[: ROOT + 1], Use.ROOT_BUCKET)
+        self._buckets = self._pool(buckets, self._units[ROOT + 1 :], Use.BUCKET)
+        self._scratch = self._pool(max(1, buckets - 1), self._units, Use.SCRATCH)
         self._pools = (self._root_bucket, self._buckets, self._scratch)
         self._borrowed: dict[int, Block] = {}
         self._in_flight: deque[_Reduction] = deque()
@@ -221,9 +222,9 @@ class _Replay:
         self._passing_bytes = self._most_passing_bytes = self._cast_bytes = 0
         self._wires = Wires(self._collective_s)
 
-    def _pool(self, count: int, units: Sequence[_Unit]) -> BucketPool:
+    def _pool(self, count: int, units: Sequence[_Unit], use: Use) -> BucketPool:
         most = max((unit.bucket_bytes for unit in units), default=0)
-        return BucketPool(count, most, _META, self._retire_oldest)
+        return BucketPool(count, most, self._memory.blocks(use), self._retire_oldest)
 
     # ---- durations and memory -----------------------------------------------------------------------------------
 
@@ -415,8 +416,6 @@ class _Replay:
         elif not unit.is_pending:
             unit.is_pending = True
             self._pass(unit.pending_bytes)
-        if self._setup.backend is Backend.NCCL:
-            self._pass(unit.output_bytes)
         end_s = self._send(INNER, unit, is_gather=False)
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(unit, reach, end_s, bucket, scratch))
@@ -436,9 +435,7 @@ class _Replay:
             return False
         done = self._in_flight.popleft()
         self._wires.wait(done.end_s)
-        if self._setup.backend is Backend.NCCL:
-            self._pass(-done.unit.output_bytes)
-        else:  # one local sum after another
+        if self._setup.backend is Backend.GLOO:  # one local sum after another
             self._pass(done.unit.local_sum_bytes)
             self._pass(-done.unit.local_sum_bytes)
         self._pool_of(done.unit).give_back(done.bucket)

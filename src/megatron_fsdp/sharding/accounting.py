@@ -213,8 +213,8 @@ def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingS
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:
     """Bound the shard-sized allocations of every backward, apart from autograd's own tensors.
 
-    A local sum of 16-bit gradients is a new float32 tensor; wider ones are summed where they were received. With the
-    native reduce-scatter of other back ends the output of each reduction in flight takes its place.
+    A local sum of 16-bit gradients is a new float32 tensor; wider ones are summed where they were received. The native
+    reduce-scatter of other back ends leaves its result in the bucket.
     """
     narrow = [group for group in groups if _is_exchanged(group, strategy) and group.grad_comm.itemsize < _SUM_ITEMSIZE]
     sums = [group.shard_numel * _SUM_ITEMSIZE for group in narrow]

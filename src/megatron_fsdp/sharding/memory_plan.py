@@ -1,7 +1,7 @@
 """Where the gathered weights of each unit live, and how far ahead they are gathered. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -81,8 +81,17 @@ class WeightPlan:
         return root + kept + self.slots_used * self.slot_bytes + max(windows)
 
 
-def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int) -> WeightPlan:
-    """Choose a storage for every unit; the root, whose forward surrounds all others, never lives in a slot."""
+def plan_weights(
+    allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int, keeps: bool = False
+) -> WeightPlan:
+    """Choose a storage for every unit; the root, whose forward surrounds all others, never lives in a slot.
+
+    Args:
+        allocator: What the caller chose.
+        units: All units, the root first.
+        slots: How many units besides the root are gathered at a time.
+        keeps: Take everything at wrap time and keep it: what does not live in slots has a buffer of its own.
+    """
     others = units[1:]
     if allocator is WeightAllocator.RESIZE:
         places = [WeightStorage.RESIZED] * len(others)
@@ -92,15 +101,71 @@ def plan_weights(allocator: WeightAllocator, units: Sequence[UnitWeights], slots
         common = most_common_shape(others)
         odd = WeightStorage.RESIZED if allocator is WeightAllocator.DOUBLE_BUFFER else WeightStorage.OWN
         places = [WeightStorage.SLOT if unit.shape == common else odd for unit in others]
+    storages = [_ROOT_STORAGE.get(allocator, WeightStorage.OWN), *places]
+    if keeps:
+        storages = [place if place is WeightStorage.SLOT else WeightStorage.OWN for place in storages]
     return WeightPlan(
-        storages=(_ROOT_STORAGE.get(allocator, WeightStorage.OWN), *places),
+        storages=tuple(storages),
         gathered_bytes=tuple(unit.gathered_bytes for unit in units),
         slots=slots,
-        taken_at_once=allocator in DOUBLE_BUFFERS,
+        taken_at_once=keeps or allocator in DOUBLE_BUFFERS,
     )
 
 
 _ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.SLOTS: WeightStorage.FOR_STEP}
+
+
+class Use(Enum):
+    """What a block of communication memory is for."""
+
+    SHARD = "shard"  # what a rank sends of a group's compute weights; where these are whole, all of them
+    SLOT = "slot"  # gathered weights of units that take turns
+    UNIT = "unit"  # gathered weights of one unit
+    ROOT_BUCKET = "root bucket"
+    BUCKET = "bucket"
+    SCRATCH = "scratch"  # what a pairwise exchange receives
+    CROSSING = "crossing"  # what travels over the outer axis
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """A block of communication memory: its place and its size in bytes."""
+
+    use: Use
+    number: int  # of the group, slot, unit or block, among those of the same use
+    offset: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        """Name it, with its place."""
+        return f"{self.use.value} {self.number} at {self.offset:,}"
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Where every block lies in the one stretch that a pool takes at wrap time; the same on all ranks.
+
+    Attributes:
+        blocks: All blocks, in the order of their offsets.
+        num_bytes: Bytes of the stretch.
+    """
+
+    blocks: tuple[PlannedBlock, ...]
+    num_bytes: int
+
+
+_POOL_ALIGNMENT_BYTES = 512  # as torch's allocator aligns tensors on a GPU
+
+
+def plan_pool(sizes: Mapping[Use, Sequence[int]]) -> PoolPlan:
+    """Place blocks one after another, by use and number; those of 0 bytes take no place."""
+    blocks, cursor = [], 0
+    for use in Use:
+        for number, num_bytes in enumerate(sizes.get(use, ())):
+            if num_bytes:
+                blocks.append(PlannedBlock(use, number, cursor, num_bytes))
+                cursor += -(-num_bytes // _POOL_ALIGNMENT_BYTES) * _POOL_ALIGNMENT_BYTES
+    return PoolPlan(tuple(blocks), cursor)
 
 
 def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:

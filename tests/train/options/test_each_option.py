@@ -139,13 +139,10 @@ OPTION_CASES: dict[str, Case] = {
 }
 """By the name of the option: those that become something else in the job."""
 
-_DOUBLED = "gathered weights lie in two buffers that are kept, as with --fsdp-double-buffer"
-_UNREGISTERED = "buffers are not registered with NCCL by this version"
 _FLOAT32_ANYWAY = (
     "--accumulate-allreduce-grads-in-fp32 has no effect of its own: gradients travel and accumulate in float32, unless "
     "--grad-reduce-in-bf16 or the flags of dtypes say something else"
 )
-_NCCL = f"--use-nccl-ub: {_UNREGISTERED}; {_DOUBLED}"
 
 IN_ENGINE: dict[str, tuple[str, Any, str]] = {
     "check_for_nan_in_grad": ("--check-for-nan-in-loss-and-grad", True, UNITS),
@@ -227,19 +224,15 @@ FIELD_CASES: dict[str, Case] = {
         ShardingStrategy.optim,
         f"{UNITS} --num-distributed-optimizer-instances 2",
     ),
-    "nccl_ub": Case("--use-nccl-ub", lambda job: (engine("fsdp_double_buffer")(job), *job.notices), (True, _NCCL)),
-    "disable_symmetric_registration": Case(
-        "--disable-symmetric-registration",
-        notices,
-        (_NCCL, f"--disable-symmetric-registration has no effect: {_UNREGISTERED}"),
-        f"{UNITS} --use-nccl-ub",
+    "nccl_ub": Case(
+        "--use-nccl-ub",
+        lambda job: tuple(engine(name)(job) for name in ("nccl_ub", "fsdp_double_buffer")),
+        (True, True),
     ),
-    "fsdp_manual_registration": Case(
-        "--fsdp-manual-registration",
-        notices,
-        (_NCCL, f"--fsdp-manual-registration has no effect: {_UNREGISTERED}"),
-        f"{UNITS} --use-nccl-ub",
-    ),
+    **{
+        name: Case(f"--{name.replace('_', '-')}", engine(name), True, f"{UNITS} --use-nccl-ub")
+        for name in ("disable_symmetric_registration", "fsdp_manual_registration")
+    },
     "delay_wgrad_compute": Case(
         "--delay-wgrad-compute", lambda job: resolved(job).config.delay_wgrad_compute, True, BUCKETS
     ),

@@ -155,7 +155,6 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
         "--dist-ckpt-strictness",
         "--max-position-embeddings",
         "--save-interval",
-        "--use-nccl-ub",
         "--use-distributed-optimizer",
     }
 

@@ -85,7 +85,7 @@ def wrap(
     """
     if job.engine == "megatron_fsdp" and units is not None:
         cuts["fsdp_unit_modules"] = list(units)
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         job.ddp,
         model,
         mesh,
@@ -94,6 +94,9 @@ def wrap(
         init_model_with_meta_device=init_meta,
         **cuts,
     )
+    if job.ddp.fsdp_manual_registration:
+        wrapped.manual_buffer_registration()
+    return wrapped
 
 
 def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:

@@ -8,15 +8,12 @@ from dataclasses import replace
 import torch
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.ddp_config_flags import flag_of
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 from megatron_fsdp.train.options.checks import check_options, check_sizes, idle_notices
 from megatron_fsdp.train.options.job import BatchPlan, EngineName, Job, Schedule, Sizes, World, plan_batch
 from megatron_fsdp.train.options.options import DDP_FIELDS, Options, flag_for, in_flags
-
-_UNREGISTERED = "buffers are not registered with NCCL by this version"
 
 
 def resolve(options: Options, world: World) -> Job:
@@ -181,7 +178,7 @@ def _engine_config(
                     "--use-megatron-fsdp"
                 )
         return replace(config, use_megatron_fsdp=False, data_parallel_sharding_strategy="no_shard")
-    config = _gradient_dtypes(options, _without_registration(config, notices), dtype, notices)
+    config = _gradient_dtypes(options, config, dtype, notices)
     for sentence in config.idle_settings().values():
         raise ConfigurationError(in_flags(sentence))
     if config.megatron_fsdp_use_decoupled_grad:
@@ -200,17 +197,6 @@ def _engine_config(
     if config.use_megatron_fsdp:
         notices += _implied(options, strategy)
     return config
-
-
-def _without_registration(config: DistributedDataParallelConfig, notices: list[str]) -> DistributedDataParallelConfig:
-    """Drop NCCL buffer registration, which this version does not have."""
-    if not config.nccl_ub:
-        return config
-    doubled = "; gathered weights lie in two buffers that are kept, as with --fsdp-double-buffer"
-    notices.append(f"--use-nccl-ub: {_UNREGISTERED}{doubled}")
-    names = [name for name in ("fsdp_manual_registration", "disable_symmetric_registration") if getattr(config, name)]
-    notices += [f"{flag_of(name)} has no effect: {_UNREGISTERED}" for name in names]
-    return replace(config, nccl_ub=False, fsdp_manual_registration=False, disable_symmetric_registration=False)
 
 
 def _gradient_dtypes(

@@ -1,0 +1,270 @@
+"""Communication memory that is taken at wrap time: the same addresses and offsets in every step and on every rank."""
+
+import gc
+import warnings
+import weakref
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.comm.registration import UserBuffers
+from megatron_fsdp.engine.memory import Block, CommunicationPool
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.memory_plan import PlannedBlock, PoolPlan, Use, plan_pool
+from tests.support.live_bytes import LiveBytes, held_bytes
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.recorded_collectives import recorded
+from tests.support.seams import engine_of
+from tests.support.settling import settled
+
+CPU = torch.device("cpu")
+MIXED = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+TAKEN = r"bytes of communication memory are taken once and keep their addresses, but nothing is registered, since"
+
+
+class Floor(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, width)
+        self.down = nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model in which two units fit no slot of the others."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), *map(Floor, (16, 16, 40, 16, 24, 16)), nn.Linear(8, 4)).to(dtype)
+
+
+def wrap(dtype: torch.dtype = torch.float32, **given: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nccl_ub: .* nothing is registered")
+        return shard(dtype, **given)
+
+
+def shard(dtype: torch.dtype = torch.float32, **given: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    model = build(dtype)
+    given = {"fsdp_unit_modules": [Floor], "nccl_ub": True, **given}
+    return fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+
+
+def train(
+    model: MegatronFSDP,
+    optimizer: torch.optim.Optimizer,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    deferred: int = 0,
+    more: int = 0,
+) -> None:
+    """One step: microbatches whose reduction is deferred, microbatches that are reduced, and a last one."""
+    torch.manual_seed(17 * seed + dist.get_rank())
+    for index in range(deferred + more + 1):
+        with model.no_sync() if index < deferred else nullcontext():
+            model(torch.randn(3, 8, dtype=dtype)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+CASES: dict[str, tuple[int, torch.dtype, dict[str, Any], dict[str, int]]] = {
+    **{f"zero-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}, {}) for strategy in range(4)},
+    **{
+        f"accumulated-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}, {"more": 2})
+        for strategy in range(4)
+    },
+    "deferred": (2, torch.float32, {}, {"deferred": 2}),
+    "mixed": (2, torch.bfloat16, {"mixed_precision_policy": MIXED}, {}),
+    "max pool": (2, torch.float32, {"maxpool_double_buffer": True}, {}),
+    "late": (2, torch.float32, {"zero_dp_strategy": 1, "overlap_grad_reduce": False}, {}),
+    "hsdp": (4, torch.float32, {"dp_outer_dim": "outer"}, {}),
+    "hfsdp": (4, torch.float32, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim"}, {"more": 1}),
+    "hfsdp mixed": (
+        4,
+        torch.bfloat16,
+        {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim", "mixed_precision_policy": MIXED},
+        {},
+    ),
+}
+
+
+def case(name: str) -> Any:
+    return pytest.param(name, CASES[name][0], id=name)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [case(name) for name in CASES])
+@on_ranks()
+def test_every_step_is_the_same_operations_on_the_same_registered_addresses(name: str, num_ranks: int) -> None:
+    _, dtype, given, steps = CASES[name]
+    if "dp_outer_dim" in given:
+        group = dist.group.WORLD
+        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("outer", "shard"))
+        given = {
+            **given,
+            "device_mesh": mesh,
+            "dp_shard_dim": "shard",
+            "hybrid_fsdp_group": group,
+        }
+    model, optimizer = wrap(dtype, **given)
+    traces = []
+    for seed in range(4):
+        with recorded(model) as trace:
+            train(model, optimizer, seed, dtype, **steps)
+        traces.append(trace)
+    assert len(traces[1]) >= 7
+    assert traces[1] == traces[2] == traces[3]
+    same_on_ranks([(each.name, each.places) for each in traces[1]])
+
+
+@pytest.mark.parametrize("strategy", range(4))
+@on_ranks(2)
+def test_results_are_those_of_memory_that_comes_and_goes(strategy: int) -> None:
+    found = []
+    for nccl_ub in (True, False):
+        model, optimizer = wrap(zero_dp_strategy=strategy, nccl_ub=nccl_ub)
+        for seed in range(3):
+            train(model, optimizer, seed)
+        found.append([param.full_tensor() for param in model.parameters() if isinstance(param, DTensor)])
+    assert len(found[0]) == len(list(build().parameters()))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_the_peak_is_held_from_the_start(strategy: int) -> None:
+    """Blocks are borrowed from the pool alone: its plan is what exists after wrapping, in a step and after it."""
+    before = held_bytes()
+    model, optimizer = wrap(zero_dp_strategy=strategy)
+    engine = engine_of(model)
+    assert engine.memory.pool is not None
+    shards = sum(group.weights.compute.local.nbytes for group in engine.groups())
+    wrapped = held_bytes() - before
+    own = shards if strategy == 0 else 0  # of weights that no collective reads or writes
+    assert engine.memory.pool.num_bytes + own <= wrapped < engine.memory.pool.num_bytes + own + 1024
+    told = model.describe().memory
+    train(model, optimizer, 0)
+    assert model.describe().memory.transient_peak_bytes == told.transient_peak_bytes
+    with LiveBytes() as live:
+        train(model, optimizer, 1)
+    assert live.now_bytes < live.peak_bytes
+    assert held_bytes() - before < wrapped + 2048
+
+
+def test_blocks_lie_one_after_another_at_multiples_of_512_bytes() -> None:
+    plan = plan_pool({Use.SLOT: [100, 600], Use.SHARD: [0, 513], Use.BUCKET: []})
+    assert plan == PoolPlan(
+        (
+            PlannedBlock(Use.SHARD, 1, 0, 513),
+            PlannedBlock(Use.SLOT, 0, 1024, 100),
+            PlannedBlock(Use.SLOT, 1, 1536, 600),
+        ),
+        1536 + 1024,
+    )
+
+
+def test_kept_blocks_stay_and_know_their_own_memory() -> None:
+    pool = CommunicationPool(CPU, plan_pool({Use.SLOT: [64, 64]}))
+    first, second = (pool.make(Use.SLOT, number, 64) for number in range(2))
+    view = first.view(0, 16, torch.float32).fill_(2.0)
+    address, version = view.data_ptr(), view._version
+    first.empty()
+    first.hold(32)
+    second.view(0, 16, torch.float32).fill_(3.0)
+    assert first.held_bytes == 64
+    assert (view.data_ptr(), view._version) == (address, version)
+    assert view.tolist() == [2.0] * 16
+    assert first.holds(view)
+    assert not second.holds(view)
+
+
+def test_what_is_larger_than_planned_gets_memory_of_its_own() -> None:
+    pool = CommunicationPool(CPU, plan_pool({Use.BUCKET: [64]}))
+    block = pool.make(Use.BUCKET, 0, 65)
+    assert (block.num_bytes, block.is_kept) == (65, False)
+    assert pool.blocks(Use.BUCKET).planned(65) == 0
+    assert isinstance(pool.make(Use.SCRATCH, 0, 8), Block)
+
+
+@on_ranks(2)
+def test_memory_goes_with_the_model() -> None:
+    model, optimizer = wrap()
+    train(model, optimizer, 0)
+    memory = engine_of(model).executor.pool._memory
+    assert memory is not None
+    gone = weakref.ref(memory.untyped_storage())
+    del model, optimizer, memory
+    gc.collect()
+    assert settled(lambda: gone() is None, bool)  # gloo's threads let go of the last tensors a little later
+
+
+# ---- registration ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_back_end_that_cannot_register_is_said_once_and_told() -> None:
+    with pytest.warns(UserWarning, match=TAKEN + r" ranks communicate by gloo on cpu, and only NCCL registers memory"):
+        model, _ = shard()
+    (notice,) = model.describe().notices
+    assert "only NCCL registers memory" in notice
+
+
+class Backend:
+    """Stands for NCCL's part in the registration."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.calls: list[str] = []
+        self.refuses = refuses
+
+    def register_mem_pool(self, _pool: Any, symm: bool = False) -> None:
+        """register_mem_pool(self, pool, symm=False)"""
+        self.calls.append(f"symm={symm}")
+        if self.refuses:
+            raise RuntimeError("no window for you\nat some line")
+
+    def deregister_mem_pool(self, _pool: Any) -> None:
+        self.calls.append("deregistered")
+
+
+@pytest.mark.parametrize("given", [{}, {"disable_symmetric_registration": True}])
+@on_ranks(2)
+def test_memory_is_registered_with_every_group_until_the_model_is_deleted(given: dict[str, Any]) -> None:
+    backend = Backend(refuses=False)
+    with (
+        mock.patch("megatron_fsdp.comm.registration._lack", return_value=""),
+        mock.patch("megatron_fsdp.comm.registration._backend", return_value=backend),
+        mock.patch.object(UserBuffers, "allocate", lambda _self, n: torch.zeros(n, dtype=torch.uint8)),
+        mock.patch.object(dist, "barrier"),
+    ):
+        model, optimizer = wrap(**given)
+        how = "conventionally" if given else "with symmetric windows"
+        assert model.describe().notices[0].endswith(f"they are registered with NCCL {how}")
+        assert backend.calls == [f"symm={not given}"]
+        with pytest.raises(ConfigurationError, match="needs fsdp_manual_registration=True"):
+            model.manual_buffer_registration()
+        train(model, optimizer, 0)
+        del model, optimizer
+        gc.collect()
+    assert backend.calls[1:] == ["deregistered"]
+
+
+@on_ranks(2)
+def test_a_refusal_of_the_library_stops_all_ranks_with_one_sentence() -> None:
+    backend = Backend(refuses=dist.get_rank() == 1)
+    with (
+        mock.patch("megatron_fsdp.comm.registration._lack", return_value=""),
+        mock.patch("megatron_fsdp.comm.registration._backend", return_value=backend),
+        mock.patch.object(UserBuffers, "allocate", lambda _self, n: torch.zeros(n, dtype=torch.uint8)),
+        mock.patch.object(dist, "barrier"),
+        pytest.raises(ConfigurationError, match=r"NCCL refused to register .* memory \(no window for you\)") as found,
+    ):
+        wrap()
+    same_on_ranks(str(found.value))
