@@ -62,6 +62,10 @@ class NonFiniteGradientError(MegatronFSDPError, ValueError):
     """A gradient holds NaN or infinity; raised with the same message on every rank."""
 
 
+class NonFiniteWeightError(MegatronFSDPError, ValueError):
+    """A weight is NaN or infinite where its weight format cannot hold that."""
+
+
 class LargeGradientError(MegatronFSDPError, ValueError):
     """A gradient is far larger than any before of its parameter; raised with the same message on every rank."""
 

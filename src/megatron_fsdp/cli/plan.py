@@ -214,7 +214,8 @@ def _plan_model(args: argparse.Namespace) -> Plan:
 
 
 def _setup(args: argparse.Namespace) -> Setup:
-    dtypes = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
+    names = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
+    main_params, main_grads, grad_comm = (None if name == _AUTO else dtype_from_name(name) for name in names)
     strategy = "optim_grads_params" if args.strategy == _AUTO else args.strategy
     same = ["microbatches", "accumulation", "optimizer", "recompute", "backend", "sequence_parallel"]
     same += ["virtual_stages", "fp8", "overlap_exchanges"]
@@ -222,7 +223,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         _ranks(args),
         strategy=resolve_strategy(_number(strategy), "--strategy"),
         outer_strategy=resolve_strategy(_number(args.outer_strategy or "no_shard"), "--outer-strategy"),
-        policy=MixedPrecisionPolicy(*(None if name == _AUTO else dtype_from_name(name) for name in dtypes)),
+        policy=MixedPrecisionPolicy(main_params, main_grads, grad_comm),
         **{name: getattr(args, name) for name in same},
     )
 

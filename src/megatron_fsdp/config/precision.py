@@ -1,11 +1,14 @@
 """The dtype of each copy of a parameter and of its gradient."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.errors import ConfigurationError
+
+WEIGHT_FORMATS = ("fp8",)
+"""Names of the weight formats, which `megatron_fsdp.sharding.weight_formats` has."""
 
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -21,19 +24,38 @@ class MixedPrecisionPolicy:
         main_grads_dtype: Dtype in which gradients are accumulated and handed to the optimizer. None: the dtype of the
             parameter.
         grad_comm_dtype: Dtype in which gradients are sent. None: the dtype of the main gradients.
+        weight_format: Weight format in which weights of two dimensions or more, but for embeddings, are kept sharded
+            and gathered under strategy 3; they are decoded into their dtype, so that the model computes with rounded
+            weights. None: weights are gathered in their dtype.
+        weight_format_skips: `fnmatch` patterns of parameter names that keep their dtype, such as ``("lm_head.*",)``.
 
     Raises:
-        TypeError: A value is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here).
-        ConfigurationError: A dtype is not one of float16, bfloat16, float32, float64.
+        TypeError: A dtype is neither None nor a ``torch.dtype`` (names such as ``"bf16"`` are not accepted here), or
+            the patterns are no tuple of strings.
+        ConfigurationError: A dtype is not one of float16, bfloat16, float32, float64; the weight format does not exist;
+            there are patterns without a format.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    weight_format: str | None = None
+    weight_format_skips: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check_main_dtype(getattr(self, field.name), field.name)
+        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+            check_main_dtype(getattr(self, name), name)
+        if self.weight_format not in (None, *WEIGHT_FORMATS):
+            raise ConfigurationError(
+                f"weight_format={self.weight_format!r} does not exist; give one of {', '.join(WEIGHT_FORMATS)}, or None"
+            )
+        skips: object = self.weight_format_skips
+        if not isinstance(skips, tuple) or not all(isinstance(pattern, str) for pattern in skips):
+            raise TypeError(f"weight_format_skips={skips!r} is not a tuple of strings; give patterns of fnmatch in one")
+        if skips and self.weight_format is None:
+            raise ConfigurationError(
+                f"weight_format_skips={skips!r} has no effect without a weight_format; leave it out or name a format"
+            )
 
 
 def check_main_dtype(dtype: object, argument: str) -> None:

@@ -48,9 +48,9 @@ class GroupDescription:
     is_trainable: bool  # whether they take gradients
     is_expert: bool  # whether they belong to experts
     tensor_parallel: int  # how many of them tensor parallelism has cut before
-    storage: str  # dtype of compute weights while they are sharded
+    storage: str  # dtype, or weight format, of compute weights while they are sharded
     compute: str  # dtype of forward and backward
-    gather: str | None  # dtype in which weights travel; None where they do not
+    gather: str | None  # dtype, or weight format, in which weights travel; None where they do not
     reduce: str | None  # dtype in which gradients travel; None where they do not
     accumulate: str | None  # dtype of main gradients; None where frozen
     main: str  # dtype of main weights
@@ -61,6 +61,8 @@ class GroupDescription:
     compute_bytes: int  # bytes of compute weights while they are sharded
     main_bytes: int  # bytes of main weights that have memory of their own
     gradient_bytes: int  # bytes of main gradients
+    weight_format: str | None = None  # weight format by which weights are rounded
+    saved_bytes: int | None = None  # bytes that it saves of each gather of all shards; None without one
 
     @property
     def padding_fraction(self) -> float:

@@ -141,6 +141,8 @@ def _state_dtypes(engine: Engine) -> dict[int, tuple[str, ...]]:
 def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDescription:
     plan, gradients = group.plan, group.gradients
     sends = any(axis.num_ranks > 1 for axis in plan.axes)
+    stored = plan.spec.key.weight_format if group.weights.is_encoded else None
+    stored = stored or _name(plan.precision.compute)
     granularities = (info.granularity for info in plan.spec.parameters)
     return GroupDescription(
         parameters=len(group.names),
@@ -151,9 +153,13 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         is_trainable=group.is_trained,
         is_expert=plan.spec.key.is_expert,
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
-        storage=_name(group.weights.compute.local.dtype),
+        storage=stored,
         compute=_name(group.full[0].dtype),
-        gather=_name(group.weights.compute.local.dtype) if plan.needs_all_gather or plan.gathers_outer else None,
+        gather=stored if plan.needs_all_gather or plan.gathers_outer else None,
+        weight_format=plan.spec.key.weight_format,
+        saved_bytes=plan.layout.numel * plan.precision.compute.itemsize - plan.sent_bytes
+        if group.weights.codec is not None
+        else None,
         reduce=_name(plan.precision.grad_comm) if sends and gradients is not None else None,
         accumulate=None if gradients is None else _name(gradients.main.dtype),
         main=_name(group.weights.main.local.dtype),

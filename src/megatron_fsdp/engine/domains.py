@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import lcm, prod
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placements, placements_for, shard_count
 from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec
+from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,14 @@ class Sharding:
         dense: The ranks of dense parameters.
         experts: The ranks of experts; None where they are sharded as everything else.
         device: Device of the buffers.
+        weight_formats: The name of the weight format of each parameter that has one, by canonical name.
     """
 
     options: EngineOptions
     dense: Domain
     experts: Domain | None
     device: torch.device
+    weight_formats: Mapping[str, str] = field(default_factory=dict)
 
     def sums_in_fp32(self, name: str) -> bool:
         """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""
@@ -251,12 +254,14 @@ class Sharding:
         self, spec: ParameterGroupSpec, parts: Sequence[TensorParallelPart | None], num_shards: int
     ) -> tuple[Layout, tuple[Layout, ...]]:
         """Plan the layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
+        name = spec.key.weight_format
+        block_numel = 1 if name is None else WEIGHT_FORMATS[name].block_numel
 
         def plan(shapes: Sequence[Sequence[int]]) -> Layout:
             return plan_layout(
                 shapes,
                 num_shards,
-                alignment_numel=max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize),
+                alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
                 granularity=[info.granularity for info in spec.parameters],
                 numel_multiple=self.options.numel_multiple if spec.key.requires_grad else 1,
             )

@@ -34,6 +34,7 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.weight_codec import agree_on_amaxes
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.memory_plan import prefetch_depth
@@ -322,6 +323,7 @@ class Engine:
         """Copy main weights into compute weights; gathered weights are stale then."""
         self.executor.run(self.scheduler.weights_changed())
         with self.observers.during(Phase.INSTALL, ROOT):
+            agree_on_amaxes(list(self.groups()))
             for unit in self.units:
                 unit.install_main_weights()
         self.stepped = False

@@ -65,7 +65,7 @@ def explained(where: str, observers: Observers) -> Iterator[None]:
 def all_gather_bytes(unit: Unit) -> int:
     """Return the bytes of the full weights that a unit gathers; 0 where they are whole everywhere."""
     plans = [group.plan for group in unit.groups if group.plan.needs_all_gather]
-    return sum(plan.layout.numel * plan.precision.compute.itemsize for plan in plans)
+    return sum(plan.sent_bytes for plan in plans)
 
 
 def communicated_bytes(phase: Phase, unit: Unit) -> int:
@@ -79,7 +79,9 @@ def communicated_bytes(phase: Phase, unit: Unit) -> int:
         return all_gather_bytes(unit)
     if phase is Phase.REDUCE:
         return unit.bucket_bytes
-    if phase in (Phase.GATHER_OUTER, Phase.REDUCE_OUTER):
+    if phase is Phase.GATHER_OUTER:
+        return sum(group.plan.sent_bytes for group in unit.groups)
+    if phase is Phase.REDUCE_OUTER:
         return sum(group.plan.layout.numel * group.plan.precision.compute.itemsize for group in unit.groups)
     return 0
 

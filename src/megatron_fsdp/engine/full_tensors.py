@@ -124,7 +124,7 @@ def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]
     main = group.weights.main
     full = gather_buffer(group, main)
     if compute_dtype:
-        full = full.to(group.plan.precision.compute)
+        full = group.weights.as_computed(full)
     if address_of(full) == address_of(main.local):
         full = full.clone()
     copies = []

@@ -20,6 +20,7 @@ from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, shard_count
 from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.sharding.units import ParameterGroupSpec
+from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,37 @@ class GroupPlan:
         return self.layout.numel * self.precision.compute.itemsize if self.weights_in_slots else 0
 
     @property
+    def weight_format(self) -> WeightFormat | None:
+        """The weight format of the compute weights; None: their dtype."""
+        name = self.spec.key.weight_format
+        return None if name is None else WEIGHT_FORMATS[name]
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether compute weights are held and gathered as the bytes of a weight format."""
+        return self.weight_format is not None and self.weights_in_slots
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """The dtype of the memory that gathers read."""
+        return torch.uint8 if self.is_encoded else self.precision.compute
+
+    @property
     def sent_bytes(self) -> int:
+        """Bytes of the full compute weights as they travel."""
+        return self._bytes_sent(self.layout.numel)
+
+    @property
+    def shard_bytes(self) -> int:
         """Bytes of the compute weights on this rank, where gathers read or write them, else 0."""
         if not (self.needs_all_gather or self.gathers_outer):
             return 0
-        held = held_region(self.layout.numel, self.placements.compute_weight, self.axes)
-        return held.numel * self.precision.compute.itemsize
+        return self._bytes_sent(held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel)
+
+    def _bytes_sent(self, numel: int) -> int:
+        if self.is_encoded and self.weight_format is not None:
+            return encoded_bytes(self.weight_format, numel)
+        return numel * self.precision.compute.itemsize
 
     @property
     def crossing_bytes(self) -> int:
@@ -143,6 +169,7 @@ class GroupPlan:
             is_whole=self.spec.key.is_scalar or self.is_trained_whole,
             outer_ranks=self.axes[0].num_ranks if has_outer else 1,
             outer_shares=has_outer and self.placements.main_weight[0] is Placement.SHARD,
+            weight_format=self.weight_format,
         )
 
     def frame(self, index: int) -> ShardFrame:

@@ -375,7 +375,7 @@ def _block_sizes(
     scratch = max(needed) if any(map(_exchanges_inner, chain.from_iterable(units))) else 0
     crossing = max((crossing_offsets(unit)[1] for unit in units), default=0)
     return {
-        Use.SHARD: [group.sent_bytes for group in chain.from_iterable(units)],
+        Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
         Use.SLOT: [weights.slot_bytes] * weights.slots_used,
         Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.gathered_bytes)],
         Use.ROOT_BUCKET: needed[: ROOT + 1],

@@ -31,8 +31,9 @@ from megatron_fsdp.engine.gradients import (
 )
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.placement import held_region
+from megatron_fsdp.sharding.placement import Region, held_region
 
 # The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
 #
@@ -45,19 +46,30 @@ from megatron_fsdp.sharding.placement import held_region
 class WeightBuffers:
     """Compute weights and main weights, in the same memory where dtype and placement allow it.
 
+    With a weight format main weights always have memory of their own, since encoding rounds.
+
     Attributes:
-        compute: In the compute dtype. Sharded under strategy 3, else full (and, under 1 and 2, up to date only in
-            this rank's part between an optimizer step and the next gather).
+        compute: In the compute dtype, or the bytes of a weight format where they are gathered into slots. Sharded under
+            strategy 3, else full (and, under 1 and 2, up to date only in this rank's part between an optimizer step
+            and the next gather).
         main: In the main dtype. Full under strategy 0, else this rank's part.
+        codec: Encodes into the weight format, where there is one.
     """
 
     def __init__(self, plan: GroupPlan, memory: torch.Tensor | None = None) -> None:
         """Allocate both; `memory` is that of the compute weights, zeros, where it is there already."""
         layout, precision = plan.layout, plan.precision
         self._axes = plan.axes
+        self._dtype = precision.compute
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
-        self.compute = FlatBuffer(layout, held, precision.compute, plan.device, memory)
-        self.main_is_compute = not precision.has_main_copy
+        self.codec = None if plan.weight_format is None else WeightCodec(plan.weight_format, layout, plan.device)
+        self.is_encoded = plan.is_encoded
+        if self.codec is not None and self.is_encoded:
+            self.compute: FlatBuffer = EncodedBuffer(self.codec, layout, held, plan.device, memory)
+        else:
+            self.compute = FlatBuffer(layout, held, precision.compute, plan.device, memory)
+        self.main_is_compute = self.codec is None and not precision.has_main_copy
+        self._is_stale = False  # the compute weights are not encoded from what was stored last
         if not self.main_is_compute:
             self.main = FlatBuffer(layout, plan.main_region, precision.main_params, plan.device)
         elif plan.main_region == self.compute.region:
@@ -79,15 +91,21 @@ class WeightBuffers:
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Copy the initial value of tensor `index`, full and in any dtype, into both buffers."""
-        self.compute.store(index, tensor)
-        if not self.main_is_compute:
-            self.main.store(index, tensor)
+        for buffer in self._stored:
+            buffer.store(index, tensor)
 
     def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the initial values of all tensors but those that are None, in few calls."""
-        self.compute.store_all(tensors)
-        if not self.main_is_compute:
-            self.main.store_all(tensors)
+        for buffer in self._stored:
+            buffer.store_all(tensors)
+
+    @property
+    def _stored(self) -> tuple[FlatBuffer, ...]:
+        """The buffers that take initial values; encoding waits until ranks agree on magnitudes."""
+        if self.codec is not None:
+            self._is_stale = True
+            return (self.main,)
+        return (self.compute,) if self.main_is_compute else (self.compute, self.main)
 
     @property
     def main_changed(self) -> bool:
@@ -95,6 +113,8 @@ class WeightBuffers:
 
         Where weights are gathered in place, around the main weights, this cannot tell, and says no.
         """
+        if self._is_stale:
+            return True
         gathered_in_place = self.main_is_compute and self.main is not self.compute
         return not gathered_in_place and self.main.local._version != self._seen_version
 
@@ -103,8 +123,12 @@ class WeightBuffers:
         self._seen_version = self.main.local._version
 
     def install(self) -> None:
-        """Copy main weights into compute weights, with the cast; no communication."""
-        if not self.main_is_compute:
+        """Copy main weights into compute weights, with the cast or by the agreed magnitudes; no communication."""
+        self._is_stale = False
+        if self.codec is not None:
+            write = self.codec.encode if self.is_encoded else self.codec.round_into
+            write(self.main.local.detach(), self.main.region, self.compute.part(self.main.region))
+        elif not self.main_is_compute:
             self.compute.part(self.main.region).copy_(self.main.local)
 
     def all_gather_outer(self, async_op: bool) -> torch.distributed.Work | None:
@@ -112,8 +136,29 @@ class WeightBuffers:
         return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region), async_op)
 
     def all_gather_into(self, full: torch.Tensor, async_op: bool) -> torch.distributed.Work | None:
-        """All-gather compute weights into `full` (numel,), over the inner ranks."""
-        return self._axes[-1].all_gather(full, self._sent, async_op)
+        """All-gather compute weights into `full` (numel,), over the inner ranks; bytes go to its end."""
+        return self._axes[-1].all_gather(self._received(full) if self.is_encoded else full, self._sent, async_op)
+
+    def decode(self, full: torch.Tensor) -> None:
+        """Decode the bytes that were gathered into `full` (numel,), in place; nothing happens without a format."""
+        if self.codec is not None and self.is_encoded:
+            self.codec.decode(self._received(full), Region(0, full.numel()), full)
+
+    def as_computed(self, full: torch.Tensor) -> torch.Tensor:
+        """Return whole main weights (numel,) as compute sees them: cast, and rounded by the weight format; a copy."""
+        computed = full.to(self._dtype, copy=True)
+        if self.codec is not None:
+            self.codec.round_into(full, Region(0, full.numel()), computed)
+        return computed
+
+    def measure(self) -> None:
+        """Measure the magnitudes of this rank's main weights for the weight format."""
+        if self.codec is not None:
+            self.codec.measure(self.main)
+
+    def _received(self, full: torch.Tensor) -> torch.Tensor:
+        assert self.codec is not None
+        return full.view(torch.uint8)[-self.codec.bytes_of(full.numel()) :]
 
     def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """Return tensor `index` as a view of gathered weights that shares no version counter with the buffer.

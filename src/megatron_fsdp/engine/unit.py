@@ -141,6 +141,8 @@ class Unit:
         """Make the gathered weights usable."""
         self._await(self._outer_tickets)
         if self._await(self._tickets):
+            for group, full in zip(self.groups, self._gathered, strict=True):
+                group.weights.decode(full)
             self._mark(0)  # the bytes are those that autograd saved views of, so these count as unmodified again
 
     @staticmethod

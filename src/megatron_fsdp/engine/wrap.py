@@ -46,6 +46,7 @@ from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.engine.tensor_parallel import local_part, part_of
 from megatron_fsdp.engine.unit import ParameterSites, Unit
+from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
@@ -187,7 +188,8 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is.
     """
     sharding = _sharding(options, index, device)
-    plan = _plan_together(module, grouping, options, sharding)
+    plan, formats = _plan_together(module, grouping, options, sharding)
+    sharding = replace(sharding, weight_formats=formats)
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
@@ -272,9 +274,11 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
     )
 
 
-def _plan_together(module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding) -> UnitPlan:
-    """Check the model and find its units; every rank gets the same answer or the same error."""
-    plan, problem, facts = None, None, []
+def _plan_together(
+    module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
+) -> tuple[UnitPlan, dict[str, str]]:
+    """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
+    plan, formats, problem, facts = None, {}, None, []
     try:
         keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
@@ -284,6 +288,7 @@ def _plan_together(module: nn.Module, grouping: Grouping, options: EngineOptions
         for name, param in params.items():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
+        formats = encoded_parameters(module, options.policy, options.strategy)
         plan = grouping.plan(module, sharding)
         facts = _facts(module, plan, options, sharding)
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
@@ -291,7 +296,7 @@ def _plan_together(module: nn.Module, grouping: Grouping, options: EngineOptions
         problem = error
     agree_over(sharding.reaching_all, problem, facts)
     assert plan is not None
-    return plan
+    return plan, formats
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
@@ -433,8 +438,7 @@ def build_units(
         for group, frames in of_unit:
             params = [originals.pop(info.name) for info in group.spec.parameters]
             group_sites.append([sites.pop(id(param)) for param in params])
-            numel = group.sent_bytes // group.precision.compute.itemsize
-            memory = pool.shard(next(number), numel, group.precision.compute)
+            memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
             groups.append(ParameterGroup(group, params, frames, memory))
             del params
         unit = Unit(index, spec.name, groups, group_sites, spec.modules)
@@ -478,6 +482,7 @@ def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> Parame
         param.requires_grad,
         is_expert=sharding.is_expert(name, param),
         sums_in_fp32=sharding.sums_in_fp32(name),
+        weight_format=sharding.weight_formats.get(name),
     )
 
 
@@ -513,7 +518,8 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
     """Refuse models that cannot be sharded; no communication.
 
     Raises:
-        ConfigurationError: No parameters, parameters without memory or on several devices, or already sharded.
+        ConfigurationError: No parameters, parameters without memory or on several devices, already sharded, or of a
+            tensor class that brings its own way to be gathered.
     """
     check_not_wrapped(module)
     params = dict(module.named_parameters())
@@ -531,6 +537,7 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
             f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
             "that lazy modules know their shapes"
         )
+    _refuse_guests(params)
     _check_meta(module, params, init_meta)
     devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
     if len(devices) > 1:
@@ -541,6 +548,33 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
         raise ConfigurationError(
             f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
         )
+
+
+_GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+"""PyTorch's extension of FSDP2, by which a tensor class encodes its shards and decodes what was gathered."""
+
+
+def _refuse_guests(params: Mapping[str, nn.Parameter]) -> None:
+    """Refuse tensor classes that want to be gathered in their own way, which would not happen.
+
+    Raises:
+        ConfigurationError: Names the first such parameter, and the method that is missing where one is.
+    """
+    for name, param in params.items():
+        kind = type(local_part(param))
+        found = [method for method in _GATHER_METHODS if hasattr(kind, method)]
+        if len(found) == 1:
+            missing = next(method for method in _GATHER_METHODS if method not in found)
+            raise ConfigurationError(
+                f"{name} is a {kind.__name__} with {found[0]} and without {missing}; a tensor class that is gathered "
+                "in its own way needs both, and none is supported here: give a plain parameter"
+            )
+        if found:
+            raise ConfigurationError(
+                f"{name} is a {kind.__name__} with {' and '.join(found)}, which are not called here, so that plain "
+                "values would be gathered; give a plain parameter, and MixedPrecisionPolicy(weight_format=...) to "
+                "gather it in few bytes"
+            )
 
 
 def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:

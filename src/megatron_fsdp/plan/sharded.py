@@ -21,6 +21,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
+from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.wrap import parameter_info, plan_units
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
@@ -123,7 +124,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
-    sharding = _sharding(setup)
+    sharding = replace(_sharding(setup), weight_formats=encoded_parameters(module, setup.policy, setup.strategy))
     known: dict[object, GroupPlan] = {}  # a model of 126 equal layers has one layout
     cut_numel = setup.memory.bucket_numel_on(num_ranks)
     units = []

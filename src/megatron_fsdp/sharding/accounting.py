@@ -11,6 +11,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightPlan, WeightStorage, plan_weights
 from megatron_fsdp.sharding.placement import Placement, placements_for
+from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
 
 ROOT_UNIT = 0
 _SUM_ITEMSIZE = torch.float32.itemsize  # local sums are at least this wide
@@ -35,6 +36,7 @@ class GroupFootprint:
             shard: the group then costs what it costs under ``no_shard``.
         outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
         outer_shares: Whether main weights, main gradients and optimizer state are sharded over these, too (HFSDP).
+        weight_format: The weight format in which compute weights are sharded and gathered; None: their dtype.
     """
 
     unit: int
@@ -48,6 +50,7 @@ class GroupFootprint:
     is_whole: bool = False
     outer_ranks: int = 1
     outer_shares: bool = False
+    weight_format: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         if self.unit < 0 or self.numel < 0 or self.num_shards < 1 or self.outer_ranks < 1:
@@ -66,6 +69,17 @@ class GroupFootprint:
                 "with padding."
             )
         return self.numel // self.num_shards
+
+    @property
+    def has_main_copy(self) -> bool:
+        """Whether main weights have memory of their own."""
+        return self.weight_format is not None or (self.requires_grad and self.main_params != self.compute)
+
+    def weight_bytes(self, numel: int) -> int:
+        """Return the bytes of compute weights that are sharded or travel."""
+        if self.weight_format is not None and self.num_shards > 1:
+            return encoded_bytes(self.weight_format, numel)
+        return numel * self.compute.itemsize
 
 
 @dataclass(frozen=True)
@@ -156,12 +170,12 @@ def persistent_bytes(
         Bytes per rank; optimizer state of padding included, which an optimizer does not keep.
     """
     trainable = [group for group in groups if group.requires_grad]
-    with_main_copy = [group for group in trainable if group.main_params != group.compute]
+    with_main_copy = [group for group in groups if group.has_main_copy]
     main_grad = sum(_held_bytes(g, strategy, "main_grad", g.main_grads) for g in trainable)
     if deferred:
         main_grad += sum(group.numel * group.main_grads.itemsize for group in trainable)
     return PersistentBytes(
-        compute_weight=sum(_held_bytes(g, strategy, "compute_weight", g.compute) for g in groups),
+        compute_weight=sum(g.weight_bytes(_held_numel(g, strategy, "compute_weight")) for g in groups),
         main_weight=sum(_held_bytes(g, strategy, "main_weight", g.main_params) for g in with_main_copy),
         main_grad=main_grad,
         optimizer=optimizer_states_per_param
@@ -262,7 +276,7 @@ def step_traffic(
     return StepTraffic(
         gathers=len(gathered),
         reductions=len(trainable) * microbatches,
-        gather_bytes=sum(_sent_bytes(group, group.compute) for group in gathered),
+        gather_bytes=sum(_all_but_one(group.weight_bytes(group.numel), group.num_shards) for group in gathered),
         reduce_bytes=reduced_bytes * microbatches,
     )
 
@@ -294,10 +308,14 @@ def _is_exchanged(group: GroupFootprint, strategy: ShardingStrategy) -> bool:
 
 def _held_bytes(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer, dtype: torch.dtype) -> int:
     """Count the bytes of one buffer of a group on one rank."""
+    return _held_numel(group, strategy, buffer) * dtype.itemsize
+
+
+def _held_numel(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer) -> int:
     numel = group.shard_numel if _is_sharded(group, strategy, buffer) else group.numel
     if buffer != "compute_weight" and group.outer_shares and not group.is_whole:
         numel //= group.outer_ranks
-    return numel * dtype.itemsize
+    return numel
 
 
 def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]) -> dict[int, int]:
@@ -336,8 +354,11 @@ def _largest_in_a_row(sizes: Sequence[int], count: int) -> int:
 
 def _sent_bytes(group: GroupFootprint, dtype: torch.dtype) -> int:
     """Count the bytes that one rank sends in an all-gather or reduce-scatter of a group: all parts but one."""
-    buffer_bytes = group.numel * dtype.itemsize
-    return buffer_bytes - buffer_bytes // group.num_shards
+    return _all_but_one(group.numel * dtype.itemsize, group.num_shards)
+
+
+def _all_but_one(whole_bytes: int, parts: int) -> int:
+    return whole_bytes - whole_bytes // parts
 
 
 # Costs of the outer axis of hybrid sharding, once per optimizer step; derivations in ``docs/memory.md``.
@@ -358,7 +379,9 @@ def outer_step_traffic(groups: Sequence[GroupFootprint], strategy: ShardingStrat
     return StepTraffic(
         gathers=len(shared),
         reductions=len(trainable),
-        gather_bytes=sum(_sent_across(group, strategy, group.compute.itemsize) for group in shared),
+        gather_bytes=sum(
+            _all_but_one(group.weight_bytes(part_numel(group, strategy)), group.outer_ranks) for group in shared
+        ),
         reduce_bytes=sum(
             _sent_across(group, strategy, group.grad_comm.itemsize) * (1 if group in shared else 2)
             for group in trainable
@@ -389,5 +412,4 @@ def part_numel(group: GroupFootprint, strategy: ShardingStrategy) -> int:
 
 
 def _sent_across(group: GroupFootprint, strategy: ShardingStrategy, itemsize: int) -> int:
-    part_bytes = part_numel(group, strategy) * itemsize
-    return part_bytes - part_bytes // group.outer_ranks
+    return _all_but_one(part_numel(group, strategy) * itemsize, group.outer_ranks)

@@ -468,6 +468,7 @@ class ParameterInfo:
         is_expert: Whether it belongs to an expert, which is replicated over the expert group and not the dense one.
         sums_in_fp32: Whether its gradients are accumulated in float32, whatever they travel in.
         granularity: The pieces that sharding must not cut.
+        weight_format: Name of the weight format that it is gathered in; None: its dtype.
     """
 
     name: str
@@ -477,6 +478,7 @@ class ParameterInfo:
     is_expert: bool = False
     sums_in_fp32: bool = False
     granularity: Granularity = Granularity.ROWS
+    weight_format: str | None = None
 
     @property
     def numel(self) -> int:
@@ -494,6 +496,7 @@ class GroupKey:
         is_expert: Whether they belong to experts.
         is_scalar: Whether they have no dimension to shard, so that every rank holds them whole.
         sums_in_fp32: Whether their gradients are accumulated in float32, whatever they travel in.
+        weight_format: Name of the weight format that they are gathered in; None: their dtype.
     """
 
     dtype: torch.dtype
@@ -501,6 +504,7 @@ class GroupKey:
     is_expert: bool
     is_scalar: bool = False
     sums_in_fp32: bool = False
+    weight_format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -519,12 +523,17 @@ class ParameterGroupSpec:
 def key_of(parameter: ParameterInfo) -> GroupKey:
     """Return the properties that parameters must share to lie in one flat buffer."""
     return GroupKey(
-        parameter.dtype, parameter.requires_grad, parameter.is_expert, not parameter.shape, parameter.sums_in_fp32
+        parameter.dtype,
+        parameter.requires_grad,
+        parameter.is_expert,
+        not parameter.shape,
+        parameter.sums_in_fp32,
+        parameter.weight_format,
     )
 
 
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
-    """Group parameters that agree in dtype, requires_grad, is_expert, sums_in_fp32 and in having dimensions."""
+    """Group parameters that agree in all that `GroupKey` has."""
     members: dict[GroupKey, list[ParameterInfo]] = {}
     names: set[str] = set()
     for parameter in parameters:

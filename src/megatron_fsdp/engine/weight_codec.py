@@ -1,0 +1,214 @@
+"""Compute weights in a weight format: which parameters have one, and the bytes of a group's flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.comm.axis import has_values
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.engine.buffer import FlatBuffer
+from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
+from megatron_fsdp.sharding.layout import Layout
+from megatron_fsdp.sharding.placement import Region
+from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
+
+if TYPE_CHECKING:
+    from megatron_fsdp.engine.param_group import ParameterGroup
+
+_CHUNK_NUMEL = 1 << 22  # elements that are decoded at a time, through float32; a multiple of every block
+_DECODED = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def encoded_parameters(module: nn.Module, policy: MixedPrecisionPolicy, strategy: ShardingStrategy) -> dict[str, str]:
+    """Return the names of the parameters that have a weight format, and which; the module is only read.
+
+    Those with two dimensions or more do, but for embeddings, what is tied to one, and what `weight_format_skips` names.
+
+    Raises:
+        ConfigurationError: There is a format without sharded weights, without parameters for it, or with a pattern that
+            matches no parameter.
+    """
+    chosen, names = policy.weight_format, [name for name, _ in module.named_parameters()]
+    if chosen is None:
+        return {}
+    if strategy is not ShardingStrategy.optim_grads_params:
+        raise ConfigurationError(
+            f"weight_format={chosen!r} is a format of sharded weights, and strategy {strategy.name} keeps them whole; "
+            "use zero_dp_strategy 3 (optim_grads_params) or leave it out"
+        )
+    for pattern in policy.weight_format_skips:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigurationError(
+                f"weight_format_skips has {pattern!r}, which matches none of the {len(names)} parameters (such as "
+                f"{', '.join(names[:2])}); patterns are those of fnmatch"
+            )
+    looked_up = {
+        id(param)
+        for owner in module.modules()
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+        for param in owner.parameters(recurse=False)
+    }
+    found = {
+        name: chosen
+        for name, param in module.named_parameters()
+        if param.ndim > 1
+        and param.dtype in _DECODED
+        and id(param) not in looked_up
+        and not any(fnmatchcase(name, pattern) for pattern in policy.weight_format_skips)
+    }
+    if not found:
+        raise ConfigurationError(
+            f"weight_format={chosen!r} concerns none of the {len(names)} parameters: they are embeddings, have fewer "
+            "than two dimensions or are skipped; leave it out"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Elements `start` to `start + numel` of tensor `index`, from element `place` of a region on."""
+
+    index: int
+    start: int
+    numel: int
+    place: int
+
+
+class WeightCodec:
+    """Encodes and decodes the tensors of one layout.
+
+    Attributes:
+        format: The weight format.
+        amaxes: The magnitudes that ranks agree on, of all tensors, float32: this rank's after `measure`.
+    """
+
+    def __init__(self, weight_format: WeightFormat, layout: Layout, device: torch.device) -> None:
+        self.format = weight_format
+        self._layout = layout
+        self._ends = (0, *accumulate(weight_format.amax_numel(shape) for shape in layout.shapes))
+        self.amaxes = torch.zeros(self._ends[-1], device=device)
+
+    def bytes_of(self, numel: int) -> int:
+        """Return the bytes that `numel` elements of the buffer take."""
+        return encoded_bytes(self.format, numel)
+
+    def measure(self, main: FlatBuffer) -> None:
+        """Set `amaxes` to the largest magnitudes that are here."""
+        for index, shape in enumerate(self._layout.shapes):
+            start, _ = self._layout.range_in(index, main.region)
+            self._amaxes(index).copy_(self.format.amaxes(main.piece(index).view(-1), start, shape))
+
+    def first_infinite(self) -> int | None:
+        """Return the index of the first tensor whose magnitudes are not finite."""
+        if self.amaxes.isfinite().all():
+            return None
+        return next(i for i in range(len(self._layout.shapes)) if not self._amaxes(i).isfinite().all())
+
+    def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
+        """Encode the elements `local` of a region into uint8 `out`."""
+        for chunk in self._chunks(region):
+            piece = local[chunk.place : chunk.place + chunk.numel]
+            self.format.encode(piece, chunk.start, *self._shared(chunk), self._bytes(out, chunk))
+
+    def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
+        """Decode the bytes of a region into `out` (region.numel,), whose last bytes `encoded` may be.
+
+        A chunk's bytes lie at or behind its place in `out`, since no element takes more bytes encoded, and chunks come
+        in the order of their places: so none is overwritten before it is read.
+        """
+        for chunk in self._chunks(region):
+            piece = out[chunk.place : chunk.place + chunk.numel]
+            self.format.decode(self._bytes(encoded, chunk), chunk.start, *self._shared(chunk), piece)
+
+    def round_into(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
+        """Round the elements of a region as encoding and decoding do."""
+        encoded = torch.zeros(self.bytes_of(region.numel), dtype=torch.uint8, device=local.device)
+        self.encode(local, region, encoded)
+        self.decode(encoded, region, out)
+
+    def _chunks(self, region: Region) -> Iterator[_Chunk]:
+        offsets = self._layout.offsets
+        for index in sorted(range(len(offsets)), key=offsets.__getitem__):
+            start, stop = self._layout.range_in(index, region)
+            for first in range(start, stop, _CHUNK_NUMEL):
+                numel = min(_CHUNK_NUMEL, stop - first)
+                yield _Chunk(index, first, numel, offsets[index] + first - region.start)
+
+    def _bytes(self, encoded: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+        first = self.bytes_of(chunk.place)
+        return encoded[first : first + self.bytes_of(chunk.numel)]
+
+    def _shared(self, chunk: _Chunk) -> tuple[tuple[int, ...], torch.Tensor]:
+        return self._layout.shapes[chunk.index], self._amaxes(chunk.index)
+
+    def _amaxes(self, index: int) -> torch.Tensor:
+        return self.amaxes[self._ends[index] : self._ends[index + 1]]
+
+
+class EncodedBuffer(FlatBuffer):
+    """A region of a flat buffer as the bytes of a weight format; `local` is uint8, zeros where no tensor is."""
+
+    def __init__(
+        self,
+        codec: WeightCodec,
+        layout: Layout,
+        region: Region,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate zeros, or use `memory`, which holds some."""
+        self._codec = codec
+        made = torch.zeros(codec.bytes_of(region.numel), dtype=torch.uint8, device=device) if memory is None else memory
+        super().__init__(layout, region, torch.uint8, device, made)
+
+    def part(self, region: Region) -> torch.Tensor:
+        """Return the bytes of a region inside of this one."""
+        inside = region.within(self.region)
+        return self.local[self._codec.bytes_of(inside.start) : self._codec.bytes_of(inside.stop)]
+
+
+def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
+    """Measure the main weights of groups in a weight format, and agree on the magnitudes; collective.
+
+    One all-reduce per data-parallel axis of dense parameters, and of experts, whatever the number of groups.
+
+    Raises:
+        NonFiniteWeightError: A weight is NaN or infinite; on every rank of the parameter.
+    """
+    for is_expert in (False, True):
+        chosen = [group for group in groups if group.plan.spec.key.is_expert is is_expert]
+        codecs = [group.weights.codec for group in chosen if group.weights.codec is not None]
+        measured = [codec.amaxes for codec in codecs if codec.amaxes.numel()]
+        if not measured:
+            continue
+        for group in chosen:
+            group.weights.measure()
+        everything = torch.cat(measured)
+        for axis in chosen[0].plan.axes:
+            if axis.group is not None:
+                dist.all_reduce(everything, op=dist.ReduceOp.MAX, group=axis.group)
+        for amaxes, agreed in zip(measured, everything.split([each.numel() for each in measured]), strict=True):
+            amaxes.copy_(agreed)
+        if has_values(everything) and not everything.isfinite().all():
+            _refuse_infinite(chosen)
+
+
+def _refuse_infinite(groups: Sequence[ParameterGroup]) -> None:
+    for group in groups:
+        codec = group.weights.codec
+        index = None if codec is None else codec.first_infinite()
+        if codec is not None and index is not None:
+            raise NonFiniteWeightError(
+                f"{group.names[index]} has an element that is NaN or infinite, which weight_format="
+                f"{codec.format.name!r} cannot hold; load finite weights, or set check_for_nan_in_grad=True to find "
+                "the gradient that it came from"
+            )
