@@ -7,7 +7,7 @@ import torch
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.errors import ConfigurationError
 
-WEIGHT_FORMATS = ("fp8",)
+WEIGHT_FORMATS = ("fp8", "fp8_row", "fp8_tile", "mxfp8", "nvfp4")
 """Names of the weight formats, which `megatron_fsdp.sharding.weight_formats` has."""
 
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

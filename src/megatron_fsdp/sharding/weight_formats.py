@@ -10,11 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
+_TILE = 128
 _E4M3_MAX = 448.0
+_E8M0_BIAS = 127
+_E2M1_MAX = 6.0
+_E2M1_SIGN = 8
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_BELOW = 1 - 2.0**-24  # times a power of two or a short fraction: the next smaller float32
+_E2M1_ENDS = (0.25, 0.75 * _BELOW, 1.25, 1.75 * _BELOW, 2.5, 3.5 * _BELOW, 5.0)
+"""The largest float32 that rounds to each of the seven smallest magnitudes: a tie goes to the even code."""
 _LEAST_SCALE = 2.0**-126  # the smallest normal float32: all-zero tensors divide by it
 
 
@@ -67,7 +77,7 @@ def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """e4m3 with one float32 scale per tensor, largest magnitude / 448."""
+    """e4m3 with one float32 scale per tensor, its largest magnitude / 448."""
 
     name: str = "fp8"
     block_numel: int = 1
@@ -78,28 +88,153 @@ class Fp8Tensor:
         return 1
 
     def amaxes(self, piece: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the largest magnitude (1,)."""
-        if not piece.numel():
-            return torch.zeros(1, device=piece.device)
-        return piece.abs().amax().float().nan_to_num(nan=torch.inf, posinf=torch.inf).view(1)
+        """Return the largest magnitude of each part of the tensor that has a scale of its own."""
+        found = torch.zeros(self.amax_numel(shape), device=piece.device)
+        magnitudes = piece.float().abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        places = self._places(start, piece.numel(), shape, piece.device)
+        if places is not None:
+            return found.scatter_reduce_(0, places, magnitudes, "amax")
+        return magnitudes.amax().view(1) if piece.numel() else found
 
     def encode(
         self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Divide by the scale and round to the nearest e4m3."""
-        scaled = piece.float().div(_e4m3_scale(amaxes)).clamp_(-_E4M3_MAX, _E4M3_MAX)
-        out.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
+        scales = self._scales(start, piece.numel(), shape, amaxes)
+        out.copy_(_to_e4m3(piece.float().div(scales)).view(torch.uint8))
 
     def decode(
         self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Multiply by the scale in float32 and round once."""
-        out.copy_(encoded.view(torch.float8_e4m3fn).float().mul_(_e4m3_scale(amaxes)))
+        out.copy_(_from_e4m3(encoded).mul_(self._scales(start, out.numel(), shape, amaxes)))
+
+    def _scales(self, start: int, numel: int, shape: tuple[int, ...], amaxes: torch.Tensor) -> torch.Tensor:
+        scales = (amaxes / _E4M3_MAX).clamp_min_(_LEAST_SCALE)
+        places = self._places(start, numel, shape, amaxes.device)
+        return scales if places is None else scales[places]
+
+    def _places(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+        """Return which scale each element of a piece has (numel,); None: the only one."""
+        return None
 
 
-def _e4m3_scale(amaxes: torch.Tensor) -> torch.Tensor:
-    return (amaxes / _E4M3_MAX).clamp_min_(_LEAST_SCALE)
+@dataclass(frozen=True)
+class Fp8Row(Fp8Tensor):
+    """e4m3 with one float32 scale per row, that is, per index of the first dimension."""
+
+    name: str = "fp8_row"
+
+    def amax_numel(self, shape: tuple[int, ...]) -> int:
+        """Return the number of rows."""
+        return shape[0]
+
+    def _places(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+        return torch.arange(start, start + numel, device=device) // max(1, prod(shape[1:]))
 
 
-WEIGHT_FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in (Fp8Tensor(),)}
+@dataclass(frozen=True)
+class Fp8Tile(Fp8Tensor):
+    """e4m3 with one float32 scale per tile of 128 x 128 (DeepSeek-V3); columns are all dimensions but the first."""
+
+    name: str = "fp8_tile"
+
+    def amax_numel(self, shape: tuple[int, ...]) -> int:
+        """Return the number of tiles, those at the edges included."""
+        return -(-shape[0] // _TILE) * -(-prod(shape[1:]) // _TILE)
+
+    def _places(self, start: int, numel: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+        columns = max(1, prod(shape[1:]))
+        element = torch.arange(start, start + numel, device=device)
+        return element // columns // _TILE * -(-columns // _TILE) + element % columns // _TILE
+
+
+@dataclass(frozen=True)
+class Mxfp8(Fp8Tensor):
+    """e4m3 in blocks of 32 with a power of two as scale (e8m0), the least that keeps the block within 448.
+
+    Ranks agree on a magnitude per tensor only to find NaN and infinity.
+    """
+
+    name: str = "mxfp8"
+    block_numel: int = 32
+    block_bytes: int = 33
+
+    def encode(
+        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Divide each block by its scale and round to the nearest e4m3."""
+        blocks = _in_blocks(piece, self.block_numel)
+        fraction, exponents = torch.frexp(blocks.abs().amax(dim=1, keepdim=True) / _E4M3_MAX)
+        exponents = (exponents - (fraction == 0.5).int()).clamp_(-_E8M0_BIAS + 1, _E8M0_BIAS)  # the log2, rounded up
+        rows = out.view(-1, self.block_bytes)
+        rows[:, :1] = (exponents + _E8M0_BIAS).to(torch.uint8)
+        rows[:, 1:] = _to_e4m3(torch.ldexp(blocks, -exponents)).view(torch.uint8)
+
+    def decode(
+        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Multiply each block by its scale in float32 and round once."""
+        rows = encoded.view(-1, self.block_bytes)
+        exponents = rows[:, :1].int() - _E8M0_BIAS
+        out.copy_(torch.ldexp(_from_e4m3(rows[:, 1:]), exponents).view(-1)[: out.numel()])
+
+
+@dataclass(frozen=True)
+class Nvfp4(Fp8Tensor):
+    """e2m1, two in a byte, in blocks of 16 with an e4m3 scale each, and one float32 scale per tensor.
+
+    The scale of the tensor is its largest magnitude / (6 * 448); that of a block makes its largest element 6.
+    """
+
+    name: str = "nvfp4"
+    block_numel: int = 16
+    block_bytes: int = 9
+
+    def encode(
+        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Divide each block by both scales and round to the nearest e2m1, ties to even."""
+        blocks = _in_blocks(piece, self.block_numel)
+        whole = self._tensor_scale(amaxes)
+        scales = _to_e4m3(blocks.abs().amax(dim=1, keepdim=True) / _E2M1_MAX / whole)
+        divisors = (scales.float() * whole).clamp_min_(_LEAST_SCALE)
+        scaled = blocks / divisors
+        codes = torch.bucketize(scaled.abs(), torch.tensor(_E2M1_ENDS, device=piece.device)).to(torch.uint8)
+        codes += scaled.signbit().to(torch.uint8) * _E2M1_SIGN
+        rows = out.view(-1, self.block_bytes)
+        rows[:, :1] = scales.view(torch.uint8)
+        rows[:, 1:] = codes[:, ::2] | codes[:, 1::2] << 4
+
+    def decode(
+        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Multiply each block by both scales in float32 and round once."""
+        rows = encoded.view(-1, self.block_bytes)
+        values = torch.tensor(_E2M1_VALUES, device=encoded.device)
+        codes = torch.stack((rows[:, 1:] & 15, rows[:, 1:] >> 4), dim=2).view(-1, self.block_numel)
+        divisors = (_from_e4m3(rows[:, :1]) * self._tensor_scale(amaxes)).clamp_min_(_LEAST_SCALE)
+        out.copy_((values[codes.int()] * divisors).view(-1)[: out.numel()])
+
+    def _tensor_scale(self, amaxes: torch.Tensor) -> torch.Tensor:
+        return (amaxes / (_E2M1_MAX * _E4M3_MAX)).clamp_min_(_LEAST_SCALE)
+
+
+def _in_blocks(piece: torch.Tensor, block_numel: int) -> torch.Tensor:
+    """Return a piece as float32 blocks, the last filled with zeros."""
+    return functional.pad(piece.float(), (0, -piece.numel() % block_numel)).view(-1, block_numel)
+
+
+def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest e4m3, ties to even; what is beyond the largest becomes the largest."""
+    return values.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _from_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    return codes.contiguous().view(torch.float8_e4m3fn).float()
+
+
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
+    each.name: each for each in (Fp8Tensor(), Fp8Row(), Fp8Tile(), Mxfp8(), Nvfp4())
+}
 """The weight formats by name."""

@@ -1,0 +1,169 @@
+"""The codecs of weight formats: against tables of codes, cut anywhere, and the bytes of real models' blocks."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
+
+E4M3 = sorted(
+    {Fraction(m, 8) / 64 for m in range(8)}
+    | {Fraction(8 + m, 8) * Fraction(2) ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)}
+)
+E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
+
+
+def nearest(value: float, magnitudes: list[Fraction]) -> Fraction:
+    """Round exactly, ties to the even code, to a list of magnitudes in the order of their codes."""
+    x = abs(Fraction(value))
+    code = min(range(len(magnitudes)), key=lambda i: (abs(magnitudes[i] - x), i % 2))
+    return magnitudes[code] * (-1 if value < 0 else 1)
+
+
+def divided(x: float, scale: np.float32) -> float:
+    return float(np.float32(x) / scale)
+
+
+def scale_of(largest: float, most: float) -> np.float32:
+    return max(np.float32(largest) / np.float32(most), np.float32(2.0**-126))
+
+
+def by_part(values: np.ndarray, part: np.ndarray) -> list[float]:
+    """fp8: each element by the scale of its part."""
+    found = []
+    for x, own in zip(values, part, strict=True):
+        scale = scale_of(np.abs(values[part == own]).max(), 448)
+        found.append(float(np.float32(float(nearest(divided(x, scale), E4M3))) * scale))
+    return found
+
+
+def expected(name: str, weight: torch.Tensor) -> list[float]:
+    """Round a matrix by the definition of a format, element by element."""
+    values, columns = weight.float().reshape(-1).numpy(), weight[0].numel()
+    index = np.arange(values.size)
+    if name == "fp8":
+        return by_part(values, index * 0)
+    if name == "fp8_row":
+        return by_part(values, index // columns)
+    if name == "fp8_tile":
+        return by_part(values, index // columns // 128 * 1000 + index % columns // 128)
+    found: list[float] = []
+    size = 32 if name == "mxfp8" else 16
+    whole = scale_of(np.abs(values).max(), 6 * 448)
+    for first in range(0, values.size, size):
+        block = values[first : first + size]
+        largest = np.abs(block).max()
+        if name == "mxfp8":
+            share = Fraction(float(largest / np.float32(448)))
+            power = -126
+            while Fraction(2) ** power < share:
+                power += 1
+            found += [float(nearest(float(x) * 2.0**-power, E4M3)) * 2.0**power for x in block]
+            continue
+        share = np.float32(largest / np.float32(6)) / whole
+        scale = max(np.float32(float(nearest(float(share), E4M3))) * whole, np.float32(2.0**-126))
+        found += [float(np.float32(float(nearest(divided(x, scale), E2M1))) * scale) for x in block]
+    return found
+
+
+def encode(form: WeightFormat, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor):
+    out = torch.empty(encoded_bytes(form, piece.numel()), dtype=torch.uint8)
+    form.encode(piece, start, shape, amaxes, out)
+    return out
+
+
+def rounded(form: WeightFormat, weight: torch.Tensor) -> torch.Tensor:
+    flat, shape = weight.reshape(-1), tuple(weight.shape)
+    amaxes = form.amaxes(flat, 0, shape)
+    out = torch.empty_like(flat)
+    form.decode(encode(form, flat, 0, shape, amaxes), 0, shape, amaxes, out)
+    return out.view(shape)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    spread = torch.randn(130, 5, generator=draw) * torch.logspace(-6, 3, 130)[:, None]
+    ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 4, [17.0, 18.0, 19.0, 448.0] * 8])
+    return {
+        "spread": spread,
+        "wide": torch.randn(3, 140, generator=draw),
+        "ties": ties,
+        "signs of ties": -ties,
+        "zeros": torch.zeros(2, 40),
+        "one element": torch.tensor([[-3.3]]),
+        "a block of zeros": torch.cat([torch.zeros(1, 32), torch.full((1, 32), 0.3)]),
+        "subnormal": torch.full((2, 16), 1e-41),
+        "huge": torch.tensor([[3e38, -3e38, 1.0, 1e-38]]),
+        "experts": torch.randn(2, 9, 7, generator=draw),
+    }
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("kind", weights())
+def test_values_are_those_of_the_definition(name: str, kind: str) -> None:
+    weight = weights()[kind]
+    found = rounded(WEIGHT_FORMATS[name], weight)
+    assert found.reshape(-1).tolist() == expected(name, weight)
+    half = rounded(WEIGHT_FORMATS[name], weight.bfloat16())
+    assert torch.equal(half, torch.tensor(expected(name, weight.bfloat16())).bfloat16().view(weight.shape))
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@given(st.data())
+def test_cut_shards_encode_to_cut_bytes(name: str, data: st.DataObject) -> None:
+    form = WEIGHT_FORMATS[name]
+    shape = data.draw(st.tuples(st.integers(1, 300), st.integers(1, 150)))
+    numel = math.prod(shape)
+    blocks = -(-numel // form.block_numel)
+    inner = data.draw(st.lists(st.integers(0, blocks), max_size=7))
+    ends = [0, *(min(numel, cut * form.block_numel) for cut in sorted(inner)), numel]
+    weight = torch.randn(numel, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9))))
+    pieces = [(start, weight[start:stop]) for start, stop in zip(ends, ends[1:], strict=False)]
+    agreed = torch.stack([form.amaxes(piece, start, shape) for start, piece in pieces]).amax(dim=0)
+    assert torch.equal(agreed, form.amaxes(weight, 0, shape))
+    assert agreed.numel() == form.amax_numel(shape)
+    gathered = torch.cat([encode(form, piece, start, shape, agreed) for start, piece in pieces])
+    assert torch.equal(gathered, encode(form, weight, 0, shape, agreed))
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_in_the_magnitudes(name: str, bad: float) -> None:
+    piece = torch.ones(64)
+    piece[40] = bad
+    assert WEIGHT_FORMATS[name].amaxes(piece, 0, (8, 8)).isinf().any()
+
+
+BLOCKS = {  # hidden, key-value width, feed-forward width
+    "Llama-3 8B": (4096, 1024, 14336),
+    "Llama-3 70B": (8192, 1024, 28672),
+    "Llama-3 405B": (16384, 1024, 53248),
+    "Llama-2 7B": (4096, 4096, 11008),
+    "Qwen2.5 7B": (3584, 512, 18944),
+    "Qwen2.5 72B": (8192, 1024, 29568),
+    "Mistral 7B": (4096, 1024, 14336),
+    "Gemma-2 27B": (4608, 2048, 36864),
+    "Phi-3 medium": (5120, 1280, 17920),
+    "DeepSeek-V3 dense": (7168, 1536, 18432),
+}
+RATIOS = {"fp8": 0.5, "fp8_row": 0.5, "fp8_tile": 0.5, "mxfp8": 33 / 64, "nvfp4": 9 / 32}
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("model", BLOCKS)
+def test_bytes_of_real_blocks(name: str, model: str) -> None:
+    hidden, narrow, wide = BLOCKS[model]
+    shapes = [(hidden, hidden), (narrow, hidden), (narrow, hidden), (hidden, hidden)]
+    shapes += [(wide, hidden), (wide, hidden), (hidden, wide)]
+    form = WEIGHT_FORMATS[name]
+    for ranks in (8, 64, 1024):
+        layout = plan_layout(shapes, ranks, alignment_numel=math.lcm(8, form.block_numel))
+        in_bf16 = 2 * sum(math.prod(shape) for shape in shapes)
+        ratio = encoded_bytes(form, layout.numel) / in_bf16
+        assert RATIOS[name] <= ratio <= 1.01 * RATIOS[name]
