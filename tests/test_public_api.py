@@ -102,6 +102,8 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("main_params_dtype", torch.float32),
         ("main_grads_dtype", None),
         ("grad_comm_dtype", None),
+        ("weight_format", None),  # ours
+        ("weight_format_skips", ()),  # ours
     ],
     "FSDPDistributedIndex": [
         ("device_mesh", REQUIRED),

@@ -27,8 +27,8 @@ def resolve(num_ranks: int = 4, num_parameters: int = 1_000, disable_bucketing: 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 NOT_YET: list[tuple[Fields, str]] = [
-    ({"fp8_param_gather": True}, "fp8_param_gather=True is not supported yet: float8"),
-    ({"fp4_param_gather": True}, "fp4_param_gather=True is not supported yet: 4-bit"),
+    ({"fp8_param_gather": True}, "fp8_param_gather=True is not supported yet: parameters of Transformer Engine"),
+    ({"fp4_param_gather": True}, "fp4_param_gather=True is not supported yet: parameters of Transformer Engine"),
     ({"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "is not supported yet"),
     ({"keep_fp8_transpose_cache": True}, "keep_fp8_transpose_cache=True is not supported yet"),
     ({"megatron_fsdp_cuda_graph_mode": True}, "megatron_fsdp_cuda_graph_mode=True is not supported yet: CUDA graphs"),

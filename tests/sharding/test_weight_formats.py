@@ -1,5 +1,6 @@
 """The codecs of weight formats: against tables of codes, cut anywhere, and the bytes of real models' blocks."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -72,7 +73,9 @@ def expected(name: str, weight: torch.Tensor) -> list[float]:
     return found
 
 
-def encode(form: WeightFormat, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor):
+def encode(
+    form: WeightFormat, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor
+) -> torch.Tensor:
     out = torch.empty(encoded_bytes(form, piece.numel()), dtype=torch.uint8)
     form.encode(piece, start, shape, amaxes, out)
     return out
@@ -124,7 +127,7 @@ def test_cut_shards_encode_to_cut_bytes(name: str, data: st.DataObject) -> None:
     inner = data.draw(st.lists(st.integers(0, blocks), max_size=7))
     ends = [0, *(min(numel, cut * form.block_numel) for cut in sorted(inner)), numel]
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9))))
-    pieces = [(start, weight[start:stop]) for start, stop in zip(ends, ends[1:], strict=False)]
+    pieces = [(start, weight[start:stop]) for start, stop in itertools.pairwise(ends)]
     agreed = torch.stack([form.amaxes(piece, start, shape) for start, piece in pieces]).amax(dim=0)
     assert torch.equal(agreed, form.amaxes(weight, 0, shape))
     assert agreed.numel() == form.amax_numel(shape)
