@@ -68,6 +68,7 @@ OWN_OF_ALL: list[tuple[str, Any]] = [
     ("backward_prefetch_units", None),
     ("verify_ranks", None),
     ("find_unused_parameters", False),
+    ("deterministic", None),
 ]
 OWN_ARGUMENTS = [*OWN_OF_ALL, ("gradient_accumulation_fusion", False)]  # the class takes it in its configuration
 """Not in the published signatures: they come last."""

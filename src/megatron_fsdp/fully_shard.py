@@ -146,6 +146,7 @@ def fully_shard_model(
     backward_prefetch_units: int | None = None,
     verify_ranks: bool | float | str | None = None,
     find_unused_parameters: bool = False,
+    deterministic: str | None = None,
     gradient_accumulation_fusion: bool = False,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
@@ -217,6 +218,9 @@ def fully_shard_model(
         find_unused_parameters: Ask all ranks at every sync which parameters any of them used, and leave `.grad` None
             where none did, as one process would; costs one small collective. False: ask until every parameter was used
             in one backward; one that goes unused after that has a zero gradient.
+        deterministic: "world": gradients, their norm and the new weights are the same bits on any number of ranks if
+            microbatch j of rank r is number ``j * ranks + r`` of the step and all microbatches are of one shape.
+            On one data-parallel axis, with `calculate_per_token_loss` (docs/sharded_models.md).
         gradient_accumulation_fusion: Multiply the weight gradient of each plain `nn.Linear` straight into the
             communication bucket in backward, without a tensor of its own and a copy (docs/ddp.md).
 
@@ -275,6 +279,7 @@ def fully_shard_model(
         backward_prefetch_units=backward_prefetch_units,
         verify_ranks=verify_ranks,
         find_unused_parameters=find_unused_parameters,
+        deterministic=deterministic,
     )
     if not preproc_state_dict_for_dcp_ckpt:
         model.stop_describing_state_dicts()
@@ -419,6 +424,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     backward_prefetch_units: int | None = None,
     verify_ranks: bool | float | str | None = None,
     find_unused_parameters: bool = False,
+    deterministic: str | None = None,
     gradient_accumulation_fusion: bool = False,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.

@@ -105,6 +105,7 @@ class MegatronFSDP(nn.Module):
         backward_prefetch_units: As in `fully_shard_model`.
         verify_ranks: As in `fully_shard_model`.
         find_unused_parameters: As in `fully_shard_model`.
+        deterministic: As in `fully_shard_model`.
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
@@ -143,6 +144,7 @@ class MegatronFSDP(nn.Module):
         backward_prefetch_units: int | None = None,
         verify_ranks: bool | float | str | None = None,
         find_unused_parameters: bool = False,
+        deterministic: str | None = None,
     ) -> None:
         given = dict(locals())
         refuse_unsupported(given)
@@ -707,7 +709,15 @@ class MegatronFSDP(nn.Module):
 
         So does the step of a connected optimizer. Takes one full gradient in `main_grads_dtype`. The previous mode is
         restored on exit.
+
+        Raises:
+            ConfigurationError: The model is deterministic, and sums on a rank depend on the number of ranks.
         """
+        if self._options.deterministic is not None:
+            raise ConfigurationError(
+                f'no_sync cannot be used with deterministic="{self._options.deterministic}", because it adds up the '
+                "microbatches of each rank first; accumulate with set_model_auto_sync(False) in its place"
+            )
         with self._mode.changed(is_last_microbatch=False, defer_all=True):
             yield
 

@@ -192,6 +192,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "backward_prefetch_units": {"backward_prefetch_units": 3},
     "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
     "find_unused_parameters": {"find_unused_parameters": True},
+    "deterministic": {"deterministic": "world", "calculate_per_token_loss": True},
     "init_model_with_meta_device": {"init_model_with_meta_device": "empty"},
     "dp_outer_dim": {"num_ranks": {"o": 2, "i": 2}, "dp_outer_dim": "o"},
     "outer_dp_sharding_strategy": {

@@ -137,6 +137,13 @@ class Axis:
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return dist.all_reduce(full, op=op, group=self.group, async_op=async_op)
 
+    def gather_rows(self, received: torch.Tensor, full: torch.Tensor, async_op: bool = True) -> dist.Work | None:
+        """All-gather `full` of every rank into `received` (num_ranks * numel,), for a sum of the rows in rank order."""
+        self.traffic.reductions += 1
+        self.traffic.reduce_bytes += received.nbytes - full.nbytes
+        work: dist.Work | None = all_gather_flat(received, full, group=self.group, async_op=async_op)
+        return work
+
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, average: bool = False, async_op: bool = True
     ) -> dist.Work | None:

@@ -140,6 +140,7 @@ class EngineOptions:
         init_meta: Initialise parameters on the meta device; "empty": only allocate them.
         reduce_scatter_with_fp32_accumulation: Exchange gradients and sum them locally, in float32.
         find_unused_parameters: Agree at every sync on which parameters were used.
+        deterministic: "world": add gradients up in an order that does not depend on the number of ranks.
         scales_first: Scale gradients before the reduction, not after.
         numel_multiple: Pad every trainable group to a multiple of this many elements.
         fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
@@ -163,6 +164,7 @@ class EngineOptions:
     reduce_scatter_with_fp32_accumulation: bool = False
     verify_ranks_s: float = 0.0
     find_unused_parameters: bool = False
+    deterministic: str | None = None
     scales_first: bool = False
     numel_multiple: int = 1
     fp32_patterns: tuple[str, ...] = ()
@@ -197,6 +199,11 @@ def resolve_engine_options(
 ) -> EngineOptions:
     """Resolve the arguments and the configuration of `MegatronFSDP` together."""
     options = engine_options_of(config, policy)
+    if given["deterministic"] not in (None, "world"):
+        raise ConfigurationError(
+            f'deterministic={given["deterministic"]!r} does not exist; give "world" for the same bits on any number of '
+            "ranks, or None"
+        )
     name = "reduce_scatter_with_fp32_accumulation"
     return replace(
         options,
@@ -207,6 +214,7 @@ def resolve_engine_options(
         reduce_scatter_with_fp32_accumulation=given[name] or options.reduce_scatter_with_fp32_accumulation,
         verify_ranks_s=verify_ranks_s,
         find_unused_parameters=given["find_unused_parameters"],
+        deterministic=given["deterministic"],
     )
 
 

@@ -297,6 +297,7 @@ _TOLD = {
     "reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
     "verify_ranks_s": "verify_ranks",
     "find_unused_parameters": "find_unused_parameters",
+    "deterministic": "deterministic",
     "fuses_weight_gradients": "gradient_accumulation_fusion",
     "delays_weight_gradients": "delay_wgrad_compute",
 }

@@ -234,7 +234,7 @@ class Sharding:
         return replace(plan, spec=ParameterGroupSpec(key, infos), precision=precision, reduction=reduction)
 
     def _reduction(self, domain: Domain, precision: ResolvedPrecision) -> GradientReduction:
-        return gradient_reduction(
+        reduction = gradient_reduction(
             self.dense.num_ranks,
             domain.num_ranks,
             average_in_collective=self.options.average_in_collective,
@@ -242,6 +242,7 @@ class Sharding:
             comm_dtype=precision.grad_comm,
             scales_first=self.options.scales_first,
         )
+        return replace(reduction, one_by_one=self.options.deterministic is not None)
 
     def precision(self, key: GroupKey) -> ResolvedPrecision:
         """Return the dtypes of a trained group."""

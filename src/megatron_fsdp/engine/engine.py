@@ -130,7 +130,10 @@ class Engine:
             for is_expert, domain in ((False, sharding.dense), (True, sharding.experts))
             if domain is not None
         }
-        self._accumulates_shards = placements_for(sharding.options.strategy).accumulated_grad[-1] is Placement.SHARD
+        # A deterministic sum takes each microbatch on its own: none is added to another on a rank.
+        self._accumulates_shards = (
+            self.is_deterministic or placements_for(sharding.options.strategy).accumulated_grad[-1] is Placement.SHARD
+        )
         self.positions = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
         self.stepped = False
         self._unreduced = UnreducedGradients()
@@ -411,6 +414,11 @@ class Engine:
         """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
         dense = self._sharding.dense
         return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the bits of a step may not depend on the number of ranks."""
+        return self._sharding.options.deterministic is not None
 
     def domain_of(self, group: ParameterGroup) -> Domain:
         """Return the ranks that share the parameters of a group."""

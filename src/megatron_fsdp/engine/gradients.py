@@ -426,12 +426,19 @@ class GradientBuffers:
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
+        rows = stage.rows if self.reducer.reduction.one_by_one else ()
         if not any(self._live):
-            stage.put_into(main, factor)
+            if rows:
+                put_scaled(rows[0], factor, main)
+                rows = rows[1:]
+            else:
+                stage.put_into(main, factor)
         else:
             if not all(self._live):
                 _zero([self.main.piece(index) for index, live in enumerate(self._live) if not live])
-            main.add_(stage.result(), alpha=factor)
+            rows = rows or (stage.result(),)
+        for row in rows:
+            main.add_(row, alpha=factor)
         self._live = [True] * len(self._live)
         self.renewed = True
 

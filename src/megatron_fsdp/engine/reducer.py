@@ -28,12 +28,14 @@ class Stage(NamedTuple):
         result: Returns its result; to be called once, when it is done.
         memory: What it reads and writes, to be kept until it is done.
         result_into: In place of `result`, writes it times a factor into a tensor; None where that saves nothing.
+        rows: What each rank sent, in rank order, where `result` adds that up here; read it once the collective is done.
     """
 
     launch: Launch
     result: Callable[[], torch.Tensor]
     memory: tuple[torch.Tensor, ...] = ()
     result_into: Callable[[torch.Tensor, float], None] | None = None
+    rows: tuple[torch.Tensor, ...] = ()
 
     def put_into(self, out: torch.Tensor, factor: float) -> None:
         """Write its result times a factor into a tensor of the same shape; call it in place of `result`."""
@@ -112,9 +114,12 @@ class GradientReducer:
         """
         axis, average = self._inner, self._averages
         if not self.scatters_inner:
+            if self.reduction.one_by_one and axis.num_ranks > 1:
+                received = bucket.new_empty(axis.num_ranks * bucket.numel())
+                return _in_rows(axis, received, partial(axis.gather_rows, received, bucket))
             return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
         if scratch is not None:
-            return _exchanged(axis, bucket, scratch)
+            return _in_rows(axis, scratch, partial(axis.exchange, scratch, bucket))
         return _native(axis, bucket, self.inner_region.numel, average)
 
     def reduce_outer(self, wire: torch.Tensor, received: torch.Tensor | None = None) -> Stage:
@@ -133,19 +138,21 @@ class GradientReducer:
             return Stage(partial(axis.all_reduce, wire, average), lambda: wire, (wire,))
         if axis.exchanges_pairwise:
             received = torch.empty_like(wire) if received is None else received
-            return _exchanged(axis, wire, received)._replace(memory=(wire, received))
+            stage = _in_rows(axis, received, partial(axis.exchange, received, wire))
+            return stage._replace(memory=(wire, received))
         stage = _native(axis, wire, self.main_region.numel, average)
         return stage._replace(memory=(wire,))
 
 
-def _exchanged(axis: Axis, full: torch.Tensor, received: torch.Tensor) -> Stage:
-    """Make a stage of an all-to-all and a local sum."""
+def _in_rows(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:
+    """Make a stage that receives a row of each rank, and sums them here."""
+    rows = received.view(axis.num_ranks, -1).unbind()
 
     def result_into(out: torch.Tensor, factor: float) -> None:
-        add_up_into(received.view(axis.num_ranks, -1).unbind(), out, factor)
+        add_up_into(rows, out, factor)
 
     result = partial(sum_received, received, axis.num_ranks)
-    return Stage(partial(axis.exchange, received, full), result, (), result_into)
+    return Stage(launch, result, (), result_into, rows)
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:

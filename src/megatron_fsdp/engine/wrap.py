@@ -262,7 +262,7 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
             f'outer_dp_sharding_strategy="{options.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
             "hybrid_fsdp_group, or leave it out"
         )
-    sums_locally = options.reduce_scatter_with_fp32_accumulation
+    sums_locally = options.reduce_scatter_with_fp32_accumulation or options.deterministic is not None
     placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses impossible combinations
     return Sharding(
         options,
@@ -283,6 +283,8 @@ def _plan_together(
         keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(options.strategy)
+        if options.deterministic is not None:
+            _check_deterministic(options, sharding)
         check_module(module, options.init_meta)
         params = dict(module.named_parameters())
         for name, param in params.items():
@@ -297,6 +299,37 @@ def _plan_together(
     agree_over(sharding.reaching_all, problem, facts)
     assert plan is not None
     return plan, formats
+
+
+def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
+    """Refuse what would make the bits depend on the number of ranks.
+
+    Raises:
+        ConfigurationError: Says which option or mesh does, and what to use.
+    """
+    given = f'deterministic="{options.deterministic}"'
+    dense = sharding.dense
+    problems = [
+        (
+            not options.calculate_per_token_loss,
+            "the mean divides by the number of ranks; pass calculate_per_token_loss=True and divide losses yourself",
+        ),
+        (
+            len(dense.axes) > 1 and dense.axes[0].num_ranks > 1,
+            "a hybrid mesh adds inner ranks up before outer ones; use a mesh with one data-parallel axis",
+        ),
+        (
+            dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1,
+            "tensor parallelism cuts the sums inside of matrix products; use a mesh without a tensor-parallel axis",
+        ),
+        (
+            sharding.experts is not None,
+            "which tokens an expert computes together depends on the ranks; leave expt_device_mesh out",
+        ),
+    ]
+    for applies, reason in problems:
+        if applies:
+            raise ConfigurationError(f"{given} cannot hold here: {reason}")
 
 
 def _match_ranks(module: nn.Module, sharding: Sharding) -> None:

@@ -49,14 +49,22 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
         The norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank.
 
     Raises:
-        ConfigurationError: `norm_type` is not positive.
+        ConfigurationError: `norm_type` is not positive; or neither 2 nor infinity, for a deterministic model.
         NonFiniteNormError: The norm is not finite, on every rank; gradients are as they were.
     """
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type={norm_type} is not a norm; give a positive number or infinity.")
+    if engine.is_deterministic and norm_type not in (2.0, math.inf):
+        raise ConfigurationError(
+            f'norm_type={norm_type} of a model with deterministic="world": only norms 2 and infinity are the same bits '
+            "on any number of ranks; give one of them"
+        )
     pieces = _pieces(engine)
     with engine.observers.during(Phase.NORM, ROOT):
-        norm = _total_norm(pieces, norm_type, engine.device)
+        if engine.is_deterministic and norm_type == 2.0:
+            norm = _exact_norm(pieces, engine.device)
+        else:
+            norm = _total_norm(pieces, norm_type, engine.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
@@ -124,6 +132,44 @@ def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torc
         powers.update(zip(together, stacked.unbind(), strict=True))
     total = torch.stack(list(powers.values()))
     return total.max() if is_max else total.sum() ** (1.0 / norm_type)
+
+
+# A float sum depends on its order, and where shards end decides the order. A sum of integers does not: squares are
+# cut into three digits of 20 bits below the largest square, and each digit is summed exactly. What lies below the last
+# digit, 2**-60 of the largest square, is cut off.
+
+_DIGITS, _DIGIT_BITS = 3, 20  # sums of 2**43 digits fit into int64
+_SQUARED_AT_ONCE = 1 << 20
+
+
+def _exact_norm(pieces: dict[Groups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """Compute the 2-norm of everything, the same bits however the elements are cut into pieces."""
+    largest = _total_norm(pieces, math.inf, device)
+    exponent = torch.frexp(largest.nan_to_num(nan=1.0, posinf=1.0)).exponent
+    total = torch.zeros(_DIGITS, dtype=torch.int64, device=device)
+    for groups, tensors in pieces.items():
+        digits = torch.zeros(_DIGITS, dtype=torch.int64, device=device)
+        for tensor in tensors:
+            for block in tensor.detach().reshape(-1).split(_SQUARED_AT_ONCE):
+                digits += _digits_of_squares(block.to(device), exponent)
+        for group in groups:
+            dist.all_reduce(digits, group=group)
+        total += digits
+    places = torch.arange(1, _DIGITS + 1, device=device) * -_DIGIT_BITS
+    norm = torch.ldexp(torch.ldexp(total.double(), places).sum().sqrt(), exponent).to(largest.dtype)
+    return torch.where(largest.isfinite(), norm, largest)
+
+
+def _digits_of_squares(values: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """Sum each digit of the squares of `values` / 2**exponent, which are below 1, in base 2**20; (3,) int64."""
+    rest = torch.ldexp(values.double(), -exponent).square_()
+    sums = []
+    for _ in range(_DIGITS):
+        rest = rest.mul_(2.0**_DIGIT_BITS)
+        digit = rest.floor()
+        rest = rest.sub_(digit)
+        sums.append(digit.to(torch.int64).sum())
+    return torch.stack(sums)
 
 
 def largest_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The factors of a gradient reduction; no other code scales a gradient."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -21,6 +21,8 @@ class GradientReduction:
             collective.
         group_size: Ranks that an average is taken over.
         scales_first: Whether sums of every dtype are scaled before they travel.
+        one_by_one: Whether the gradients of the ranks are added to the accumulated gradient one after another, as one
+            process adds those of its microbatches, and not first to each other.
     """
 
     op: Literal["sum", "avg"]
@@ -28,6 +30,7 @@ class GradientReduction:
     post_factor: float
     group_size: int = field(default=1, compare=False)
     scales_first: bool = field(default=False, compare=False)
+    one_by_one: bool = False
 
     @property
     def adds_up(self) -> bool:
@@ -39,11 +42,11 @@ class GradientReduction:
         factor = self.pre_factor * self.post_factor
         if comm_dtype == torch.float16:  # an averaging collective may add first and divide afterwards
             factor /= self.group_size if self.op == "avg" else 1
-            return GradientReduction("sum", factor, 1.0, scales_first=self.scales_first)
+            return replace(self, op="sum", pre_factor=factor, post_factor=1.0, group_size=1)
         if self.op == "avg":
             return self
         factors = (factor, 1.0) if self.scales_first else (1.0, factor)
-        return GradientReduction("sum", *factors, scales_first=self.scales_first)
+        return replace(self, op="sum", pre_factor=factors[0], post_factor=factors[1], group_size=1)
 
 
 def gradient_reduction(
