@@ -584,7 +584,7 @@ class Engine:
         for group in self.groups():
             if group.gradients is not None:
                 group.gradients.clear()
-            group.hide_grads()
+            group.clear_grads()
 
     def reset(self) -> None:
         """Reshard every unit after an exception; nothing is sent before the next forward or sync.

@@ -342,13 +342,13 @@ class ParameterGroup:
         self._grad_attribute = DECOUPLED
         if self.gradients is not None:
             self.gradients.grad_attribute = DECOUPLED
-            self.hide_grads()
+            self.clear_grads()
 
     def grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each sharded parameter."""
         return [get_grad(param, self.grad_attribute) for param in self.sharded]
 
-    def hide_grads(self) -> None:
+    def clear_grads(self) -> None:
         """Set the gradients of all sharded parameters to None."""
         for param in self.sharded:
             param.grad = None
@@ -408,7 +408,7 @@ class ParameterGroup:
         local = grad if part is None else part.local_gradient(grad)
         return local if local.layout is torch.strided else local.to_dense()
 
-    def hide(self) -> None:
+    def invalidate_full(self) -> None:
         """Point the full parameters to a placeholder of their shapes: reading them must not touch freed memory."""
         with torch.inference_mode(False):
             for index in range(len(self.full)):

@@ -168,7 +168,7 @@ class Unit:
         self._placed_in = None
         for group in self.groups:
             if group.plan.gathered_bytes:
-                group.hide()
+                group.invalidate_full()
 
     def _mark(self, version: int) -> None:
         """Set the version counters of full parameters that live in a slot; saved views of them share these."""

@@ -149,7 +149,7 @@ class OwnedStep:
         with torch.no_grad():
             self._running = self._stepped(optimizer)
             for mesh in self._meshes():
-                self._bring(mesh, optimizer)
+                self._gather_whole(mesh, optimizer)
         groups, own = [], {id(each.param): each for each in self._running if each.is_here}
         for group in optimizer.param_groups:
             here = [own[id(param)].whole for param in group["params"] if id(param) in own]
@@ -235,7 +235,7 @@ class OwnedStep:
         with_grad = (param for param, grad in zip(params, get_grads(params, GRAD), strict=True) if grad is not None)
         return [_Stepped(param, *owners[id(param)]) for param in with_grad]
 
-    def _bring(self, mesh: DeviceMesh, optimizer: Optimizer) -> None:
+    def _gather_whole(self, mesh: DeviceMesh, optimizer: Optimizer) -> None:
         """Send parameters, gradients and state to their owners."""
         stepped, ranks = self._of(mesh), self._ranks[mesh]
         items: list[_Item] = []
