@@ -96,7 +96,7 @@ class _Reduction:
 
     unit: Unit
     reach: Reach
-    tickets: list[Ticket]
+    tickets: list[tuple[Ticket, tuple[torch.Tensor, ...]]]  # and memory to be kept until they are waited for
     bucket: Block
     pool: BucketPool
     scratch: Block | None
@@ -351,7 +351,7 @@ class Executor:
             return False
         reduction = self._in_flight.popleft()
         with self.observers.during(Phase.RETIRE, reduction.unit.index):
-            for ticket in reduction.tickets:
+            for ticket, _memory in reduction.tickets:
                 ticket.wait()
         self.observers.takes_back(Memory.BUCKET, reduction.unit.index, reduction.bucket)
         reduction.pool.give_back(reduction.bucket)

@@ -372,7 +372,7 @@ class GradientBuffers:
 
     def reduce(
         self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
-    ) -> Ticket:
+    ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the new gradients over the inner ranks; missing gradients count as zero.
 
         Args:
@@ -380,6 +380,9 @@ class GradientBuffers:
             bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast deferred sums into.
             scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
             params: The sharded parameters, whose `.grad` decides between overwriting and adding.
+
+        Returns:
+            The ticket, and memory besides bucket and scratch that has to be kept until it was waited for.
         """
         if self._local_sum is not None:
             put_scaled(self._local_sum, self.reducer.reduction.pre_factor, bucket)
@@ -394,11 +397,11 @@ class GradientBuffers:
         stage = self.reducer.reduce_inner(bucket, scratch)
         if not self.reducer.reduces_outer:
             self._take_back(params)
-            return lane.submit(stage.launch, lambda: self._accumulate(stage))
+            return lane.submit(stage.launch, lambda: self._accumulate(stage)), stage.memory
         if self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.inner_region.numel)
         pending = self._inner_sum
-        return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result())))
+        return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result()))), stage.memory
 
     def reduce_outer(
         self, lane: Lane, params: Sequence[nn.Parameter], memory: Sequence[torch.Tensor] = ()
@@ -427,16 +430,15 @@ class GradientBuffers:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
-        if not any(self._live):
-            if rows:
-                put_scaled(rows[0], factor, main)
-                rows = rows[1:]
-            else:
-                stage.put_into(main, factor)
-        else:
+        if any(self._live):
             if not all(self._live):
                 _zero([self.main.piece(index) for index, live in enumerate(self._live) if not live])
             rows = rows or (stage.result(),)
+        elif rows:
+            put_scaled(rows[0], factor, main)
+            rows = rows[1:]
+        else:
+            stage.put_into(main, factor)
         for row in rows:
             main.add_(row, alpha=factor)
         self._live = [True] * len(self._live)

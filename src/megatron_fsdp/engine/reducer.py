@@ -26,7 +26,7 @@ class Stage(NamedTuple):
     Attributes:
         launch: Starts it.
         result: Returns its result; to be called once, when it is done.
-        memory: What it reads and writes, to be kept until it is done.
+        memory: What it reads and writes that the caller did not lend, to be kept until it is done.
         result_into: In place of `result`, writes it times a factor into a tensor; None where that saves nothing.
         rows: What each rank sent, in rank order, where `result` adds that up here; read it once the collective is done.
     """
@@ -116,7 +116,8 @@ class GradientReducer:
         if not self.scatters_inner:
             if self.reduction.one_by_one and axis.num_ranks > 1:
                 received = bucket.new_empty(axis.num_ranks * bucket.numel())
-                return _in_rows(axis, received, partial(axis.gather_rows, received, bucket))
+                stage = _in_rows(axis, received, partial(axis.gather_rows, received, bucket))
+                return stage._replace(memory=(received,))
             return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
         if scratch is not None:
             return _in_rows(axis, scratch, partial(axis.exchange, scratch, bucket))

@@ -121,7 +121,12 @@ def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torc
     """
     is_max = math.isinf(norm_type)
     wide = torch.float64 if any(power.dtype == torch.float64 for power in powers.values()) else torch.float32
-    powers = {groups: power.to(wide) for groups, power in powers.items()}
+    total = torch.stack(_over_ranks({groups: power.to(wide) for groups, power in powers.items()}, is_max))
+    return total.max() if is_max else total.sum() ** (1.0 / norm_type)
+
+
+def _over_ranks(powers: dict[Groups, torch.Tensor], is_max: bool) -> list[torch.Tensor]:
+    """Reduce each tensor over its groups; those that share a group travel together in one all-reduce."""
     for over in dict.fromkeys(group for groups in powers for group in groups):
         together = [groups for groups in powers if over in groups]
         stacked = torch.stack([powers[groups] for groups in together])
@@ -130,8 +135,7 @@ def combine_powers(powers: dict[Groups, torch.Tensor], norm_type: float) -> torc
         else:
             dist.all_reduce(stacked, group=over)
         powers.update(zip(together, stacked.unbind(), strict=True))
-    total = torch.stack(list(powers.values()))
-    return total.max() if is_max else total.sum() ** (1.0 / norm_type)
+    return list(powers.values())
 
 
 # A float sum depends on its order, and where shards end decides the order. A sum of integers does not: squares are
@@ -145,16 +149,15 @@ _SQUARED_AT_ONCE = 1 << 15  # in float64 a quarter MiB, which stays in the cache
 def _exact_norm(pieces: dict[Groups, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
     """Compute the 2-norm of everything, the same bits however the elements are cut into pieces."""
     largest = _total_norm(pieces, math.inf, device)
+    if not pieces:
+        return largest
     exponent = torch.frexp(largest.nan_to_num(nan=1.0, posinf=1.0)).exponent
-    total = torch.zeros(_DIGITS, dtype=torch.int64, device=device)
+    digits = {groups: torch.zeros(_DIGITS, dtype=torch.int64, device=device) for groups in pieces}
     for groups, tensors in pieces.items():
-        digits = torch.zeros(_DIGITS, dtype=torch.int64, device=device)
         for tensor in tensors:
             for block in tensor.detach().reshape(-1).split(_SQUARED_AT_ONCE):
-                digits += _digits_of_squares(block.to(device), exponent)
-        for group in groups:
-            dist.all_reduce(digits, group=group)
-        total += digits
+                digits[groups] += _digits_of_squares(block.to(device), exponent)
+    total = torch.stack(_over_ranks(digits, is_max=False)).sum(0)
     places = torch.arange(1, _DIGITS + 1, device=device) * -_DIGIT_BITS
     norm = torch.ldexp(torch.ldexp(total.double(), places).sum().sqrt(), exponent).to(largest.dtype)
     return torch.where(largest.isfinite(), norm, largest)
