@@ -682,9 +682,9 @@ PARTS: dict[int, tuple[Section, ...]] = {
 }
 
 
-def run_part(session: Session) -> int:
-    """Run every section in a process of its own; return how many failed."""
-    failed, end = 0, time.monotonic() + PART_S[session.part]
+def run_part(session: Session, seconds: float | None = None) -> int:
+    """Run every section in a process of its own, all within `seconds` (the part's own time); return how many failed."""
+    failed, end = 0, time.monotonic() + (seconds or PART_S[session.part])
     for section in PARTS[session.part]:
         session.section = section.label
         limit_s = min(section.limit_s, end - time.monotonic())
@@ -729,6 +729,7 @@ def main() -> int:
     parser.add_argument("--part", type=int, choices=sorted(PARTS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for results; made if need be")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, help="end the part after so long, whatever is left of it")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -742,7 +743,7 @@ def main() -> int:
         rank_of_shared_gpu(session, given.rank, given.rank_of, given.store)
         return 0
     if given.section is None:
-        return 1 if run_part(session) else 0
+        return 1 if run_part(session, given.seconds) else 0
     session.section = given.section
     section = next(each for each in PARTS[given.part] if each.label == given.section)
     try:
