@@ -199,7 +199,9 @@ def fully_shard_model(
         enable_fine_grained_param_gather: Gather the modules inside units one by one.
         use_decoupled_grad: Set gradients as `param.decoupled_grad` in `main_grads_dtype`, never cast, and leave
             `.grad` None; for optimizers that read them there.
-        cuda_graph_mode: Not supported yet.
+        cuda_graph_mode: Let whole steps be captured in a CUDA graph and replayed: communication memory, gathered
+            weights and gradients keep their addresses, and `zero_grad` sets gradients to zero in place. Run a few
+            steps before capturing (docs/performance.md).
         maxpool_double_buffer: Double buffers of the largest unit's size, which every unit fits.
         grad_reduce_in_fp32: Deprecated; sets `main_grads_dtype` and `grad_comm_dtype` of the policy.
         preserve_fp32_weights: Deprecated; sets `main_params_dtype` of the policy.
@@ -249,6 +251,7 @@ def fully_shard_model(
         average_in_collective=average_in_collective,
         check_for_nan_in_grad=report_nan_in_param_grad,
         megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
+        megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
         megatron_fsdp_main_params_dtype=policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=policy.grad_comm_dtype,
@@ -447,7 +450,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     from megatron_fsdp.comm.agreement import agree
     from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.engine.model_checks import check_keeps_no_copies
-    from megatron_fsdp.optim.optimizer import check_parameters, move_to_sharded
+    from megatron_fsdp.optim.optimizer import check_capturable, check_parameters, move_to_sharded
     from megatron_fsdp.sharding.mesh import index_of
 
     _check_optimizer(optimizer, module)
@@ -460,6 +463,8 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     try:
         check_parameters(optimizer, names)
         check_keeps_no_copies(optimizer, names)
+        if arguments["cuda_graph_mode"] and index.device_mesh.device_type == "cuda":
+            check_capturable(optimizer)
     except ConfigurationError as error:
         problem = error
     agree(index.get_dp_group(), problem)

@@ -55,7 +55,7 @@ from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
 from megatron_fsdp.optim.grad_norm import clip_gradients
-from megatron_fsdp.optim.optimizer import watch_optimizers
+from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
 from megatron_fsdp.optim.statistics import ModelStatistics, gradient_statistics, parameter_statistics
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.sharding.accounting import GroupFootprint
@@ -219,7 +219,7 @@ class MegatronFSDP(nn.Module):
         self._engine.delayed = delayed
         watch(self._engine, options.verify_ranks_s)
         self._engine.replaced = replaced
-        if config.megatron_fsdp_use_decoupled_grad:
+        if options.decouples_gradients:
             for group in self._engine.groups():
                 group.decouple_gradients()
         self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
@@ -427,7 +427,11 @@ class MegatronFSDP(nn.Module):
         self._engine.forget_pending_gradients(params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as `torch.nn.Module.zero_grad` does, and deferred ones, too."""
+        """Clear gradients as `torch.nn.Module.zero_grad` does, and deferred ones, too.
+
+        With `cuda_graph_mode` they are set to zero in place, whatever is asked: a captured step writes them there.
+        """
+        set_to_none = set_to_none and not self.keeps_gradients
         super().zero_grad(set_to_none)
         params = [param for group in self._engine.groups() for param in group.sharded]
         self.clear_decoupled_gradients(params, set_to_none)
@@ -483,10 +487,13 @@ class MegatronFSDP(nn.Module):
         """Register an optimizer as connected.
 
         Raises:
-            ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded.
+            ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded; or
+                its steps cannot be captured, and `cuda_graph_mode` is on.
         """
         if self._engine.replaced is not None:
             self._engine.replaced.check(optimizer)
+        if self.keeps_gradients and self.device.type == "cuda":
+            check_capturable(optimizer)
         self._engine.connected.add(optimizer)
 
     def self_reference(self) -> MegatronFSDP:
@@ -1023,6 +1030,11 @@ class MegatronFSDP(nn.Module):
             for params in (group.full, group.sharded)
             for name, param in zip(group.names, params, strict=True)
         }
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay where they are, so that steps can be captured into CUDA graphs."""
+        return self._engine.keeps_gradients
 
     @property
     def decouples_gradients(self) -> bool:

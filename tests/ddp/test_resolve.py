@@ -31,7 +31,6 @@ NOT_YET: list[tuple[Fields, str]] = [
     ({"fp4_param_gather": True}, "fp4_param_gather=True is not supported yet: parameters of Transformer Engine"),
     ({"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, "is not supported yet"),
     ({"keep_fp8_transpose_cache": True}, "keep_fp8_transpose_cache=True is not supported yet"),
-    ({"megatron_fsdp_cuda_graph_mode": True}, "megatron_fsdp_cuda_graph_mode=True is not supported yet: CUDA graphs"),
     ({"megatron_fsdp_version": 2}, "megatron_fsdp_version=2 is not supported: this package has one engine"),
 ]
 
@@ -64,6 +63,7 @@ REFUSED: list[tuple[Fields, str]] = [
     ({"megatron_fsdp_enable_fine_grained_param_gather": True}, "fine_grained_param_gather=True has no effect"),
     ({"megatron_fsdp_max_pool_double_buffer": True}, "double_buffer=True has no effect without"),
     ({"nccl_ub": True, "fsdp_manual_registration": True}, "fsdp_manual_registration=True has no effect without"),
+    ({"megatron_fsdp_cuda_graph_mode": True}, "megatron_fsdp_cuda_graph_mode=True has no effect without"),
     # without effect on units
     ({**UNITS, "num_buckets": 2}, "num_buckets=2 has no effect with use_megatron_fsdp=True; leave it out"),
     ({**UNITS, "pad_buckets_for_high_nccl_busbw": True}, "pad_buckets_for_high_nccl_busbw=True has no effect with "),

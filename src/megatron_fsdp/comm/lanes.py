@@ -188,6 +188,11 @@ def make_lane(device: torch.device, name: str = "", watch: LaneWatch | None = No
     return StreamLane(device, name, watch) if device.type == "cuda" else HostLane(name, watch)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def hold_up(device: torch.device, host_s: float, device_s: float) -> None:
     """Sleep on the host, and on CUDA also delay what is queued next on the current stream, by about `device_s`."""
     time.sleep(host_s)

@@ -110,8 +110,11 @@ def _lack(groups: Sequence[dist.ProcessGroup], device: torch.device) -> str:
         if device.type != "cuda" or is_simulated(group):
             return f"ranks communicate by {backend_of(group)} on {device.type}, and only NCCL registers memory"
         backend = _backend(group, device)
-        if not all(hasattr(backend, name) for name in ("register_mem_pool", "mem_allocator")):
-            return f"this torch cannot register memory with {backend_of(group)}"
+        try:
+            if not all(hasattr(backend, name) for name in ("register_mem_pool", "mem_allocator")):
+                return f"this torch cannot register memory with {backend_of(group)}"
+        except RuntimeError as error:  # the allocator is looked for when it is asked for
+            return f"NCCL has no memory here that can be registered ({str(error).splitlines()[0]})"
     return ""
 
 

@@ -73,7 +73,7 @@ class DistributedDataParallelConfig:
         megatron_fsdp_main_grads_dtype: Dtype of main gradients; None: that of the parameter.
         megatron_fsdp_grad_comm_dtype: Dtype in which gradients are sent; None: that of the main gradients.
         megatron_fsdp_use_decoupled_grad: Put gradients into ``param.decoupled_grad``.
-        megatron_fsdp_cuda_graph_mode: Never drop references to gradients.
+        megatron_fsdp_cuda_graph_mode: Keep memory and gradients, so that CUDA graphs can be captured.
         megatron_fsdp_enable_fine_grained_param_gather: Gather parameters per module in place of per unit.
         megatron_fsdp_max_pool_double_buffer: Double buffers that every unit fits; sets ``fsdp_double_buffer``.
         gradient_accumulation_fusion: Let the backward of linears write weight gradients straight into the bucket, or

@@ -85,7 +85,9 @@ class MemoryOptions:
         fine_grained: Whether the modules inside units become units.
         whole_types: Classes of modules that stay one unit then.
         idle: Names of the arguments that were given and have no effect under the strategy.
-        user_buffers: How communication memory is registered; None: it is allocated as it is needed.
+        user_buffers: How communication memory is registered; None: it is not.
+        is_kept: Whether all communication memory is taken at wrap time and keeps its addresses; else it is allocated as
+            it is needed.
     """
 
     allocator: WeightAllocator = WeightAllocator.SLOTS
@@ -101,6 +103,7 @@ class MemoryOptions:
     whole_types: tuple[type[nn.Module], ...] = ()
     idle: tuple[str, ...] = ()
     user_buffers: UserBufferOptions | None = None
+    is_kept: bool = False
 
     def bucket_numel_on(self, num_ranks: int) -> int | None:
         """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
@@ -149,6 +152,8 @@ class EngineOptions:
         own_groups: Communicate over process groups that the model's own collectives do not use.
         fuses_weight_gradients: Let linears write weight gradients straight into buckets.
         delays_weight_gradients: Compute weight gradients of linears at the end of backward, and then reduce all units.
+        decouples_gradients: Set gradients as `.decoupled_grad`.
+        cuda_graphs: Keep memory and gradients at their addresses, and read nothing back, so that steps can be captured.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
@@ -172,12 +177,33 @@ class EngineOptions:
     own_groups: bool = False
     fuses_weight_gradients: bool = False
     delays_weight_gradients: bool = False
+    decouples_gradients: bool = False
+    cuda_graphs: bool = False
+
+    def check_capture(self) -> None:
+        """Refuse what a CUDA graph cannot hold, where `cuda_graph_mode` is on.
+
+        Raises:
+            ConfigurationError: An option reads tensors back on the host in every step.
+        """
+        reads = {
+            "report_nan_in_param_grad": self.check_finite,
+            "check_for_large_grads": self.check_large,
+            "find_unused_parameters": self.find_unused_parameters,
+            "verify_ranks": bool(self.verify_ranks_s),
+        }
+        found = [name for name, is_on in reads.items() if is_on and self.cuda_graphs]
+        if found:
+            raise ConfigurationError(
+                f"cuda_graph_mode=True and {' and '.join(found)} contradict each other, since what a step reads on the "
+                "host cannot be captured; leave one of them out."
+            )
 
 
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
     """Return what a configuration says of the engine, in which arguments of a wrapper are at their defaults."""
     return EngineOptions(
-        memory=MemoryOptions(user_buffers=_user_buffers(config)),
+        memory=MemoryOptions(user_buffers=_user_buffers(config), is_kept=_is_kept(config)),
         strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
         policy=policy,
@@ -191,6 +217,8 @@ def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecis
         fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
         fuses_weight_gradients=config.gradient_accumulation_fusion,
         delays_weight_gradients=config.delay_wgrad_compute,
+        decouples_gradients=config.megatron_fsdp_use_decoupled_grad,
+        cuda_graphs=config.megatron_fsdp_cuda_graph_mode,
     )
 
 
@@ -251,7 +279,12 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         whole_types=whole_types,
         idle=idle,
         user_buffers=_user_buffers(config),
+        is_kept=_is_kept(config),
     )
+
+
+def _is_kept(config: DistributedDataParallelConfig) -> bool:
+    return config.nccl_ub or config.megatron_fsdp_cuda_graph_mode
 
 
 def _allocator(

@@ -29,6 +29,7 @@ _UNITS_ONLY = (
     "megatron_fsdp_enable_fine_grained_param_gather",
     "megatron_fsdp_max_pool_double_buffer",
     "fsdp_manual_registration",
+    "megatron_fsdp_cuda_graph_mode",
 )
 """Fields without effect on buckets."""
 

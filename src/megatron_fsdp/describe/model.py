@@ -281,7 +281,7 @@ def describe_model(subject: Subject) -> Description:
         options=_options(options, subject.config, subject.auto_sync),
         notices=(
             *subject.notices,
-            *([engine.user_buffers.notice] if engine.user_buffers is not None else []),
+            *engine.notices,
             *without_optimizer(engine, subject.module),
         ),
     )

@@ -247,6 +247,13 @@ class Sharding:
     def precision(self, key: GroupKey) -> ResolvedPrecision:
         """Return the dtypes of a trained group."""
         precision = resolve_precision(self.options.policy, key.dtype)
+        are_views = self.options.decouples_gradients or precision.main_params == precision.main_grads
+        if self.options.cuda_graphs and not are_views:
+            raise ConfigurationError(
+                f"cuda_graph_mode=True needs gradients that are shown where they are summed, and main gradients of "
+                f"{key.dtype} parameters are {precision.main_grads} where main weights are {precision.main_params}; "
+                "set main_grads_dtype and main_params_dtype of mixed_precision_policy alike, or use_decoupled_grad=True"
+            )
         if not key.sums_in_fp32 or not key.dtype.is_floating_point:
             return precision
         return replace(precision, main_grads=torch.promote_types(precision.main_grads, torch.float32))

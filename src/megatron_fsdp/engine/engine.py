@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.agreement import agree, agree_over
 from megatron_fsdp.comm.axis import Traffic, real_values
 from megatron_fsdp.comm.groups import OwnGroups
+from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.engine.domains import Domain, Sharding
@@ -122,6 +123,8 @@ class Engine:
         self.large_check: LargeGradientCheck | None = None
         self.structure: StructureCheck | None = None
         self.delayed: WeightGradientQueue | None = None
+        self.keeps_gradients = sharding.options.cuda_graphs
+        self.capture_lack = ""  # why nothing can be captured, in words
         self._sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(
@@ -166,6 +169,8 @@ class Engine:
                 "full_parameters_context, or open the whole model"
             )
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
+            if is_capturing(self.device):
+                self._check_capture()
             self._match_after_reset()
             self._defers |= self.reach is not Reach.EVERYWHERE
             # Only now, not after the step: the gather over the outer ranks is in place, and would undo what somebody
@@ -186,6 +191,27 @@ class Engine:
         self.units[index].show_unsharded(position)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, index)
+
+    def _check_capture(self) -> None:
+        """Refuse to be captured into a CUDA graph that would not do when replayed what this step does.
+
+        Raises:
+            ScheduleError: On every rank that captures.
+        """
+        if not self.keeps_gradients:
+            raise ScheduleError(
+                "a CUDA graph is being captured of a model that was sharded without cuda_graph_mode=True, so memory "
+                "that the graph uses may belong to something else when it is replayed; pass cuda_graph_mode=True to "
+                "fully_shard"
+            )
+        if self.capture_lack:
+            raise ScheduleError(f"a CUDA graph cannot be captured here, since {self.capture_lack}")
+        if any(usage.asks for usage in self._usage.values()):
+            raise ScheduleError(
+                "a CUDA graph is being captured before any step in which every parameter got a gradient on some rank, "
+                "so ranks still agree on which did, on the host; run a few whole steps first, and freeze parameters "
+                "that are never used"
+            )
 
     def post_forward(self, index: int, needs_backward: bool, failed: bool = False, position: int = 0) -> ForwardCall:
         """Show the sharded parameters again: the forward of the unit's module has run or failed."""
@@ -615,6 +641,13 @@ class Engine:
                 groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
                 match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What became of requests that depend on the machine, each in a sentence."""
+        graphs = "cuda_graph_mode: memory keeps its addresses, but nothing can be captured, since "
+        buffers = () if self.user_buffers is None else (self.user_buffers.notice,)
+        return (*buffers, graphs + self.capture_lack) if self.capture_lack else buffers
+
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 
     @property
@@ -653,8 +686,8 @@ class Engine:
 
     def release_gradients(self) -> None:
         """Free the memory of cleared gradients: forward and evaluation may need it."""
-        if self.scheduler.in_backward:
-            return  # some may be in reduction
+        if self.scheduler.in_backward or self.keeps_gradients:
+            return  # some may be in reduction, or a captured step writes them where they are
         for group in self.groups():
             if group.gradients is not None:
                 group.gradients.release(group.sharded)
@@ -848,6 +881,11 @@ class UsageAgreement:
         self._foreign_groups = tuple(foreign_groups)
         self._device = device
         self._all_used = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether the next sync asks the other ranks, and waits for their answer."""
+        return self._group is not None and not self._all_used
 
     def forget(self) -> None:
         """Ask at the next sync, since other parameters take gradients now."""

@@ -333,8 +333,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
             slots = max(slots, depth + 1)
         forward = backward = min(depth, slots - 1)
         buckets = bucket_count(options.communication_unit_numel, units)
-    keeps = options.user_buffers is not None
-    weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, keeps)
+    weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_kept)
     groups = [group for unit in units for group in unit]
     resized = frozenset(weights.units_in(WeightStorage.RESIZED))
     schedule = ScheduleConfig(
@@ -355,7 +354,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
         ),
     )
     at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT + 1 :]))
-    pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if keeps else None
+    pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if options.is_kept else None
     return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow, pool)
 
 

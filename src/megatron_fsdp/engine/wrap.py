@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import agree_over
-from megatron_fsdp.comm.axis import Traffic, has_values
+from megatron_fsdp.comm.axis import Traffic, backend_of, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions
@@ -185,8 +185,9 @@ def assemble(
     """Shard a model in place.
 
     Raises:
-        ConfigurationError: The model cannot be sharded as it is.
+        ConfigurationError: The model cannot be sharded as it is, or options contradict each other.
     """
+    options.check_capture()
     sharding = _sharding(options, index, device)
     plan, formats = _plan_together(module, grouping, options, sharding)
     sharding = replace(sharding, weight_formats=formats)
@@ -213,6 +214,10 @@ def assemble(
     engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, pool, backward_finished))
     engine.own_groups = own_groups
     engine.user_buffers = user_buffers
+    if options.cuda_graphs:
+        engine.capture_lack = _capture_lack(sharding)
+        if engine.capture_lack:
+            warn_caller(engine.notices[-1])
     if sharding.experts is not None and index.expt_device_mesh is not None:
         engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
     if user_buffers is not None and options.memory.user_buffers is not None:
@@ -237,6 +242,16 @@ def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding
     agree_over(sharding.reaching_all, None, facts)
     axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
     return UserBuffers(axes, sharding.reaching_all, sharding.device, options.user_buffers.symmetric)
+
+
+def _capture_lack(sharding: Sharding) -> str:
+    """Say why no step of a model can be captured into a CUDA graph; empty where one can."""
+    if sharding.device.type != "cuda":
+        return f"the model is on {sharding.device.type}"
+    domains = (sharding.dense, sharding.experts)
+    groups = [axis.group for domain in domains if domain is not None for axis in domain.axes]
+    waiting = {backend_of(group) for group in groups if group is not None and not is_simulated(group)} - {"nccl"}
+    return f"ranks communicate by {', '.join(sorted(waiting))}, which waits on the host" if waiting else ""
 
 
 def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.device) -> None:

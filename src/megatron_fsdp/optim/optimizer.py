@@ -181,6 +181,11 @@ class ShardedModel(Protocol):
     def clear_decoupled_gradients(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """Clear the gradients of parameters that are not in `.grad`, where torch's `zero_grad` looks."""
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay where they are, and are only set to zero."""
+        ...
+
 
 class _Step(Protocol):
     """The way in which the code of an optimizer's class is run on shards: on an object that stands in for it."""
@@ -288,6 +293,8 @@ def integrate(optimizer: torch.optim.Optimizer, model: ShardedModel, describes_s
         alive = owner()
         if alive is None:
             return
+        if _alive(reference).keeps_gradients:
+            args, kwargs = (), {"set_to_none": False}
         original(alive, *args, **kwargs)
         params = [param for group in alive.param_groups for param in group["params"]]
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
@@ -476,6 +483,11 @@ class SeveralModels:
         return any(model.has_deferred_gradients for model in self._models)
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients of any model stay where they are."""
+        return any(model.keeps_gradients for model in self._models)
+
+    @property
     def state_dict_was_filled(self) -> bool:
         """Whether weights were just loaded into a state dict of any model."""
         return any(model.state_dict_was_filled for model in self._models)
@@ -595,6 +607,20 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
         raise ConfigurationError(
             f"with use_decoupled_grad=True gradients are in param.decoupled_grad, where {kind.__name__}, {whose}, "
             "does not look; use an optimizer that reads them there, or leave use_decoupled_grad out"
+        )
+
+
+def check_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step reads its step count on the host.
+
+    Raises:
+        ConfigurationError: It has torch's option `capturable`, and some group has it off.
+    """
+    if not all(group.get("capturable", True) for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        raise ConfigurationError(
+            f"{name} with capturable=False cannot be captured, which cuda_graph_mode=True is for; build it as "
+            f"{name}(..., capturable=True), or leave cuda_graph_mode out"
         )
 
 

@@ -185,6 +185,10 @@ def _engine_config(
         raise ConfigurationError(
             "--megatron-fsdp-use-decoupled-grad puts gradients where PyTorch's optimizers do not look: leave it out"
         )
+    if config.megatron_fsdp_cuda_graph_mode:
+        raise ConfigurationError(
+            "--megatron-fsdp-cuda-graph-mode keeps memory for CUDA graphs, and this trainer captures none: leave it out"
+        )
     try:
         strategy = resolve_ddp(config, sizes.data * sizes.context, 1).strategy
     except (ConfigurationError, NotSupportedYetError) as error:

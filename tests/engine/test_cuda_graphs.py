@@ -1,0 +1,232 @@
+"""`cuda_graph_mode`: steps that a CUDA graph can hold, since they do the same to the same memory."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.optim.optimizer import check_capturable
+from tests.conftest import RunRanks
+from tests.optim.test_decoupled_grad import DecoupledSGD
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.recorded_collectives import recorded
+
+FP32_SUMS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+
+
+class Floor(nn.Module):
+    def __init__(self, width: int, **made: Any) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, width, **made)
+        self.down = nn.Linear(width, 8, **made)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def shard(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", **given: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    made: dict[str, Any] = {"dtype": dtype, "device": device}
+    model = nn.Sequential(nn.Linear(8, 8, **made), *(Floor(width, **made) for width in (16, 24, 16)))
+    options = {"capturable": True} if device == "cuda" else {}
+    is_decoupled = given.get("use_decoupled_grad", False)
+    optimizer = DecoupledSGD(model.parameters()) if is_decoupled else torch.optim.AdamW(model.parameters(), **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "cuda_graph_mode: .* nothing can be captured")
+        return fully_shard(model, optimizer, fsdp_unit_modules=[Floor], **{"cuda_graph_mode": True, **given})
+
+
+def step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, x: torch.Tensor, microbatches: int = 1) -> torch.Tensor:
+    losses: list[torch.Tensor] = []
+    for _ in range(microbatches):
+        losses.append(model(x).float().square().mean())
+        losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses[-1].detach()
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    draws = torch.Generator().manual_seed(17 * seed + dist.get_rank())
+    return torch.randn(3, 8, generator=draws).to(device, dtype)
+
+
+def weights_of(model: MegatronFSDP) -> list[torch.Tensor]:
+    return [param.to_local().clone() for param in model.parameters() if isinstance(param, DTensor)]
+
+
+CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
+    **{f"zero-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}) for strategy in range(4)},
+    "mixed": (2, torch.bfloat16, {"mixed_precision_policy": FP32_SUMS}),
+    "decoupled": (2, torch.bfloat16, {"use_decoupled_grad": True}),
+    "hfsdp": (4, torch.float32, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim"}),
+}
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [pytest.param(name, CASES[name][0], id=name) for name in CASES])
+@on_ranks()
+def test_steps_write_the_same_gradients_and_send_from_the_same_addresses(name: str, num_ranks: int) -> None:
+    _, dtype, given = CASES[name]
+    if "dp_outer_dim" in given:
+        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("outer", "shard"))
+        given = {**given, "device_mesh": mesh, "dp_shard_dim": "shard", "hybrid_fsdp_group": dist.group.WORLD}
+    model, optimizer = shard(dtype, **given)
+    attribute = "decoupled_grad" if name == "decoupled" else "grad"
+    traces, addresses = [], []
+    for seed in range(4):
+        with recorded(model) as trace:
+            step(model, optimizer, batch(seed, dtype), microbatches=2)
+        traces.append(trace)
+        shown = [getattr(param, attribute).to_local() for param in model.parameters()]
+        assert not any(grad.any() for grad in shown)
+        addresses.append([grad.data_ptr() for grad in shown])
+    assert len(traces[1]) >= 7
+    assert traces[1] == traces[2] == traces[3]
+    assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
+    same_on_ranks([(each.name, each.places) for each in traces[1]])
+
+
+@pytest.mark.parametrize("strategy", range(4))
+@on_ranks(2)
+def test_results_are_those_without_the_mode(strategy: int) -> None:
+    found = []
+    for mode in (True, False):
+        model, optimizer = shard(zero_dp_strategy=strategy, cuda_graph_mode=mode)
+        losses = [step(model, optimizer, batch(seed), microbatches=2) for seed in range(3)]
+        found.append([*losses, *weights_of(model)])
+    assert all(map(torch.equal, *found))
+
+
+@on_ranks(2)
+def test_gradients_are_set_to_zero_where_they_are_whoever_clears_them() -> None:
+    model, optimizer = shard()
+    params = list(model.parameters())
+    for clear in (optimizer.zero_grad, model.zero_grad, lambda: optimizer.zero_grad(set_to_none=True)):
+        model(batch(0)).square().mean().backward()
+        before = [param.grad for param in params]
+        assert any(grad is not None and grad.to_local().any() for grad in before)
+        clear()
+        assert all(param.grad is grad for param, grad in zip(params, before, strict=True))
+        assert not any(grad is not None and grad.to_local().any() for grad in before)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+READS = [
+    ({"report_nan_in_param_grad": True}, "report_nan_in_param_grad"),
+    ({"find_unused_parameters": True}, "find_unused_parameters"),
+    ({"verify_ranks": True}, "verify_ranks"),
+]
+
+
+@on_ranks(2)
+def test_options_that_read_on_the_host_and_gradients_that_are_copies_are_refused() -> None:
+    for given, name in READS:
+        with pytest.raises(ConfigurationError, match=rf"cuda_graph_mode=True and {name} contradict each other"):
+            shard(**given)
+    with pytest.raises(ConfigurationError, match=r"main gradients of torch.bfloat16 parameters are torch.bfloat16"):
+        shard(torch.bfloat16)
+
+
+@on_ranks(2)
+def test_a_capture_that_could_not_be_replayed_is_refused_where_it_begins() -> None:
+    capturing = mock.patch("megatron_fsdp.engine.engine.is_capturing", return_value=True)
+    model, optimizer = shard(cuda_graph_mode=False)
+    with capturing, pytest.raises(ScheduleError, match="sharded without cuda_graph_mode=True"):
+        model(batch(0))
+    model, optimizer = shard()
+    with capturing, pytest.raises(ScheduleError, match="cannot be captured here, since the model is on cpu"):
+        model(batch(0))
+    nowhere_lacking = mock.patch("megatron_fsdp.engine.wrap._capture_lack", return_value="")
+    with nowhere_lacking:
+        model, optimizer = shard()
+    with capturing, pytest.raises(ScheduleError, match="before any step in which every parameter got a gradient"):
+        model(batch(0))
+    step(model, optimizer, batch(0))
+    with capturing:
+        step(model, optimizer, batch(1))
+
+
+@on_ranks(2)
+def test_a_model_that_nothing_can_be_captured_of_says_so() -> None:
+    with pytest.warns(UserWarning, match="cuda_graph_mode: .* nothing can be captured, since the model is on cpu"):
+        model, _ = fully_shard(net := nn.Linear(8, 8), torch.optim.SGD(net.parameters()), cuda_graph_mode=True)
+    assert model.describe().notices[0].endswith("nothing can be captured, since the model is on cpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "refused"),
+    [
+        (torch.optim.AdamW, True),
+        (lambda params: torch.optim.AdamW(params, capturable=True), False),
+        (lambda params: torch.optim.SGD(params, lr=0.1), False),
+    ],
+)
+def test_an_optimizer_that_counts_steps_on_the_host_is_refused(make: Callable[..., Any], refused: bool) -> None:
+    optimizer = make([nn.Parameter(torch.ones(2))])
+    if not refused:
+        check_capturable(optimizer)
+        return
+    with pytest.raises(ConfigurationError, match=r"build it as AdamW\(\.\.\., capturable=True\)"):
+        check_capturable(optimizer)
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def captured(model: MegatronFSDP, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Run three steps, and capture a fourth: the graph, and where it writes its loss."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for seed in range(3):
+            x.copy_(batch(seed, device="cuda"))
+            step(model, optimizer, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(model, optimizer, x)
+    return graph, loss
+
+
+def replayed_and_stepped(strategy: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses and weights of seven steps, four of them replayed, with an evaluation between them; and of all stepped."""
+    found = []
+    for replays in (True, False):
+        model, optimizer = shard(device="cuda", zero_dp_strategy=strategy)
+        x = batch(0, device="cuda")
+        if replays:
+            graph, loss = captured(model, optimizer, x)
+        else:
+            for seed in range(3):
+                step(model, optimizer, batch(seed, device="cuda"))
+        losses = []
+        for seed in range(3, 7):
+            x.copy_(batch(seed, device="cuda"))
+            if replays:
+                graph.replay()
+                losses.append(loss.clone())
+            else:
+                losses.append(step(model, optimizer, x))
+            with torch.no_grad():
+                losses.append(model(x).sum())
+        found.append([value.cpu() for value in (*losses, *weights_of(model))])
+    return found[0], found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", range(4))
+def test_replayed_steps_are_the_steps(run_ranks: RunRanks, strategy: int) -> None:
+    for replayed, stepped in run_ranks(torch.cuda.device_count(), replayed_and_stepped, strategy, device_type="cuda"):
+        assert all(map(torch.equal, replayed, stepped))
