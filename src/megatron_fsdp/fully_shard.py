@@ -201,7 +201,7 @@ def fully_shard_model(
             `.grad` None; for optimizers that read them there.
         cuda_graph_mode: Let whole steps be captured in a CUDA graph and replayed: communication memory, gathered
             weights and gradients keep their addresses, and `zero_grad` sets gradients to zero in place. Run a few
-            steps before capturing (docs/performance.md).
+            steps before capturing (docs/memory.md).
         maxpool_double_buffer: Double buffers of the largest unit's size, which every unit fits.
         grad_reduce_in_fp32: Deprecated; sets `main_grads_dtype` and `grad_comm_dtype` of the policy.
         preserve_fp32_weights: Deprecated; sets `main_params_dtype` of the policy.

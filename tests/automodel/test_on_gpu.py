@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers", minversion="5.23")
+
 from megatron_fsdp.automodel import AutoModelForCausalLM
 from tests.automodel.small_models import batch_of, label_count, token_loss_sum
 from tests.automodel.test_auto_model import save

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -52,7 +53,9 @@ def steps(strategy: int, device: str, always: bool) -> list[list[str]]:
     x, found = torch.ones(2, 8, device=device), []
     for number in range(4):
         if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error" if number > 1 and not always else "default")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+                torch.cuda.set_sync_debug_mode("error" if number > 1 and not always else "default")
         with readings() as read:
             model(x).sum().backward()
             optimizer.step()
