@@ -266,7 +266,7 @@ REFUSED_FIELDS = {
     "keep_fp8_transpose_cache": ("--keep-fp8-transpose-cache", "has no effect without --fp8-param-gather"),
     "megatron_fsdp_version": ("--megatron-fsdp-version 2", "is not supported"),
     "megatron_fsdp_use_decoupled_grad": ("--megatron-fsdp-use-decoupled-grad", "puts gradients where"),
-    "megatron_fsdp_cuda_graph_mode": ("--megatron-fsdp-cuda-graph-mode", "this trainer captures none"),
+    "megatron_fsdp_cuda_graph_mode": ("--megatron-fsdp-cuda-graph-mode", "keeps memory for CUDA graphs"),
 }
 """Fields that this version does not take: words, and what the error says of them."""
 
