@@ -93,6 +93,50 @@ def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_
         assert held == first + ([root + slots] * (microbatches - 1) + [slots]) * 3
 
 
+class Penalised(nn.Embedding):
+    """An embedding whose output depends on its weights in another way, too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.weight.square().mean()
+
+
+def _penalise(module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    assert isinstance(module, nn.Embedding)
+    return output * module.weight.square().mean()
+
+
+def count_gathers(kind: str) -> tuple[int, bool]:
+    """Gathers of a steady step, and whether the embedding's gradient is that of one process."""
+    case = CASES["plain"]
+    model, twin = case.build(), case.build()
+    twin.load_state_dict(model.state_dict())
+    for each in (model, twin):
+        if kind == "subclass":
+            each.tokens.__class__ = Penalised
+        elif kind == "hook":
+            each.tokens.register_forward_hook(_penalise)
+    sharded, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.0), zero_dp_strategy=3)
+    batch = case.make_batch(2, torch.Generator().manual_seed(0))
+    for _ in range(3):
+        start = sharded.traffic()
+        case.loss(sharded, batch).backward()
+        sent = sharded.traffic().since(start)
+        found = sharded.full_gradients()["tokens.weight"]
+        optimizer.step()
+        optimizer.zero_grad()
+    case.loss(twin, batch).backward()
+    assert found is not None
+    return sent.gathers, torch.allclose(found, twin.tokens.weight.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("kind", "gathers"), [("plain", 8), ("subclass", 9), ("hook", 9)])
+def test_an_embedding_is_gathered_for_backward_only_where_that_reads_it(
+    run_ranks: RunRanks, kind: str, gathers: int
+) -> None:
+    """Forward gathers six units; backward finds the head and the last block, and gathers two blocks."""
+    assert run_ranks(2, count_gathers, kind) == [(gathers, True)] * 2
+
+
 # ---- weights that are read -----------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,11 @@ CASES = {
     "first_forward_gathers_each_unit_when_it_is_needed": case(
         (FORWARD, "gather0 wait0 gather1@0 wait1 gather2@1 wait2 release1 gather3@0 wait3")
     ),
+    "a_backward_that_reads_no_weights_gathers_none_and_is_not_prefetched": case(
+        STEP.replace("B1>", "b1>"),
+        (FORWARD, STEADY_FORWARD),
+        (BACKWARD.replace("B1>", "b1>"), "reduce3 reduce2 reduce1 reduce0 finalise"),
+    ),
     "first_backward_finds_the_units_used_last_and_gathers_the_others_when_needed": case(
         FORWARD, (BACKWARD, "reduce3 reduce2 release3 gather1@0 wait1 reduce1 reduce0 finalise")
     ),

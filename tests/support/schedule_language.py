@@ -1,7 +1,7 @@
 """Write what happens to a model as a line of text and read what the scheduler wants done as another.
 
 F1>   forward of unit 1 begins           F1<   ... ends; autograd will come back to it
-f1<   ... ends, and autograd will not    B1>   backward of unit 1 begins
+f1<   ... ends, and autograd will not    B1>   backward of unit 1 begins (b1>: and reads no weights)
 g1    its first gradient arrives         G1    its gradients are all there
 E     the backward is over               W     the weights were changed
 R     reset                              P1    weights wanted ahead, where there is room
@@ -15,7 +15,7 @@ from typing import Any
 from megatron_fsdp.engine.schedule import Operation, ScheduleConfig, Scheduler
 
 _EVENT = re.compile(
-    r"(?P<kind>[FfB])(?P<unit>\d+)(?P<edge>[<>])|(?P<single>[gGPA])(?P<single_unit>\d+)|(?P<bare>[EWR])"
+    r"(?P<kind>[FfBb])(?P<unit>\d+)(?P<edge>[<>])|(?P<single>[gGPA])(?P<single_unit>\d+)|(?P<bare>[EWR])"
 )
 
 
@@ -64,9 +64,10 @@ class Play:
         return self.scheduler.prefetch_requested(unit) if kind == "P" else self.scheduler.weights_requested(unit)
 
     def _pass(self, kind: str, unit: int, edge: str) -> tuple[Operation, ...]:
-        if kind == "B":
+        if kind in "Bb":
             waiting = self.epochs.get(unit, [])
-            return self.scheduler.backward_begins(unit, waiting.pop() if waiting else self.scheduler._weights_version)
+            version = waiting.pop() if waiting else self.scheduler._weights_version
+            return self.scheduler.backward_begins(unit, version, reads_weights=kind == "B")
         if edge == ">":
             return self.scheduler.forward_begins(unit)
         weights_version = self.scheduler.forward_ends(unit, needs_backward=kind == "F")

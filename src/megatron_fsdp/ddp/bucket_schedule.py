@@ -101,9 +101,9 @@ class BucketScheduler(Scheduler):
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def backward_begins(self, unit: int, weights_version: int) -> tuple[Operation, ...]:
+    def backward_begins(self, unit: int, weights_version: int, reads_weights: bool = True) -> tuple[Operation, ...]:
         """Begin a backward, in which every bucket has to be reduced, even without a gradient on this rank."""
-        operations = super().backward_begins(unit, weights_version)
+        operations = super().backward_begins(unit, weights_version, reads_weights)
         self._open_all()
         return operations
 

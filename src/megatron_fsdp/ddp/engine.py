@@ -73,9 +73,16 @@ class BucketEngine(Engine):
             self.executor.run(self.scheduler.weights_read(buckets))
             self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].shows_unsharded])
 
-    def post_forward(self, index: int, needs_backward: bool, failed: bool = False, position: int = 0) -> ForwardCall:
+    def post_forward(
+        self,
+        index: int,
+        needs_backward: bool,
+        failed: bool = False,
+        position: int = 0,
+        reads_weights: bool = True,
+    ) -> ForwardCall:
         """Gather the rest and show the sharded parameters: the model's forward has run or failed."""
-        call = super().post_forward(index, needs_backward, failed, position)
+        call = super().post_forward(index, needs_backward, failed, position, reads_weights)
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())

@@ -111,6 +111,19 @@ def _foreign_groups(index: FSDPDistributedIndex) -> tuple[dist.ProcessGroup, ...
     )
 
 
+def looked_up(module: nn.Module) -> frozenset[str]:
+    """Return the canonical names of the parameters that only `nn.Embedding` modules hold.
+
+    Their gradient is made of indices and of the gradient of what was looked up, so backward needs no weights of a unit
+    that has no others.
+    """
+    only_looked_up: dict[int, bool] = {}
+    for owner in module.modules():
+        for param in owner._parameters.values():
+            only_looked_up[id(param)] = only_looked_up.get(id(param), True) and type(owner) is nn.Embedding
+    return frozenset(name for name, param in module.named_parameters() if only_looked_up[id(param)])
+
+
 _ALIGNMENT_BYTES = 16
 EXPERT_NAME = ".experts."
 """Part of the name of every expert's parameter."""
@@ -128,6 +141,7 @@ class Sharding:
         experts: The ranks of experts; None where they are sharded as everything else.
         device: Device of the buffers.
         weight_formats: The name of the weight format of each parameter that has one, by canonical name.
+        lookups: Canonical names of the parameters that `looked_up` finds.
     """
 
     options: EngineOptions
@@ -135,6 +149,7 @@ class Sharding:
     experts: Domain | None
     device: torch.device
     weight_formats: Mapping[str, str] = field(default_factory=dict)
+    lookups: frozenset[str] = frozenset()
 
     def sums_in_fp32(self, name: str) -> bool:
         """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""

@@ -67,14 +67,15 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 
 
 class ForwardCall:
-    """One forward of a unit's module at `position`; its backward refers to it."""
+    """One forward of a unit's module at `position`; its backward refers to it, and may read the weights."""
 
-    __slots__ = ("last_backward", "position", "unit", "weights_version")
+    __slots__ = ("last_backward", "position", "reads_weights", "unit", "weights_version")
 
-    def __init__(self, unit: int, position: int, weights_version: int) -> None:
+    def __init__(self, unit: int, position: int, weights_version: int, reads_weights: bool = True) -> None:
         self.unit = unit
         self.position = position
         self.weights_version = weights_version
+        self.reads_weights = reads_weights
         self.last_backward = -1
 
 
@@ -213,8 +214,18 @@ class Engine:
                 "that are never used"
             )
 
-    def post_forward(self, index: int, needs_backward: bool, failed: bool = False, position: int = 0) -> ForwardCall:
-        """Show the sharded parameters again: the forward of the unit's module has run or failed."""
+    def post_forward(
+        self,
+        index: int,
+        needs_backward: bool,
+        failed: bool = False,
+        position: int = 0,
+        reads_weights: bool = True,
+    ) -> ForwardCall:
+        """Show the sharded parameters again: the forward of the unit's module has run or failed.
+
+        `reads_weights`: whether its backward may read the weights.
+        """
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
         if not depth:
             return ForwardCall(index, position, _NEVER)  # another hook failed before the forward began
@@ -230,7 +241,7 @@ class Engine:
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
             self.executor.end_forward(failed)
-        return ForwardCall(index, position, weights_version)
+        return ForwardCall(index, position, weights_version, reads_weights)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -373,7 +384,9 @@ class Engine:
                 "whose saved weights would be released before they are used; differentiate twice under "
                 "zero_dp_strategy 0 to 2"
             )
-        self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version))
+        self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights))
+        if not call.reads_weights:
+            return
         self.units[call.unit].show_unsharded(call.position)  # recomputation inside the module calls no hooks of it
         self._unsharded_for_backward.add(call.unit)
         if self.observers.active:

@@ -101,6 +101,11 @@ class GroupPlan:
         return held_region(self.layout.numel, self.placements.compute_weight, self.axes).numel < self.layout.numel
 
     @property
+    def is_looked_up(self) -> bool:
+        """Whether backward reads none of the weights."""
+        return all(info.is_looked_up for info in self.spec.parameters)
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes that the full compute weights take while they are gathered, and only then, else 0."""
         return self.layout.numel * self.precision.compute.itemsize if self.weights_in_slots else 0
@@ -170,6 +175,7 @@ class GroupPlan:
             outer_ranks=self.axes[0].num_ranks if has_outer else 1,
             outer_shares=has_outer and self.placements.main_weight[0] is Placement.SHARD,
             weight_format=self.weight_format,
+            is_looked_up=self.is_looked_up,
         )
 
     def frame(self, index: int) -> ShardFrame:

@@ -99,7 +99,7 @@ def _post_forward(reference: weakref.ref[Engine], place: _Place, _module: nn.Mod
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
-    call = engine.post_forward(index, bool(outputs), failed, place.position)
+    call = engine.post_forward(index, bool(outputs), failed, place.position, _reads_weights(unit, outputs))
     if computes_gradients and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
@@ -107,6 +107,14 @@ def _post_forward(reference: weakref.ref[Engine], place: _Place, _module: nn.Mod
             continue  # not computed by this forward, and its hooks would outlive the call
         tensor.register_hook(partial(_pre_backward, reference, call))
     return output
+
+
+def _reads_weights(unit: Unit, outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether the backward of what a unit computed may read its weights; that of plain lookups does not."""
+    return not unit.only_looks_up or any(type(tensor.grad_fn).__name__ != _LOOKUP for tensor in outputs)
+
+
+_LOOKUP = "EmbeddingBackward0"
 
 
 class _RootForward:

@@ -96,7 +96,8 @@ def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
         raise
     trainable = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
     needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trainable)
-    forward = engine.post_forward(call.unit, needs_backward, position=call.position)
+    reads_weights = not engine.units[call.unit].only_looks_up  # as on the ranks that look something up
+    forward = engine.post_forward(call.unit, needs_backward, position=call.position, reads_weights=reads_weights)
     if not needs_backward:
         return hidden
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so there is a backward in any case

@@ -287,8 +287,8 @@ class Scheduler:
                 self._backward_unit = unit  # the unit recomputed last is the one whose backward comes next
         return self._weights_version
 
-    def backward_begins(self, unit: int, weights_version: int) -> tuple[Operation, ...]:
-        """Prepare the backward of one forward of a unit.
+    def backward_begins(self, unit: int, weights_version: int, reads_weights: bool = True) -> tuple[Operation, ...]:
+        """Prepare the backward of one forward of a unit; one that reads no weights, as a lookup's, gathers none.
 
         Raises:
             ScheduleError: The weights have changed since that forward.
@@ -307,7 +307,8 @@ class Scheduler:
             self._backward_unit = unit
         state = self._units[unit]
         state.in_backward, state.reduced = True, False
-        operations += self._need(unit, self._backward_order, self.config.prefetch_backward)
+        if reads_weights:
+            operations += self._need(unit, self._backward_order, self.config.prefetch_backward)
         state.open_forwards = max(0, state.open_forwards - 1)
         return tuple(operations)
 

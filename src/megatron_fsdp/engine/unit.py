@@ -80,6 +80,11 @@ class Unit:
         return bool(self._slotted)
 
     @property
+    def only_looks_up(self) -> bool:
+        """Whether it has sharded weights, and backward reads none of them."""
+        return self.lives_in_slots and all(plan.is_looked_up for plan in self.group_plans)
+
+    @property
     def exchanges_inner(self) -> bool:
         """Whether reducing any group over the inner ranks needs scratch."""
         return any(group.exchanges_inner for group in self.groups)

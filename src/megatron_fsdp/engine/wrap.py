@@ -24,7 +24,7 @@ from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.engine.domains import Sharding, make_domain
+from megatron_fsdp.engine.domains import Sharding, looked_up, make_domain
 from megatron_fsdp.engine.engine import Engine, EngineParts
 from megatron_fsdp.engine.expert_state import find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
@@ -190,7 +190,7 @@ def assemble(
     options.check_capture()
     sharding = _sharding(options, index, device)
     plan, formats = _plan_together(module, grouping, options, sharding)
-    sharding = replace(sharding, weight_formats=formats)
+    sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
@@ -531,6 +531,7 @@ def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> Parame
         is_expert=sharding.is_expert(name, param),
         sums_in_fp32=sharding.sums_in_fp32(name),
         weight_format=sharding.weight_formats.get(name),
+        is_looked_up=name in sharding.lookups,
     )
 
 

@@ -159,6 +159,9 @@ class _Unit:
         }
         self.allocated_across = sum(_allocated_across(group, setup) for group in groups)
         self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in unit.groups])[1]
+        self.reads_weights = not self.gathered_bytes or not all(
+            plan.is_looked_up for plan in unit.groups
+        )  # in backward
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
         self.main_bytes = held.main_grad
         self.whole_bytes = deferred.main_grad - held.main_grad
@@ -321,7 +324,7 @@ class _Replay:
                 for each in self._units:
                     self._wires.wait(each.gathered_outer_s)
         elif event is Event.BACKWARD_BEGINS:
-            self._run(scheduler.backward_begins(unit, self._epochs[unit]))
+            self._run(scheduler.backward_begins(unit, self._epochs[unit], self._units[unit].reads_weights))
         elif event is Event.BACKWARD_ENDS:
             self._run(scheduler.backward_ends())
 

@@ -18,7 +18,7 @@ from torch import nn
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.domains import Domain, Sharding
+from megatron_fsdp.engine.domains import Domain, Sharding, looked_up
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_codec import encoded_parameters
@@ -124,7 +124,8 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
-    sharding = replace(_sharding(setup), weight_formats=encoded_parameters(module, setup.policy, setup.strategy))
+    formats = encoded_parameters(module, setup.policy, setup.strategy)
+    sharding = replace(_sharding(setup), weight_formats=formats, lookups=looked_up(module))
     known: dict[object, GroupPlan] = {}  # a model of 126 equal layers has one layout
     cut_numel = setup.memory.bucket_numel_on(num_ranks)
     units = []

@@ -1,6 +1,6 @@
 """Bytes that a model holds per rank, borrows during a step and sends; derivations in ``docs/memory.md``."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +37,7 @@ class GroupFootprint:
         outer_ranks: Ranks on the outer axis of hybrid sharding; 1 where there is none.
         outer_shares: Whether main weights, main gradients and optimizer state are sharded over these, too (HFSDP).
         weight_format: The weight format in which compute weights are sharded and gathered; None: their dtype.
+        is_looked_up: Whether backward reads none of its weights, as of embeddings.
     """
 
     unit: int
@@ -51,6 +52,7 @@ class GroupFootprint:
     outer_ranks: int = 1
     outer_shares: bool = False
     weight_format: WeightFormat | None = None
+    is_looked_up: bool = False
 
     def __post_init__(self) -> None:
         if self.unit < 0 or self.numel < 0 or self.num_shards < 1 or self.outer_ranks < 1:
@@ -265,7 +267,8 @@ def step_traffic(
     cut = [group for group in communicating if not group.is_whole]
     if strategy == ShardingStrategy.optim_grads_params:
         plan = plan_weights(allocator, _unit_weights(groups, strategy), slots)
-        order = _gathered_units(_without_root(group.unit for group in groups), microbatches, plan)
+        reading = {group.unit for group in groups if not group.is_looked_up}
+        order = _gathered_units(_without_root(group.unit for group in groups), microbatches, plan, reading)
         gathered = [group for unit in order for group in cut if group.unit == unit]
     else:
         gathered = [] if strategy == ShardingStrategy.no_shard else [group for group in cut if group.requires_grad]
@@ -281,16 +284,32 @@ def step_traffic(
     )
 
 
-def _gathered_units(unit_indices: Sequence[int], microbatches: int, plan: WeightPlan) -> list[int]:
-    """List the units in the order of their gathers: down the model and back, while the last few used stay gathered."""
+def _gathered_units(
+    unit_indices: Sequence[int], microbatches: int, plan: WeightPlan, reading: Collection[int]
+) -> list[int]:
+    """List the units in the order of their gathers: down the model and back, while the last few used stay gathered.
+
+    Args:
+        unit_indices: Units besides the root, in forward order.
+        microbatches: Pairs of forward and backward; without an optimizer step between, the next forward finds the last
+            used units, unless their memory was freed.
+        plan: Where gathered weights lie; units that take turns in slots keep the slot of their first gather.
+        reading: Units whose backward reads weights.
+    """
     in_turn = [unit for unit in unit_indices if plan.storages[unit] is not WeightStorage.OWN]
-    kept = min(plan.slots, len(in_turn))
-    after_forward = in_turn[: len(in_turn) - kept]  # gathered again on the way back, last ones first
-    # Without an optimizer step between, the next forward finds the last used units, unless their memory was freed.
-    given_back = [unit for unit in (ROOT_UNIT, *in_turn[:kept]) if plan.storages[unit] is WeightStorage.RESIZED]
-    first = [ROOT_UNIT, *unit_indices, *reversed(after_forward)]
-    later = [*given_back, *in_turn[kept:], *reversed(after_forward)]
-    return first + later * (microbatches - 1)
+    slots = {unit: turn % max(1, plan.slots) for turn, unit in enumerate(in_turn)}
+    freed = {unit for unit in (ROOT_UNIT, *in_turn) if plan.storages[unit] is WeightStorage.RESIZED}
+    order: list[int] = []
+    held: dict[int, int] = {}  # the unit in each slot; those that take no turns have a key of their own
+    for _ in range(microbatches):
+        for unit in (ROOT_UNIT, *unit_indices, *(unit for unit in reversed(in_turn) if unit in reading)):
+            slot = slots.get(unit, -1 - unit)
+            if held.get(slot) != unit:
+                order.append(unit)
+            if plan.slots or slot < 0:
+                held[slot] = unit
+        held = {slot: unit for slot, unit in held.items() if unit not in freed}
+    return order
 
 
 _Buffer = Literal["compute_weight", "main_weight", "main_grad"]

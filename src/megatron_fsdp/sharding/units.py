@@ -469,6 +469,7 @@ class ParameterInfo:
         sums_in_fp32: Whether its gradients are accumulated in float32, whatever they travel in.
         granularity: The pieces that sharding must not cut.
         weight_format: Name of the weight format that it is gathered in; None: its dtype.
+        is_looked_up: Whether only embeddings hold it, whose backward does not read it.
     """
 
     name: str
@@ -479,6 +480,7 @@ class ParameterInfo:
     sums_in_fp32: bool = False
     granularity: Granularity = Granularity.ROWS
     weight_format: str | None = None
+    is_looked_up: bool = False
 
     @property
     def numel(self) -> int:
