@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import Granularity
 from megatron_fsdp.sharding.units import (
     GroupKey,
     ParameterGroupSpec,
@@ -315,12 +314,9 @@ def test_groups_come_in_order_of_first_appearance_and_keep_the_order_inside() ->
     ]
 
 
-def test_experts_are_kept_apart_and_granularity_does_not_split_a_group() -> None:
+def test_experts_are_kept_apart() -> None:
     groups = group_parameters([info("dense"), info("expert", expert=True)])
     assert [group.key.is_expert for group in groups] == [False, True]
-    whole = ParameterInfo("m", (2, 3), FP32, True, granularity=Granularity.TENSOR)
-    (group,) = group_parameters([info("a"), whole])
-    assert [parameter.granularity for parameter in group.parameters] == [Granularity.ROWS, Granularity.TENSOR]
     assert group_parameters([]) == ()
     with pytest.raises(ConfigurationError) as caught:
         group_parameters([info("tied"), info("tied", BF16)])

@@ -143,13 +143,11 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
     sends = any(axis.num_ranks > 1 for axis in plan.axes)
     stored = plan.spec.key.weight_format if group.weights.is_encoded else None
     stored = stored or _name(plan.precision.compute)
-    granularities = (info.granularity for info in plan.spec.parameters)
     return GroupDescription(
         parameters=len(group.names),
         numel=plan.layout.payload_numel,
         padding_numel=plan.layout.padding_numel,
         shard_numel=group.weights.main.local.numel(),
-        granularity=tuple(dict.fromkeys(each.kind.value for each in granularities)),
         is_trainable=group.is_trained,
         is_expert=plan.spec.key.is_expert,
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),

@@ -263,7 +263,6 @@ class Sharding:
                 shapes,
                 num_shards,
                 alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
-                granularity=[info.granularity for info in spec.parameters],
                 numel_multiple=self.options.numel_multiple if spec.key.requires_grad else 1,
             )
 

@@ -415,7 +415,7 @@ class GroupPlanner:
     def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
         """Return the plan of one group, and for each parameter the elements that every rank holds."""
         parts = self._sharding.parts_of(spec, originals)
-        alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters), parts)
+        alike = (spec.key, tuple(info.shape for info in spec.parameters), parts)
         known = self._known.get(alike)
         if known is None:
             plan = self._sharding.plan_group(spec, originals)

@@ -133,7 +133,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
         specs = group_parameters(infos)
         groups = []
         for group in specs if index else cut_groups(specs, cut_numel):
-            alike = (group.key, tuple((info.shape, info.granularity) for info in group.parameters))
+            alike = (group.key, tuple(info.shape for info in group.parameters))
             if alike not in known:
                 originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in group.parameters]
                 known[alike] = sharding.plan_group(group, originals)

@@ -19,7 +19,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import Granularity
 
 READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Classes of torch that read parameters of their submodules without calling them."""
@@ -467,7 +466,6 @@ class ParameterInfo:
         requires_grad: Whether it is trained.
         is_expert: Whether it belongs to an expert, which is replicated over the expert group and not the dense one.
         sums_in_fp32: Whether its gradients are accumulated in float32, whatever they travel in.
-        granularity: The pieces that sharding must not cut.
         weight_format: Name of the weight format that it is gathered in; None: its dtype.
     """
 
@@ -477,7 +475,6 @@ class ParameterInfo:
     requires_grad: bool
     is_expert: bool = False
     sums_in_fp32: bool = False
-    granularity: Granularity = Granularity.ROWS
     weight_format: str | None = None
 
     @property
