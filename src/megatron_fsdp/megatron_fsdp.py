@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
@@ -194,7 +194,7 @@ class MegatronFSDP(nn.Module):
         self.mp_policy = options.policy
         self._policy_after_reset: MixedPrecisionPolicy | None = None
         self.calculate_per_token_loss = options.calculate_per_token_loss
-        self.report_nan_in_param_grad = options.check_finite
+        self.report_nan_in_param_grad = options.report_nan_in_param_grad
         self.microbatch_count = 0
         self._mode = SyncMode(auto_sync=auto_sync)
         mesh = dist_index.get_submesh((_shard_dim(dist_index),))
@@ -208,7 +208,7 @@ class MegatronFSDP(nn.Module):
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
-        delayed = delay_all(module) if options.delays_weight_gradients else None
+        delayed = delay_all(module) if options.delay_wgrad_compute else None
         try:
             self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
         except BaseException:
@@ -1097,7 +1097,7 @@ class MegatronFSDP(nn.Module):
         except ConfigurationError as error:
             problem = error
         try:
-            agree_over(self._engine.reaching_all, problem)
+            agree(self._engine.reaching_all, problem)
         except BaseException:
             if log is not None:
                 log.withdraw()

@@ -147,7 +147,7 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balanc
         f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
         for name, values in sorted(batch.items())
     ]
-    agree(cp_mesh.get_group(), error, facts)
+    agree([cp_mesh.get_group()], error, facts)
     reference = _reference(batch)
     rows, length = reference.shape[:2]
     whole = {name: values for name, values in batch.items() if name not in ("labels", "attention_mask")}

@@ -285,30 +285,18 @@ def describe_model(subject: Subject) -> Description:
     )
 
 
-_TOLD = {
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-    "average_in_collective": "average_in_collective",
-    "calculate_per_token_loss": "calculate_per_token_loss",
-    "check_finite": "report_nan_in_param_grad",
-    "init_meta": "init_model_with_meta_device",
-    "reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
-    "verify_ranks_s": "verify_ranks",
-    "find_unused_parameters": "find_unused_parameters",
-    "deterministic": "deterministic",
-    "fuses_weight_gradients": "gradient_accumulation_fusion",
-    "delays_weight_gradients": "delay_wgrad_compute",
-}
-"""Field of `EngineOptions` -> the argument that sets it, where nothing else in a description shows it."""
+_TOLD_ELSEWHERE = ("strategy", "outer_strategy", "policy", "memory", "numel_multiple", "own_groups")
+"""Fields of `EngineOptions` that other parts of a description show."""
 
 
 def _options(options: EngineOptions, config: DistributedDataParallelConfig | None, auto_sync: bool) -> dict[str, str]:
     """Collect the options that are not at their defaults, by the name of the argument or field."""
     values = [(field.name, getattr(config, field.name), field.default) for field in fields(config)] if config else []
     said = {name for name, _, _ in values}  # the configuration has defaults of its own
-    defaults = EngineOptions()
     values += [
-        (name, getattr(options, field), getattr(defaults, field)) for field, name in _TOLD.items() if name not in said
+        (field.name.removesuffix("_s"), getattr(options, field.name), field.default)
+        for field in fields(options)
+        if field.name not in {*said, *_TOLD_ELSEWHERE}
     ]
     values.append(("sync_model_each_microbatch", auto_sync, True))
     return {name: str(value).removeprefix("torch.") for name, value, default in values if value != default}

@@ -138,7 +138,9 @@ class Sharding:
 
     def sums_in_fp32(self, name: str) -> bool:
         """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""
-        return any(self.matches(name, pattern) for pattern in self.options.fp32_patterns)
+        return any(
+            self.matches(name, pattern) for pattern in self.options.param_name_patterns_for_fp32_local_accumulation
+        )
 
     def check_patterns(self, names: Sequence[str]) -> None:
         """Refuse patterns without effect.
@@ -149,7 +151,7 @@ class Sharding:
         Raises:
             ConfigurationError: A pattern matches none of them.
         """
-        for pattern in self.options.fp32_patterns:
+        for pattern in self.options.param_name_patterns_for_fp32_local_accumulation:
             if not any(self.matches(name, pattern) for name in names):
                 raise ConfigurationError(
                     f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
@@ -240,7 +242,7 @@ class Sharding:
             average_in_collective=self.options.average_in_collective,
             calculate_per_token_loss=self.options.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
-            scales_first=self.options.scales_first,
+            scales_first=not self.options.gradient_reduce_div_fusion,
         )
         return replace(reduction, one_by_one=self.options.deterministic is not None)
 

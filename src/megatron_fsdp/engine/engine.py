@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree, agree_over
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import Traffic, real_values
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
@@ -634,9 +634,9 @@ class Engine:
 
     def agree_on(self, dense_facts: Sequence[str], expert_facts: Sequence[str]) -> None:
         """Compare facts with the other ranks; those about experts with the ranks that share them. Collective."""
-        agree_over(self.reaching_all, None, dense_facts)
+        agree(self.reaching_all, None, dense_facts)
         if self.experts is not None:
-            agree(self.experts.group, None, expert_facts)
+            agree([self.experts.group], None, expert_facts)
 
     @property
     def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:

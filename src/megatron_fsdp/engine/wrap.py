@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import Traffic, has_values
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.comm.registration import UserBuffers
@@ -199,12 +199,14 @@ def assemble(
         sharding, own_groups = sharding.over_own_groups()
     bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
     reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
-    reduces_early = reduces_early and not options.delays_weight_gradients
+    reduces_early = reduces_early and not options.delay_wgrad_compute
     planned = plan_groups(module, plan, sharding, bucket_numel)
     memory = plan_memory(options.memory, reduces_early, [[group for group, _ in unit] for unit in planned])
     user_buffers = _user_buffers(options.memory, memory, sharding)
     pool = CommunicationPool(device, memory.pool, None if user_buffers is None else user_buffers.allocate)
-    units = build_units(module, plan, sharding, planned, pool, leaves_empty=options.init_meta == EMPTY)
+    units = build_units(
+        module, plan, sharding, planned, pool, leaves_empty=options.init_model_with_meta_device == EMPTY
+    )
     _warn_of_narrowing(units)
     if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
@@ -224,7 +226,7 @@ def assemble(
     grouping.connect(engine, module)
     register_load_hooks(engine, module)
     engine.structure = StructureCheck(module, units)
-    if options.fuses_weight_gradients:
+    if options.gradient_accumulation_fusion:
         fuse_weight_gradients(engine, module)
     return Assembly(engine, plan, lines, tuple(register_state_dict_hooks(engine, module)))
 
@@ -234,7 +236,7 @@ def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding
     if options.user_buffers is None or memory.pool is None:
         return None
     facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in memory.pool.blocks]
-    agree_over(sharding.reaching_all, None, facts)
+    agree(sharding.reaching_all, None, facts)
     axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
     return UserBuffers(axes, sharding.reaching_all, sharding.device, options.user_buffers.symmetric)
 
@@ -246,11 +248,11 @@ def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.d
         for group in unit.groups  # frozen ones too, which may be unfrozen
         for name in group.names
     }
-    if options.check_finite:
+    if options.report_nan_in_param_grad:
         engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
         for group in engine.groups():
             engine.inspect_gradients(group)
-    if options.check_large:
+    if options.check_for_large_grads:
         engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
 
 
@@ -285,7 +287,7 @@ def _plan_together(
             refuse_without_reduce_scatter(options.strategy)
         if options.deterministic is not None:
             _check_deterministic(options, sharding)
-        check_module(module, options.init_meta)
+        check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
@@ -296,7 +298,7 @@ def _plan_together(
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
-    agree_over(sharding.reaching_all, problem, facts)
+    agree(sharding.reaching_all, problem, facts)
     assert plan is not None
     return plan, formats
 
@@ -493,7 +495,7 @@ def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], 
             materialise(module, blueprint, units, sharding.device)
     except ConfigurationError as error:
         problem = error
-    agree_over(sharding.reaching_all, problem)
+    agree(sharding.reaching_all, problem)
 
 
 def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:

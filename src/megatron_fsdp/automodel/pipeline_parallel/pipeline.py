@@ -234,7 +234,7 @@ class Pipeline:
             facts = inputs.facts(call)
         except ConfigurationError as found:
             error = found
-        agree(self._group, error, facts)  # a rank with other shapes would wait for tensors that nobody sends
+        agree([self._group], error, facts)  # a rank with other shapes would wait for tensors that nobody sends
         assert inputs is not None
         check_call(self.parts[0], inputs.per_token)
         return inputs
