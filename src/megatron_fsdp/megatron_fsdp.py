@@ -226,8 +226,8 @@ class MegatronFSDP(nn.Module):
         watch_optimizers(self._engine)
         self._stamp_parameters()
         self._log_if_asked()
-        for line in self._assembly.plan_lines:
-            logger.info(line)
+        plan = self._assembly.plan
+        logger.info("%d units besides the root (%s); describe() shows them", len(plan.units) - 1, plan.source)
         if options.strategy is ShardingStrategy.optim_grads_params:
             # `generate` of transformers then goes on until all ranks are done, and layers that it drops by chance run.
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -1135,10 +1135,6 @@ class MegatronFSDP(nn.Module):
             index=self.dist_index,
             auto_sync=self._mode.auto_sync,
         )
-
-    def unit_plan_lines(self) -> tuple[str, ...]:
-        """Return the units and their sizes, for people."""
-        return self._assembly.plan_lines
 
     def footprints(self) -> tuple[GroupFootprint, ...]:
         """Return the input of the formulas of `megatron_fsdp.sharding.accounting`, one entry per parameter group."""

@@ -14,7 +14,6 @@ from megatron_fsdp.sharding.units import (
     cut_groups,
     find_units,
     group_parameters,
-    plan_lines,
 )
 
 
@@ -266,32 +265,6 @@ def test_the_model_is_left_as_it_was() -> None:
     find_units(model, None)
     assert {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)} == before
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-# ---- for people -----------------------------------------------------------------------------------------------------
-
-
-def test_the_table_shows_runs_of_equal_units_of_one_place_in_one_line() -> None:
-    model = Model(12, tied=True)
-    model.layers[11].linear = nn.Linear(2, 4)
-    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    assert plan_lines(find_units(model, [Block]), numels) == [
-        "12 units besides the root (given classes Block), 145 parameters",
-        "  root (Model)  10 parameters",
-        "  layers.0 ... layers.10 (11 x Block)  11 parameters each",
-        "  layers.11 (Block)  14 parameters",
-        "  head.weight is tied to embed.weight",
-    ]
-    model = Branches(nn.ModuleList([Leaf(), Leaf()]), nn.ModuleList([Leaf(), Leaf()]))
-    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    assert plan_lines(
-        find_units(model, None), {**numels, "first.0.weight": 1_000_000, "first.1.weight": 1_000_000}
-    ) == [
-        "4 units besides the root (repeated blocks), 2,000,004 parameters",
-        "  root (Branches)  0 parameters",
-        "  first.0 ... first.1 (2 x Leaf)  1,000,000 parameters each",
-        "  second.0 ... second.1 (2 x Leaf)  2 parameters each",
-    ]
 
 
 # ---- groups of parameters --------------------------------------------------------------------------------------------

@@ -41,6 +41,11 @@ _SLOTS = 2
 _LEAST_BUCKET_NUMEL = 40_000_000
 _BUCKET_NUMEL_PER_RANK = 1_000_000
 
+def default_bucket_numel(num_ranks: int) -> int:
+    """Return the elements that close a bucket where nobody says how many: more on more ranks, whose parts are less."""
+    return max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
+
+
 MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
 """Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""
 
@@ -107,7 +112,7 @@ class MemoryOptions:
         """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
         if not self.is_bucketed:
             return None
-        return self.bucket_numel or max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
+        return self.bucket_numel or default_bucket_numel(num_ranks)
 
     def check_plan(self, units_besides_root: int) -> None:
         """Refuse options that have no effect on this model."""

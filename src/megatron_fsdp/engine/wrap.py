@@ -59,7 +59,6 @@ from megatron_fsdp.sharding.units import (
     group_parameters,
     merge_small_units,
     message_bytes,
-    plan_lines,
     refine_units,
 )
 
@@ -163,13 +162,11 @@ class Assembly:
     Attributes:
         engine: Its engine.
         plan: Its units.
-        plan_lines: The units, for people.
         state_dict_handles: The hooks that describe shards in state dicts.
     """
 
     engine: Engine
     plan: UnitPlan
-    plan_lines: tuple[str, ...]
     state_dict_handles: tuple[RemovableHandle, ...]
 
 
@@ -193,7 +190,6 @@ def assemble(
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
-    lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
     own_groups = None
     if options.own_groups:
         sharding, own_groups = sharding.over_own_groups()
@@ -228,7 +224,7 @@ def assemble(
     engine.structure = StructureCheck(module, units)
     if options.gradient_accumulation_fusion:
         fuse_weight_gradients(engine, module)
-    return Assembly(engine, plan, lines, tuple(register_state_dict_hooks(engine, module)))
+    return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
 
 
 def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding) -> UserBuffers | None:

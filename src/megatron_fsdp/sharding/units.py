@@ -6,7 +6,6 @@ unit and the root, since it is needed outside any one unit.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,24 +171,6 @@ def find_units(
         names = ", ".join(cls.__name__ for cls in classes)
         source = f"given classes {names}" if classes else "no classes given"
     return _plan(module, found, ends, source)
-
-
-def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
-    """Describe a plan for people, with runs of equal units in one line."""
-    rows = [(unit, sum(numels[name] for name in unit.parameters)) for unit in plan.units]
-    total_numel = sum(numel for _, numel in rows)
-    lines = [f"{len(rows) - 1} units besides the root ({plan.source}), {total_numel:,} parameters"]
-    lines.append(f"  root ({plan.units[_ROOT].class_name})  {rows[_ROOT][1]:,} parameters")
-    # What neighbours described in one line share: only the numbers in their names differ.
-    alike = groupby(rows[1:], key=lambda row: (re.sub(r"\d+", "#", row[0].name), row[0].class_name, row[1]))
-    for (_, class_name, numel), group in alike:
-        names = [unit.name for unit, _ in group]
-        if len(names) == 1:
-            lines.append(f"  {names[0]} ({class_name})  {numel:,} parameters")
-        else:
-            lines.append(f"  {names[0]} ... {names[-1]} ({len(names)} x {class_name})  {numel:,} parameters each")
-    lines.extend(f"  {alias} is tied to {canonical}" for alias, canonical in plan.aliases)
-    return lines
 
 
 def _resolve_classes(module: nn.Module, given: object) -> tuple[type[nn.Module], ...]:
