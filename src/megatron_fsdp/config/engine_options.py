@@ -41,6 +41,7 @@ _SLOTS = 2
 _LEAST_BUCKET_NUMEL = 40_000_000
 _BUCKET_NUMEL_PER_RANK = 1_000_000
 
+
 def default_bucket_numel(num_ranks: int) -> int:
     """Return the elements that close a bucket where nobody says how many: more on more ranks, whose parts are less."""
     return max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)

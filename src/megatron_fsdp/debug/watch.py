@@ -12,8 +12,7 @@ from megatron_fsdp.errors import ScheduleError
 def watch(engine: Engine, verify_ranks_s: float) -> None:
     """Add the observers that arguments and environment ask for. Collective where ranks are compared."""
     if verify_ranks_s and engine.dense.group is not None:
-        labels = [unit.label for unit in engine.units]
-        engine.executor.verifier = RankVerifier(engine.dense.group, labels, verify_ranks_s)
+        engine.observers.add(RankVerifier(engine.dense.group, engine.units, verify_ranks_s))
     if resolve_check_lifetimes():
         check_lifetimes(engine)
     delays = resolve_delays()

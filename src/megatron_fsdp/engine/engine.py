@@ -203,7 +203,6 @@ class Engine:
                 unit.check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
-            self.executor.end_forward(failed)
         return ForwardCall(index, position, weights_version)
 
     def refresh_weights(self) -> None:
@@ -264,8 +263,6 @@ class Engine:
             ):
                 if flag != before:
                     facts[group.plan.spec.key.is_expert].append(f"requires_grad={flag} of {name}")
-        if self.executor.verifier is not None:  # a rank that has changed nothing must stop, too
-            self.executor.verifier.change()
         try:
             self.agree_on(facts[False], facts[True])
         except ConfigurationError as error:
@@ -312,7 +309,6 @@ class Engine:
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow a step of any optimizer. Its operations on lists of DTensors leave no trace in version counters."""
         if optimizer in self.connected:
-            self.executor.note_step()
             return  # its own hooks install the weights
         if self.replaced is not None:
             self.replaced.check(optimizer)
@@ -320,7 +316,6 @@ class Engine:
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         if any(id(param) in self.positions for param in firsts):
             self.stepped = True
-            self.executor.note_step()
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; gathered weights are stale then."""
