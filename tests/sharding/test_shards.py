@@ -150,10 +150,6 @@ def test_split_lengths_are_those_of_torch_and_elements_are_counted_in_flattened_
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ListedCut((0, 3, 2)), "shard edges"),
-        (lambda: ShardDescription((4,), MeshUse((2,), (0,)), (0,), ListedCut((0, 4))), "1 shards were described for 2"),
-        (lambda: ShardDescription((4,), MeshUse((2,), (0,)), (0, 0), ListedCut((0, 2, 4))), "is no place on a mesh"),
-        (lambda: ShardDescription((4,), MeshUse((2,), (0,)), (0,), ListedCut((0, 2, 5))), "shards of 5 elements"),
         (lambda: split_lengths(4, [2, 3]), "cannot be split"),
         (lambda: split_lengths(4, -1), "cannot be split"),
     ],

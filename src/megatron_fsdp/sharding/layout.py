@@ -6,12 +6,10 @@ otherwise. `plan_layout` makes one.
 
 import bisect
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.shards import BufferCut
 
@@ -307,38 +305,6 @@ class Layout:
     num_shards: int
     shard_numel: int
 
-    def __post_init__(self) -> None:
-        """Check every invariant in time that does not depend on the number of shards."""
-        if len(self.shapes) != len(self.offsets):
-            raise ConfigurationError(
-                f"a layout has {len(self.shapes)} shapes and {len(self.offsets)} offsets; give one of each per tensor."
-            )
-        if self.num_shards < 1 or self.shard_numel < 0:
-            raise ConfigurationError(
-                f"a layout has num_shards={self.num_shards} and shard_numel={self.shard_numel}; pass at least 1 shard "
-                "of at least 0 elements."
-            )
-        for index in range(len(self.shapes)):
-            self._check_tensor(index)
-        self._check_overlap()
-
-    def _check_tensor(self, index: int) -> None:
-        start, stop = self.tensor_range(index)
-        if start < 0 or stop > self.numel:
-            raise ConfigurationError(
-                f"tensor {index} lies at [{start}, {stop}), outside of the buffer [0, {self.numel}): give it an offset "
-                "that keeps it inside, or a larger shard_numel."
-            )
-
-    def _check_overlap(self) -> None:
-        occupied = sorted((*self.tensor_range(i), i) for i in range(len(self.shapes)) if self.tensor_numel(i))
-        for (_, stop, first), (start, _, second) in itertools.pairwise(occupied):
-            if start < stop:
-                raise ConfigurationError(
-                    f"tensors {first} and {second} overlap: the one ends at {stop} and the other starts at {start}; "
-                    "give each its own range of the buffer."
-                )
-
     def cut(self, index: int) -> BufferCut:
         """Return the ranges of one tensor's flattened elements that the shards hold."""
         return BufferCut(self.offsets[index], self.shard_numel, self.num_shards, self.tensor_numel(index))
@@ -374,8 +340,6 @@ class Layout:
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the half-open range of one rank's shard in the buffer."""
-        if not 0 <= rank < self.num_shards:
-            raise ConfigurationError(f"rank {rank} was asked for; this layout has shards 0 to {self.num_shards - 1}.")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
@@ -456,23 +420,7 @@ def plan_layout(
         max_waste: Padding divided by payload that keeping rows whole may cost.
         numel_multiple: The whole buffer is a multiple of this many elements, e.g. 2**16 for fast rings of NCCL. Where
             it leaves no cheap length for whole rows, more tensors are cut inside rows than without it.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
     """
-    for index, shape in enumerate(shapes):
-        if any(length < 0 for length in shape):
-            raise ConfigurationError(f"shape {index} is {tuple(shape)}; no dimension may be negative.")
-    if num_shards < 1:
-        raise ConfigurationError(f"num_shards is {num_shards}; pass the number of ranks, 1 or more.")
-    if alignment_numel < 1:
-        raise ConfigurationError(f"alignment_numel is {alignment_numel}; pass 1 (no alignment) or more.")
-    if numel_multiple < 1:
-        raise ConfigurationError(f"numel_multiple is {numel_multiple}; pass 1 (any length) or more.")
-    if not 0.0 <= max_waste < math.inf:
-        raise ConfigurationError(
-            f"max_waste is {max_waste}; pass a finite fraction of 0 or more, 0.01 for one percent."
-        )
     spans = [_span(index, shape, alignment_numel) for index, shape in enumerate(shapes) if math.prod(shape)]
     step_numel = math.lcm(numel_multiple // math.gcd(num_shards, numel_multiple), alignment_numel)
     shards = _Shards(num_shards, step_numel // alignment_numel)

@@ -513,15 +513,8 @@ def key_of(parameter: ParameterInfo) -> GroupKey:
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
     """Group parameters that agree in all that `GroupKey` has."""
     members: dict[GroupKey, list[ParameterInfo]] = {}
-    names: set[str] = set()
     for parameter in parameters:
-        if parameter.name in names:
-            raise ConfigurationError(
-                f"parameter {parameter.name!r} is given twice; give each parameter once, tied ones under one name."
-            )
-        names.add(parameter.name)
-        key = key_of(parameter)
-        members.setdefault(key, []).append(parameter)
+        members.setdefault(key_of(parameter), []).append(parameter)
     return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())
 
 
