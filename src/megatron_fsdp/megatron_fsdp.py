@@ -26,8 +26,9 @@ from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_op
 from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
-from megatron_fsdp.debug.watch import check_lifetimes, watch
+from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
+from megatron_fsdp.debug.lifetimes import check_lifetimes, resolve_check_lifetimes
+from megatron_fsdp.debug.verify_ranks import RankVerifier, resolve_verify_ranks
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -217,7 +218,7 @@ class MegatronFSDP(nn.Module):
             raise
         self._engine = self._assembly.engine
         self._engine.delayed = delayed
-        watch(self._engine, options.verify_ranks_s)
+        self._watch_if_asked()
         self._engine.replaced = replaced
         if config.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
@@ -1112,6 +1113,17 @@ class MegatronFSDP(nn.Module):
         if log is not None:
             self.stop_observing(log)
             log.close()
+
+    def _watch_if_asked(self) -> None:
+        """Add the observers that arguments and environment ask for; collective where ranks are compared."""
+        engine = self._engine
+        if self._options.verify_ranks_s and engine.dense.group is not None:
+            self.observe(RankVerifier(engine.dense.group, engine.units, self._options.verify_ranks_s))
+        if resolve_check_lifetimes():
+            self.check_lifetimes()
+        delays = resolve_delays()
+        if delays is not None:
+            self.observe(DelayObserver(*delays, self.device))
 
     def _log_if_asked(self) -> None:
         """Keep a log if the environment asks for one; ranks have agreed on that before."""

@@ -273,7 +273,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def info(name: str, dtype: torch.dtype = FP32, trained: bool = True, expert: bool = False) -> ParameterInfo:
-    return ParameterInfo(name, (2, 3), dtype, trained, expert)
+    return ParameterInfo(name, (2, 3), GroupKey(dtype, trained, expert))
 
 
 def test_groups_come_in_order_of_first_appearance_and_keep_the_order_inside() -> None:
@@ -292,7 +292,7 @@ def test_experts_are_kept_apart() -> None:
     assert [group.key.is_expert for group in groups] == [False, True]
     assert group_parameters([]) == ()
     shapes = [(2, 3), (), (0, 4), (5,)]
-    assert [ParameterInfo("p", shape, FP32, True).numel for shape in shapes] == [6, 1, 0, 5]
+    assert [ParameterInfo("p", shape, GroupKey(FP32, True, False)).numel for shape in shapes] == [6, 1, 0, 5]
 
 
 def numels(buckets: tuple[ParameterGroupSpec, ...]) -> list[list[int]]:
@@ -300,13 +300,15 @@ def numels(buckets: tuple[ParameterGroupSpec, ...]) -> list[list[int]]:
 
 
 def test_a_bucket_is_closed_by_the_parameter_that_fills_it() -> None:
-    infos = [ParameterInfo(str(i), (n,), torch.float32, True) for i, n in enumerate((4, 5, 20, 1, 9, 1))]
+    infos = [
+        ParameterInfo(str(i), (n,), GroupKey(torch.float32, True, False)) for i, n in enumerate((4, 5, 20, 1, 9, 1))
+    ]
     groups = group_parameters(infos)
     assert numels(cut_groups(groups, 10)) == [[4, 5, 20], [1, 9], [1]]
     assert numels(cut_groups(groups, 9)) == [[4, 5], [20], [1, 9], [1]]
     assert numels(cut_groups(groups, 1)) == [[4], [5], [20], [1], [9], [1]]
     assert cut_groups(groups, None) == cut_groups(groups, 1000) == groups
-    infos = [ParameterInfo(str(i), (4,), torch.float32, i % 2 == 0) for i in range(4)]
+    infos = [ParameterInfo(str(i), (4,), GroupKey(torch.float32, i % 2 == 0, False)) for i in range(4)]
     buckets = cut_groups(group_parameters(infos), 8)
     assert [[info.name for info in bucket.parameters] for bucket in buckets] == [["0", "2"], ["1", "3"]]
     assert [bucket.key.requires_grad for bucket in buckets] == [True, False]

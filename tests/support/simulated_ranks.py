@@ -16,7 +16,7 @@ from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.sharding.shards import ShardDescription
-from megatron_fsdp.sharding.units import ParameterInfo, group_parameters
+from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, group_parameters
 
 _TENSOR_PARALLEL = {0: "column", 1: "row"}
 
@@ -100,7 +100,7 @@ def _on_rank(
     )
     params = [_parameter(shape, cut, arrangement) for shape, cut in zip(tensors.shapes, tensors.cuts, strict=True)]
     infos = [
-        ParameterInfo(str(index), tuple(param.shape), param.dtype, not tensors.frozen)
+        ParameterInfo(str(index), tuple(param.shape), GroupKey(param.dtype, not tensors.frozen, False, not param.shape))
         for index, param in enumerate(params)
     ]
     found: dict[int, ShardDescription] = {}

@@ -230,7 +230,7 @@ class Sharding:
     def plan_training(self, plan: GroupPlan) -> GroupPlan:
         """Plan the training of a group that was frozen: weights stay where they are, gradients are added."""
         key = replace(plan.spec.key, requires_grad=True)
-        infos = tuple(replace(info, requires_grad=True) for info in plan.spec.parameters)
+        infos = tuple(replace(info, key=key) for info in plan.spec.parameters)
         precision = self.precision(key)
         reduction = self._reduction(self.domain(key.is_expert), precision)
         return replace(plan, spec=ParameterGroupSpec(key, infos), precision=precision, reduction=reduction)

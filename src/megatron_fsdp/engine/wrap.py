@@ -51,6 +51,7 @@ from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_cal
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
+    GroupKey,
     ParameterGroupSpec,
     ParameterInfo,
     UnitPlan,
@@ -506,15 +507,16 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
 
 def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
     """Return the facts about a parameter that grouping needs; only its metadata is read."""
-    return ParameterInfo(
-        name,
-        tuple(local_part(param).shape),
+    shape = tuple(local_part(param).shape)
+    key = GroupKey(
         param.dtype,
         param.requires_grad,
         is_expert=sharding.is_expert(name, param),
+        is_scalar=not shape,
         sums_in_fp32=sharding.sums_in_fp32(name),
         weight_format=sharding.weight_formats.get(name),
     )
+    return ParameterInfo(name, shape, key)
 
 
 EMPTY = "empty"

@@ -146,7 +146,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
 
 def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> ParameterInfo:
     info = parameter_info(name, param, sharding)
-    if not info.is_expert or setup.ranks.ep == 1:
+    if not info.key.is_expert or setup.ranks.ep == 1:
         return info
     rows, *rest = info.shape
     if rows % setup.ranks.ep:

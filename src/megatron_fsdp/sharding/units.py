@@ -437,34 +437,6 @@ def _merged(units: Sequence[UnitSpec]) -> UnitSpec:
 
 
 @dataclass(frozen=True)
-class ParameterInfo:
-    """The facts about one parameter that grouping and layout need.
-
-    Attributes:
-        name: Fully qualified name in the model.
-        shape: Shape in the model, in elements per dimension; ``()`` for a scalar.
-        dtype: Dtype in the model.
-        requires_grad: Whether it is trained.
-        is_expert: Whether it belongs to an expert, which is replicated over the expert group and not the dense one.
-        sums_in_fp32: Whether its gradients are accumulated in float32, whatever they travel in.
-        weight_format: Name of the weight format that it is gathered in; None: its dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    is_expert: bool = False
-    sums_in_fp32: bool = False
-    weight_format: str | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
 class GroupKey:
     """The properties that all parameters of one group share.
 
@@ -486,6 +458,26 @@ class GroupKey:
 
 
 @dataclass(frozen=True)
+class ParameterInfo:
+    """The facts about one parameter that grouping and layout need.
+
+    Attributes:
+        name: Fully qualified name in the model.
+        shape: Shape in the model, in elements per dimension; ``()`` for a scalar.
+        key: What parameters have to share to lie in one flat buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    key: GroupKey
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
 class ParameterGroupSpec:
     """The parameters of one unit that share a flat buffer.
 
@@ -498,23 +490,11 @@ class ParameterGroupSpec:
     parameters: tuple[ParameterInfo, ...]
 
 
-def key_of(parameter: ParameterInfo) -> GroupKey:
-    """Return the properties that parameters must share to lie in one flat buffer."""
-    return GroupKey(
-        parameter.dtype,
-        parameter.requires_grad,
-        parameter.is_expert,
-        not parameter.shape,
-        parameter.sums_in_fp32,
-        parameter.weight_format,
-    )
-
-
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
     """Group parameters that agree in all that `GroupKey` has."""
     members: dict[GroupKey, list[ParameterInfo]] = {}
     for parameter in parameters:
-        members.setdefault(key_of(parameter), []).append(parameter)
+        members.setdefault(parameter.key, []).append(parameter)
     return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())
 
 
