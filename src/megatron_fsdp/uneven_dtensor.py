@@ -19,7 +19,7 @@ from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import is_simulated
 from megatron_fsdp.dtensor.chunks import describe_chunks, gather_full, gather_padded
 from megatron_fsdp.dtensor.foreign import asked_chunk, boxes_here, sharded_dims
-from megatron_fsdp.dtensor.frame import ShardFrame, contiguous_stride
+from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.sharding.shards import (
@@ -300,5 +300,5 @@ def _foreign_piece(tensor: DTensor, dim: int, start: int, stop: int, offset: int
         tensor.placements,
         run_check=False,
         shape=shape,
-        stride=contiguous_stride(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
