@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 
@@ -38,11 +37,12 @@ class ShardedEMA:
         self.decay = decay
         self._model = weakref.ref(model)
         self._applied = False
-        self._averages: dict[str, DTensor] = {}
-        for group in model.parameter_groups():
-            for index, name in enumerate(group.names if group.gradients is not None else ()):
-                piece = group.weights.main.piece(index).detach().to(dtype, copy=True)
-                self._averages[name] = group.describe_chunks(index, group.describe_piece(index, piece))
+        trained = [group for group in model.parameter_groups() if group.gradients is not None]
+        self._averages = {
+            name: param.detach().to(dtype, copy=True)
+            for group in trained
+            for name, param in zip(group.names, group.sharded, strict=True)
+        }
         if not self._averages:
             raise ConfigurationError("the model has no trainable parameter; there is nothing to average")
 
@@ -63,12 +63,9 @@ class ShardedEMA:
             )
         decay = self.decay if decay is None else decay
         _check_decay(decay)
-        averages, weights = [], []
-        for group, index in self._places():
-            average = self._average(group, index)
-            averages.append(average)
-            weights.append(group.weights.main.piece(index).detach().to(average.dtype))
-        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+        pairs = self._pairs()
+        weights = [weight.to(average.dtype) for weight, average in pairs]
+        torch._foreach_lerp_([average for _, average in pairs], weights, 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -82,18 +79,16 @@ class ShardedEMA:
         if self._applied:
             raise ScheduleError("the average is applied already; leave applied() before entering it again")
         model = self._alive()
-        saved = [group.weights.main.piece(index).detach().clone() for group, index in self._places()]
+        saved = [weight.clone() for weight, _ in self._pairs()]
         self._applied = True
         try:
-            with torch.no_grad():
-                for group, index in self._places():
-                    group.weights.main.piece(index).copy_(self._average(group, index))
+            for weight, average in self._pairs():
+                weight.copy_(average)
             model.install_optimized_model_weights()
             yield
         finally:
-            with torch.no_grad():
-                for (group, index), before in zip(self._places(), saved, strict=True):
-                    group.weights.main.piece(index).copy_(before)
+            for (weight, _), before in zip(self._pairs(), saved, strict=True):
+                weight.copy_(before)
             model.install_optimized_model_weights()
             self._applied = False
 
@@ -127,29 +122,29 @@ class ShardedEMA:
                 f"the averages do not fit: missing {sorted(missing)[:8]}, unexpected "
                 f"{sorted(map(str, unexpected))[:8]}; load what state_dict() of the same model gave"
             )
-        pieces = [self._piece_of(group, index, given[group.names[index]]) for group, index in self._places()]
-        for (group, index), piece in zip(self._places(), pieces, strict=True):
-            self._average(group, index).copy_(piece)
+        pieces = {name: self._piece_of(name, given[name]) for name in self._averages}
+        for name, piece in pieces.items():
+            self._averages[name].copy_(piece)
 
-    def _piece_of(self, group: ParameterGroup, index: int, value: torch.Tensor) -> torch.Tensor:
-        name = group.names[index]
+    def _piece_of(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        average = self._averages[name]
         held = self._alive().held_tensor(name, value)
-        if isinstance(held, UnevenDTensor) and held.shard_frame == group.frames[index]:
-            return held.to_local()
+        assert isinstance(average, UnevenDTensor)
+        if isinstance(held, UnevenDTensor) and held.shard_frame == average.shard_frame:
+            return held
         raise ConfigurationError(
-            f"{name} of shape {tuple(value.shape)} does not fit the average of shape "
-            f"{tuple(self._averages[name].shape)} or its shard; load what state_dict() of a model of the same shape "
-            "and sharding gave, or full tensors"
+            f"{name} of shape {tuple(value.shape)} does not fit the average of shape {tuple(average.shape)} or its "
+            "shard; load what state_dict() of a model of the same shape and sharding gave, or full tensors"
         )
 
-    def _average(self, group: ParameterGroup, index: int) -> torch.Tensor:
-        return self._averages[group.names[index]]._local_tensor
-
-    def _places(self) -> Iterator[tuple[ParameterGroup, int]]:
-        for group in self._alive().parameter_groups():
-            for index, name in enumerate(group.names):
-                if name in self._averages:
-                    yield group, index
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the main weights, as shards without history, and their averages."""
+        return [
+            (param.detach(), self._averages[name])
+            for group in self._alive().parameter_groups()
+            for name, param in zip(group.names, group.sharded, strict=True)
+            if name in self._averages
+        ]
 
     def _alive(self) -> MegatronFSDP:
         model = self._model()

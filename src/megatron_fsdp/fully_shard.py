@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
+from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported, same_names
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
@@ -64,7 +64,7 @@ def experimental_api(marked: _Marked) -> _Marked:
 
 
 def replace_legacy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the policy and the flags that legacy keywords (None: not given) ask for, with one `FutureWarning`.
+    """Return the arguments with what legacy keywords (None: not given) ask for in their place; one `FutureWarning`.
 
     Raises:
         ConfigurationError: A legacy keyword and the argument that replaced it are both given and disagree.
@@ -92,7 +92,8 @@ def replace_legacy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         notices.append(f"{keyword}={value} is deprecated and was taken as {new}; write that instead.")
     if notices:
         warn_caller(" ".join(notices), FutureWarning)
-    return {"mixed_precision_policy": policy, **found}
+    current = {name: value for name, value in arguments.items() if name not in {*_LEGACY_DTYPES, *_LEGACY_FLAGS}}
+    return {**current, **found, "mixed_precision_policy": policy}
 
 
 def _with_grad_comm(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
@@ -242,47 +243,20 @@ def fully_shard_model(
     current = replace_legacy_arguments(arguments)
     refuse_unsupported(current)
     policy: MixedPrecisionPolicy = current["mixed_precision_policy"]
-    report_nan_in_param_grad = current["report_nan_in_param_grad"]
     config = DistributedDataParallelConfig(
+        **same_names(DistributedDataParallelConfig, current),
         data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
-        outer_dp_sharding_strategy=resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy").name,
-        overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
-        average_in_collective=average_in_collective,
-        check_for_nan_in_grad=report_nan_in_param_grad,
+        check_for_nan_in_grad=current["report_nan_in_param_grad"],
         megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
         megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
         megatron_fsdp_main_params_dtype=policy.main_params_dtype,
         megatron_fsdp_main_grads_dtype=policy.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=policy.grad_comm_dtype,
-        nccl_ub=nccl_ub,
-        disable_symmetric_registration=disable_symmetric_registration,
-        fsdp_double_buffer=fsdp_double_buffer,
-        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
         megatron_fsdp_enable_fine_grained_param_gather=enable_fine_grained_param_gather,
         megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
     )
     model = MegatronFSDP(
-        module,
-        index_of(arguments),
-        config,
-        policy,
-        fsdp_unit_modules,
-        disable_bucketing=disable_bucketing,
-        device=device,
-        calculate_per_token_loss=calculate_per_token_loss,
-        init_model_with_meta_device=init_model_with_meta_device,
-        sync_model_each_microbatch=sync_model_each_microbatch,
-        report_nan_in_param_grad=report_nan_in_param_grad,
-        reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
-        weight_allocator=weight_allocator,
-        max_gathered_units=max_gathered_units,
-        forward_prefetch_units=forward_prefetch_units,
-        backward_prefetch_units=backward_prefetch_units,
-        verify_ranks=verify_ranks,
-        find_unused_parameters=find_unused_parameters,
-        deterministic=deterministic,
+        dist_index=index_of(arguments), ddp_config=config, **same_names(MegatronFSDP.__init__, current)
     )
     if not preproc_state_dict_for_dcp_ckpt:
         model.stop_describing_state_dicts()
@@ -467,7 +441,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
             check_capturable(optimizer)
     except ConfigurationError as error:
         problem = error
-    agree(index.get_dp_group(), problem)
+    agree([index.get_dp_group()], problem)
     model = fully_shard_model(**arguments)
     sharded = {
         name: param

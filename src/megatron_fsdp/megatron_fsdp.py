@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
@@ -26,8 +26,9 @@ from megatron_fsdp.config.engine_options import EngineOptions, resolve_engine_op
 from megatron_fsdp.config.hang_log import checked_timeout, resolve_hang_log
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
-from megatron_fsdp.debug.watch import check_lifetimes, watch
+from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
+from megatron_fsdp.debug.lifetimes import check_lifetimes, resolve_check_lifetimes
+from megatron_fsdp.debug.verify_ranks import RankVerifier, resolve_verify_ranks
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -194,7 +195,7 @@ class MegatronFSDP(nn.Module):
         self.mp_policy = options.policy
         self._policy_after_reset: MixedPrecisionPolicy | None = None
         self.calculate_per_token_loss = options.calculate_per_token_loss
-        self.report_nan_in_param_grad = options.check_finite
+        self.report_nan_in_param_grad = options.report_nan_in_param_grad
         self.microbatch_count = 0
         self._mode = SyncMode(auto_sync=auto_sync)
         mesh = dist_index.get_submesh((_shard_dim(dist_index),))
@@ -208,7 +209,7 @@ class MegatronFSDP(nn.Module):
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
         replaced = ReplacedParameters(module)
         finished = weakref.WeakMethod(self._backward_finished)
-        delayed = delay_all(module) if options.delays_weight_gradients else None
+        delayed = delay_all(module) if options.delay_wgrad_compute else None
         try:
             self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
         except BaseException:
@@ -217,17 +218,17 @@ class MegatronFSDP(nn.Module):
             raise
         self._engine = self._assembly.engine
         self._engine.delayed = delayed
-        watch(self._engine, options.verify_ranks_s)
+        self._watch_if_asked()
         self._engine.replaced = replaced
-        if options.decouples_gradients:
+        if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()
         self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
         self._log_if_asked()
-        for line in self._assembly.plan_lines:
-            logger.info(line)
+        plan = self._assembly.plan
+        logger.info("%d units besides the root (%s); describe() shows them", len(plan.units) - 1, plan.source)
         if options.strategy is ShardingStrategy.optim_grads_params:
             # `generate` of transformers then goes on until all ranks are done, and layers that it drops by chance run.
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -1109,7 +1110,7 @@ class MegatronFSDP(nn.Module):
         except ConfigurationError as error:
             problem = error
         try:
-            agree_over(self._engine.reaching_all, problem)
+            agree(self._engine.reaching_all, problem)
         except BaseException:
             if log is not None:
                 log.withdraw()
@@ -1124,6 +1125,17 @@ class MegatronFSDP(nn.Module):
         if log is not None:
             self.stop_observing(log)
             log.close()
+
+    def _watch_if_asked(self) -> None:
+        """Add the observers that arguments and environment ask for; collective where ranks are compared."""
+        engine = self._engine
+        if self._options.verify_ranks_s and engine.dense.group is not None:
+            self.observe(RankVerifier(engine.dense.group, engine.units, self._options.verify_ranks_s))
+        if resolve_check_lifetimes():
+            self.check_lifetimes()
+        delays = resolve_delays()
+        if delays is not None:
+            self.observe(DelayObserver(*delays, self.device))
 
     def _log_if_asked(self) -> None:
         """Keep a log if the environment asks for one; ranks have agreed on that before."""
@@ -1147,10 +1159,6 @@ class MegatronFSDP(nn.Module):
             index=self.dist_index,
             auto_sync=self._mode.auto_sync,
         )
-
-    def unit_plan_lines(self) -> tuple[str, ...]:
-        """Return the units and their sizes, for people."""
-        return self._assembly.plan_lines
 
     def footprints(self) -> tuple[GroupFootprint, ...]:
         """Return the input of the formulas of `megatron_fsdp.sharding.accounting`, one entry per parameter group."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.agreement import gather_objects, gather_over
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
@@ -171,7 +171,5 @@ def make_fsdp_dtensor(
 
 def _edges(numel: int, mesh: DeviceMesh, use: MeshUse) -> tuple[int, ...]:
     """Return where the shards of all ranks begin and end, given how many elements this rank has. Collective."""
-    held = [numel]
-    for dim in reversed(use.shard_dims):
-        held = list(itertools.chain(*gather_objects(held, mesh.get_group(dim))))
+    held = gather_over([mesh.get_group(dim) for dim in reversed(use.shard_dims)], numel)
     return (0, *itertools.accumulate(held))

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import is_simulated
 from megatron_fsdp.dtensor.chunks import describe_chunks, gather_full, gather_padded
 from megatron_fsdp.dtensor.foreign import asked_chunk, boxes_here, sharded_dims
-from megatron_fsdp.dtensor.frame import ShardFrame, contiguous_stride
+from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.sharding.shards import (
@@ -197,11 +198,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     boxes, local = boxes_here(dtensor), dtensor._local_tensor.detach()
     full = local.new_zeros(dtensor.shape)
     groups = [dtensor.device_mesh.get_group(dim) for dim in dims]
-    everyone: list[tuple[Box, ...]] = [boxes]
-    for group in groups:
-        found: list[list[tuple[Box, ...]]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(found, everyone, group=group)
-        everyone = [each for rank in found for each in rank]
+    everyone = gather_over(groups, boxes)
     largest = max(sum(box.numel for box in each) for each in everyone)
     if largest:
         for held, row in zip(everyone, gather_padded(local.reshape(-1), largest, groups), strict=True):
@@ -303,5 +300,5 @@ def _foreign_piece(tensor: DTensor, dim: int, start: int, stop: int, offset: int
         tensor.placements,
         run_check=False,
         shape=shape,
-        stride=contiguous_stride(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )

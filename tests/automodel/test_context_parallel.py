@@ -38,10 +38,9 @@ def test_balanced_tokens_have_the_order_of_torchs_load_balancer(ranks: int, leng
     assert positions.tolist() == _HeadTailLoadBalancer(length, ranks, "cpu")._generate_indices()[0].tolist()
 
 
-@pytest.mark.parametrize("load_balance", [True, False])
 @pytest.mark.parametrize(("ranks", "length"), SIZES)
-def test_joining_undoes_cutting(ranks: int, length: int, load_balance: bool) -> None:
-    layout = SequenceLayout(ranks, load_balance)
+def test_joining_undoes_cutting(ranks: int, length: int) -> None:
+    layout = SequenceLayout(ranks)
     whole = torch.arange(2 * length * 3).view(2, length, 3)
     parts = [layout.cut(whole, rank, 1) for rank in range(ranks)]
     assert torch.equal(layout.join(parts, 1), whole)
@@ -54,15 +53,10 @@ def test_balanced_ranks_have_the_same_number_of_pairs_of_tokens() -> None:
     assert len({int((layout.positions_of(rank, 8) + 1).sum()) for rank in range(4)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("load_balance", "length", "arithmetic"),
-    [(True, 20, "2 * 4 = 8 equal pieces"), (False, 18, "into 4 equal pieces"), (True, 0, "pad them to 8 tokens")],
-)
-def test_lengths_that_do_not_divide_are_refused_with_the_arithmetic(
-    load_balance: bool, length: int, arithmetic: str
-) -> None:
+@pytest.mark.parametrize(("length", "arithmetic"), [(20, "2 * 4 = 8 equal pieces"), (0, "pad them to 8 tokens")])
+def test_lengths_that_do_not_divide_are_refused_with_the_arithmetic(length: int, arithmetic: str) -> None:
     with pytest.raises(ParallelSizeError) as raised:
-        SequenceLayout(4, load_balance).check_length(length)
+        SequenceLayout(4).check_length(length)
     assert f"sequences of {length} tokens" in str(raised.value)
     assert arithmetic in str(raised.value)
 
@@ -74,37 +68,31 @@ def tokens() -> Tensor:
     return torch.arange(2 * LENGTH).view(2, LENGTH)
 
 
-def cut(load_balance: bool) -> dict[str, list[Any]]:
+def cut() -> dict[str, list[Any]]:
     mesh = mesh_of((2,), ("cp",))
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     mask[1, 6:] = 0
     labels = tokens().masked_fill(mask == 0, -100)
     batch = {"input_ids": tokens(), "labels": labels, "attention_mask": mask, "weights": tokens() * 0.5}
-    mine = shard_batch(batch, mesh, load_balance=load_balance)
+    mine = shard_batch(batch, mesh)
     assert all(values.is_contiguous() for values in mine.values())
     for name, whole in batch.items():
         if name in mine:
-            assert torch.equal(unshard_sequence(mine[name], mesh, load_balance=load_balance), whole)
+            assert torch.equal(unshard_sequence(mine[name], mesh), whole)
     hidden = mine["input_ids"][..., None] + torch.zeros(3)
-    whole_hidden = unshard_sequence(hidden.transpose(0, 1), mesh, 0, load_balance)
+    whole_hidden = unshard_sequence(hidden.transpose(0, 1), mesh, 0)
     assert torch.equal(whole_hidden, tokens().T[..., None] + torch.zeros(3))
     return {name: values.tolist() for name, values in mine.items()}
 
 
 def test_labels_are_shifted_before_they_are_cut(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, cut, True)
+    first, second = run_ranks(2, cut)
     assert first["position_ids"] == [[0, 1, 6, 7]] * 2
     assert second["position_ids"] == [[2, 3, 4, 5]] * 2
     assert first["input_ids"] == [[0, 1, 6, 7], [8, 9, 14, 15]]
     assert first["shift_labels"] == [[1, 2, 7, -100], [9, 10, -100, -100]]
     assert second["shift_labels"] == [[3, 4, 5, 6], [11, 12, 13, -100]]
     assert sorted(first) == ["input_ids", "position_ids", "shift_labels", "weights"]
-
-
-def test_without_balancing_ranks_have_neighbouring_tokens(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, cut, False)
-    assert first["position_ids"] == [[0, 1, 2, 3]] * 2
-    assert second["shift_labels"] == [[5, 6, 7, -100], [13, -100, -100, -100]]
 
 
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -160,9 +148,9 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks(run_ranks: RunRanks
 transformers = pytest.importorskip("transformers")
 
 
-def logits_of(model: nn.Module, mesh: Any, load_balance: bool = True) -> Tensor:
-    batch = shard_batch({"input_ids": batch_of()["input_ids"]}, mesh, load_balance=load_balance)
-    return unshard_sequence(model(**batch).logits, mesh, 1, load_balance)
+def logits_of(model: nn.Module, mesh: Any) -> Tensor:
+    batch = shard_batch({"input_ids": batch_of()["input_ids"]}, mesh)
+    return unshard_sequence(model(**batch).logits, mesh, 1)
 
 
 # ---- side by side ----------------------------------------------------------------------------------------------------
@@ -174,19 +162,14 @@ def test_models_on_different_meshes_work_side_by_side() -> None:
     """Models over all ranks, over pairs, and over none, in one process; the forwards take turns."""
     grid = mesh_of((2, 2), ("dp", "cp"))
     wanted = build("llama_gqa")(input_ids=batch_of()["input_ids"]).logits
-    everywhere, pairs, balanced = build("llama_gqa"), build("llama_gqa"), build("llama_gqa")
+    everywhere, pairs = build("llama_gqa"), build("llama_gqa")
     enable_context_parallel(everywhere, mesh_of((4,), ("all",)))
-    enable_context_parallel(pairs, grid["cp"], load_balance=False)
-    enable_context_parallel(balanced, grid["cp"])
-    copied = copy.deepcopy(balanced)
+    enable_context_parallel(pairs, grid["cp"])
+    copied = copy.deepcopy(pairs)
     for _ in range(2):
-        for model, mesh, load_balance in [
-            (everywhere, mesh_of((4,), ("all",)), True),
-            (pairs, grid["cp"], False),
-            (copied, grid["cp"], True),
-        ]:
-            torch.testing.assert_close(logits_of(model, mesh, load_balance), wanted, rtol=1e-4, atol=1e-5)
-    assert "context_parallel" not in json.dumps(balanced.config.to_dict(), default=str)
+        for model, mesh in [(everywhere, mesh_of((4,), ("all",))), (pairs, grid["cp"]), (copied, grid["cp"])]:
+            torch.testing.assert_close(logits_of(model, mesh), wanted, rtol=1e-4, atol=1e-5)
+    assert "context_parallel" not in json.dumps(pairs.config.to_dict(), default=str)
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------
@@ -229,11 +212,10 @@ LONG = {
 def check_rotary(kind: str, changes: dict[str, Any]) -> None:
     """One rank alone has a position beyond the original length, in either order."""
     mesh = mesh_of((2,), ("cp",))
-    for load_balance in (True, False):
-        model = build(kind, **changes)
-        wanted = build(kind, **changes)(input_ids=batch_of()["input_ids"]).logits
-        enable_context_parallel(model, mesh, load_balance=load_balance)
-        torch.testing.assert_close(logits_of(model, mesh, load_balance), wanted, rtol=1e-4, atol=1e-5)
+    model = build(kind, **changes)
+    wanted = build(kind, **changes)(input_ids=batch_of()["input_ids"]).logits
+    enable_context_parallel(model, mesh)
+    torch.testing.assert_close(logits_of(model, mesh), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rope", list(LONG))
@@ -299,7 +281,7 @@ def refused_calls() -> dict[str, str]:
     enable_context_parallel(model, mesh)
     batch = shard_batch(batch_of(), mesh)
     ids, positions = batch["input_ids"], batch["position_ids"]
-    other = shard_batch(batch_of(), mesh, load_balance=False)["position_ids"]
+    other = positions.flip(1)
     here = dist.get_rank() == 1
     calls: dict[str, dict[str, Any]] = {
         "whole": {"input_ids": batch_of()["input_ids"]},
@@ -320,7 +302,7 @@ def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks(run_ranks: 
         "mask": "attention_mask is for whole sequences",
         "labels": "labels alone would be shifted within",
         "cache": "use_cache=True is for generation",
-        "order": "load_balance=True, as enable_context_parallel was told",
+        "order": "position_ids are not those of shard_batch",
         "order on one rank": "cut every batch by shard_batch",
     }
     assert {name: part for name, part in parts.items() if part not in first[name]} == {}

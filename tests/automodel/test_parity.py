@@ -1,9 +1,7 @@
 """Any strategy on any mesh trains as one process does: losses, logits, norms, every gradient and two updates."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import transformers
 
 from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig
-from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.small_models import FAMILIES, build
 from tests.automodel.training import (
@@ -39,7 +36,6 @@ class Case:
         pipeline: Its options.
         rows: Of the batch; or of each data-parallel rank.
         edit: Changes the whole model in place before it is divided.
-        load_balance: As of `enable_context_parallel`.
         loss_inside: The model computes the loss, in place of the loop.
     """
 
@@ -51,7 +47,6 @@ class Case:
     pipeline: PipelineConfig | None = None
     rows: Any = 4
     edit: Callable[[Any], None] | None = None
-    load_balance: bool = True
     loss_inside: bool = False
 
     def expected(self) -> Any:
@@ -62,11 +57,7 @@ class Case:
 
 def check(cases: list[Case]) -> None:
     for case in cases:
-        with groups_destroyed(), ExitStack() as patches:
-            if not case.load_balance:
-                name = "megatron_fsdp.automodel.managers.enable_context_parallel"
-                patch = patches.enter_context(pytest.MonkeyPatch.context())
-                patch.setattr(name, partial(enable_context_parallel, load_balance=False))
+        with groups_destroyed():
             model = build(case.kind, **case.changes)
             if case.edit is not None:
                 case.edit(model)
@@ -155,8 +146,7 @@ EDGES_OF_EXPERTS = [
 ]
 ALL_SEQUENCES = [
     *map(sequences, ("llama", "llama_gqa", "qwen3", "mistral", "phi", "qwen3_moe", "deepseek_v3")),
-    *(sequences(kind, load_balance=False) for kind in ("llama_gqa", "mistral", "deepseek_v3")),
-    *(sequences("gemma2", changes=SOFTCAP, load_balance=balanced) for balanced in (True, False)),
+    sequences("gemma2", changes=SOFTCAP),
 ]
 
 TABLE: dict[str, tuple[int, list[Case]]] = {
@@ -179,7 +169,7 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
         2,
         [
             sequences("mistral", name=ENGINE, fields={"activation_checkpointing": "full"}),
-            sequences("mistral", fields={"activation_checkpointing": True}, load_balance=False),
+            sequences("mistral", fields={"activation_checkpointing": True}),
         ],
     ),
     "sequences-own-loss": (

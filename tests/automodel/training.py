@@ -196,18 +196,17 @@ def _forward(model: Any, own: dict[str, Tensor], loss_inside: bool) -> tuple[Ten
     """Logits of this rank's rows, and the sum of its tokens' losses."""
     context = getattr(model, "mesh_context", None)
     labels = nn.functional.pad(own["labels"][:, 1:], (0, 1), value=-100)
-    batch, cp_mesh, balances = {"input_ids": own["input_ids"]}, None, True
+    batch, cp_mesh = {"input_ids": own["input_ids"]}, None
     if context is not None and context.sizes.cp > 1:
         cp_mesh = context.axis("cp")
-        balances = getattr(model, "module", model).context_parallel.layout.load_balance
-        batch = shard_batch(own, cp_mesh, load_balance=balances)
+        batch = shard_batch(own, cp_mesh)
         labels = batch.pop("shift_labels")
     if loss_inside:
         batch |= {"labels": labels, "shift_labels": labels}
     out = model(**batch, use_cache=False, **({"num_items_in_batch": 1} if loss_inside else {}))
     flat = out.logits.float().flatten(0, 1)
     loss = out.loss if loss_inside else nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum")
-    return out.logits if cp_mesh is None else unshard_sequence(out.logits, cp_mesh, 1, balances), loss
+    return out.logits if cp_mesh is None else unshard_sequence(out.logits, cp_mesh), loss
 
 
 def reference(

@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_fsdp.dtensor.chunks import LocalChunks
-from megatron_fsdp.sharding.layout import Granularity
 from megatron_fsdp.sharding.shards import ShardDescription
 from tests.support.simulated_ranks import Arrangement, Tensors, descriptions
 
@@ -26,8 +25,7 @@ def arrangements(draw: st.DrawFn) -> Arrangement:
     inner = draw(st.integers(1, left // max(outer, 1)))
     strategy = draw(st.integers(0, 3))
     outer_strategy = draw(st.integers(0, 1)) if outer and strategy else 0
-    granularity = draw(st.sampled_from([Granularity.ROWS, Granularity.ELEMENTS]))
-    return Arrangement(inner, outer, tensor, strategy, outer_strategy, granularity)
+    return Arrangement(inner, outer, tensor, strategy, outer_strategy)
 
 
 @st.composite

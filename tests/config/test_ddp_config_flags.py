@@ -1,4 +1,4 @@
-"""Command-line flags of the configuration: their names, what they parse to, and the way back."""
+"""Command-line flags of the configuration: their names and what they parse to."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
 
 from megatron_fsdp.config.ddp_config_flags import (
     DTYPE_CHOICES,
@@ -16,12 +15,10 @@ from megatron_fsdp.config.ddp_config_flags import (
     destination_of,
     field_meanings,
     flag_of,
-    flags_of,
     off_flag_of,
 )
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
-from tests.support.ddp_configs import valid_configs
 
 FIELDS = dataclasses.fields(DistributedDataParallelConfig)
 
@@ -226,53 +223,6 @@ def test_a_parser_has_patterns_and_defaults_of_its_own() -> None:
     made.set_defaults(overlap_grad_reduce=True, data_parallel_sharding_strategy="optim")
     found = config_from_flags(made.parse_args(["--no-overlap-grad-reduce"]))
     assert (found.overlap_grad_reduce, found.data_parallel_sharding_strategy) == (False, "optim")
-
-
-@given(valid_configs())
-@settings(deadline=None)
-def test_every_config_survives_the_way_through_flags(config: DistributedDataParallelConfig) -> None:
-    assume("--" not in config.param_name_patterns_for_fp32_local_accumulation)
-    before = dict(vars(config))
-    assert parse(*flags_of(config)) == config
-    assert vars(config) == before
-
-
-def test_flags_are_written_for_what_is_not_at_its_default_only() -> None:
-    config = DistributedDataParallelConfig(
-        gradient_reduce_div_fusion=False,
-        grad_reduce_in_fp32=True,
-        bucket_size=3,
-        megatron_fsdp_main_params_dtype=None,
-        data_parallel_sharding_strategy=1,  # type: ignore[arg-type]
-    )
-    assert flags_of(DistributedDataParallelConfig()) == []
-    assert flags_of(config) == [
-        "--accumulate-allreduce-grads-in-fp32",
-        *("--ddp-bucket-size", "3"),
-        *("--data-parallel-sharding-strategy", "optim"),
-        "--no-gradient-reduce-div-fusion",
-        *("--megatron-fsdp-main-params-dtype", "auto"),
-    ]
-    flag = flag_of("param_name_patterns_for_fp32_local_accumulation")
-    plain = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("a", "b"))
-    dashed = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("--use-nccl-ub", "b"))
-    assert flags_of(plain) == [flag, "a", "b"]
-    assert flags_of(dashed) == [f"{flag}=--use-nccl-ub", f"{flag}=b"]
-    assert parse(*flags_of(dashed)) == dashed
-
-
-def test_what_argparse_would_lose_or_the_class_refuses_is_not_written() -> None:
-    config = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("a", "--"))
-    with pytest.raises(ConfigurationError) as caught:
-        flags_of(config)
-    assert str(caught.value) == (
-        "param_name_patterns_for_fp32_local_accumulation=('a', '--') cannot be written as flags, "
-        "since argparse drops '--'; write it as '-[-]'."
-    )
-    config = DistributedDataParallelConfig()
-    config.bucket_size = 0
-    with pytest.raises(ConfigurationError, match="bucket_size=0 is not a positive whole number"):
-        flags_of(config)
 
 
 def test_help_gives_meaning_and_defaults_also_without_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:

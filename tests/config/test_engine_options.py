@@ -36,7 +36,7 @@ def resolve(strategy: str = "optim_grads_params", /, **options: Any) -> MemoryOp
 def test_defaults_are_two_slots_and_one_unit_ahead() -> None:
     options = resolve()
     assert options == MemoryOptions()
-    assert (options.allocator, options.slots, options.forward_depth) == (WeightAllocator.SLOTS, 2, 1)
+    assert (options.allocator, options.slots, options.forward_prefetch_units) == (WeightAllocator.SLOTS, 2, 1)
 
 
 def test_the_environment_says_how_much_is_merged_and_double_buffers_want_units_of_one_size(
@@ -97,14 +97,14 @@ def test_depths_and_slots_are_derived_from_one_another(
     given: dict[str, Any], forward: int, backward: int, slots: int, may_grow: bool
 ) -> None:
     options = resolve(**given)
-    found = (options.forward_depth, options.backward_depth, options.slots, options.may_grow)
+    found = (options.forward_prefetch_units, options.backward_prefetch_units, options.slots, options.may_grow)
     assert found == (forward, backward, slots, may_grow)
 
 
 def test_without_overlap_nothing_is_gathered_ahead_but_under_strategy_3() -> None:
-    assert resolve("optim", overlap_param_gather=False).forward_depth == 0
-    assert resolve("optim", overlap_param_gather=True).forward_depth == 1
-    assert resolve(overlap_param_gather=False).forward_depth == 1
+    assert resolve("optim", overlap_param_gather=False).forward_prefetch_units == 0
+    assert resolve("optim", overlap_param_gather=True).forward_prefetch_units == 1
+    assert resolve(overlap_param_gather=False).forward_prefetch_units == 1
 
 
 def test_buckets_outside_of_units_follow_the_number_of_ranks() -> None:

@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.ddp.bucket_plan import cut_buckets, plan_buckets, plan_readers
-from megatron_fsdp.sharding.units import ParameterInfo, key_of
+from megatron_fsdp.sharding.units import GroupKey, ParameterInfo
 
 
 def info(name: str, numel: int, dtype: torch.dtype = torch.float32, **other: bool) -> ParameterInfo:
-    return ParameterInfo(name, (numel,), dtype, other.pop("requires_grad", True), **other)
+    return ParameterInfo(
+        name, (numel,), GroupKey(dtype, other.pop("requires_grad", True), **{"is_expert": False, **other})
+    )
 
 
 def cut(parameters: list[ParameterInfo], numel: int | None, *alone: str) -> list[str]:
@@ -39,9 +41,9 @@ def test_kinds_have_buckets_of_their_own_in_the_order_of_their_first_parameters(
         info("c", 4),
         info("frozen", 100, requires_grad=False),
         info("expert", 4, is_expert=True),
-        info("sums", 4, sums_in_fp32=True),
+        ParameterInfo("sums", (4,), GroupKey(torch.float32, True, False, sums_in_fp32=True)),
         info("d", 4, torch.bfloat16),
-        ParameterInfo("scalar", (), torch.float32, requires_grad=True),
+        ParameterInfo("scalar", (), GroupKey(torch.float32, True, False, is_scalar=True)),
         info("e", 4),
     ]
     assert cut(mixed, None) == ["a c e", "b d", "expert", "sums", "scalar"]
@@ -66,7 +68,7 @@ _PARAMETERS = st.lists(
     st.tuples(st.lists(st.integers(0, 9), max_size=3), _DTYPES, st.booleans(), st.booleans()), max_size=20
 ).map(
     lambda drawn: [
-        ParameterInfo(f"p{i}", tuple(shape), dtype, requires_grad=trains, is_expert=expert)
+        ParameterInfo(f"p{i}", tuple(shape), GroupKey(dtype, trains, expert, is_scalar=not shape))
         for i, (shape, dtype, trains, expert) in enumerate(drawn)
     ]
 )
@@ -81,7 +83,7 @@ def test_every_cut_is_a_partition_in_backward_order(
     place = {found.name: i for i, found in enumerate(parameters)}
     buckets = cut_buckets(parameters, numel, alone)
     assert sorted(name for bucket in buckets for name in bucket) == sorted(
-        found.name for found in parameters if found.requires_grad
+        found.name for found in parameters if found.key.requires_grad
     )
     firsts = [place[bucket[0]] for bucket in buckets]
     assert firsts == sorted(firsts)
@@ -89,13 +91,13 @@ def test_every_cut_is_a_partition_in_backward_order(
     for bucket in buckets:
         members = [by_name[name] for name in bucket]
         assert [place[name] for name in bucket] == sorted(place[name] for name in bucket)
-        assert len({key_of(member) for member in members}) == 1
+        assert len({member.key for member in members}) == 1
         if alone & set(bucket):
             assert len(bucket) == 1
             continue
         total = sum(member.numel for member in members)
         if numel is None or total < numel:
-            open_kinds.append(key_of(members[0]))
+            open_kinds.append(members[0].key)
         else:
             assert total - members[0].numel < numel  # nothing too much: the first one closed it
     assert len(open_kinds) == len(set(open_kinds))  # of each kind at most one bucket is not full

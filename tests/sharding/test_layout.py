@@ -1,18 +1,22 @@
 """Layouts: hand-checked placements, queries on odd tensors, and every refusal with its message."""
 
-import math
 import os
-import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import Granularity, GranularityKind, Layout, plan_layout
+from megatron_fsdp.sharding.layout import Layout, plan_layout
 
-STRICT_ROWS = Granularity.blocks(1)
+WHOLE_ROWS = 1e6
+"""A waste that is always worth whole rows."""
+
+
+def local_shape(layout: Layout, index: int, rank: int) -> tuple[int, ...]:
+    """The shape of a rank's piece of a tensor."""
+    start, stop = layout.local_range(index, rank)
+    return layout.piece_shape(index, stop - start)
+
 
 # Shapes, ranks, and what padding to the least common multiple needs for them.
 LCM_EXAMPLES = [
@@ -26,15 +30,15 @@ LCM_EXAMPLES = [
 def test_whole_rows_need_no_more_than_the_least_common_multiple(
     shapes: list[tuple[int, ...]], num_shards: int, lcm_numel: int
 ) -> None:
-    layout = plan_layout(shapes, num_shards, granularity=STRICT_ROWS)
+    layout = plan_layout(shapes, num_shards, max_waste=WHOLE_ROWS)
     assert layout.numel <= lcm_numel
     assert all(layout.is_row_sharded(index) for index in range(len(shapes)))
 
 
 def test_small_layouts_worked_out_by_hand() -> None:
     # 35 elements on 2 ranks. 18 per rank is impossible; with 19 the edge falls 16 elements, or 4 rows, into (5, 4).
-    layout = plan_layout([(5, 4), (2, 6), (3,)], 2, granularity=STRICT_ROWS)
-    assert layout == Layout(((5, 4), (2, 6), (3,)), (3, 23, 0), (4, 6, 1), num_shards=2, shard_numel=19)
+    layout = plan_layout([(5, 4), (2, 6), (3,)], 2, max_waste=WHOLE_ROWS)
+    assert layout == Layout(((5, 4), (2, 6), (3,)), (3, 23, 0), num_shards=2, shard_numel=19)
     assert layout.padding_numel == 3
     assert layout.padding_fraction == 3 / 35
     layout = plan_layout([(4, 4), (8, 2), (16,)], 3)
@@ -44,77 +48,62 @@ def test_small_layouts_worked_out_by_hand() -> None:
     assert layout.offsets == (0, 16, 24)
     assert layout.shard_numel == 28
     # 9 rows of 10 on 4 ranks: 23 would hold it, but several edges inside need a multiple of 10.
-    layout = plan_layout([(9, 10)], 4, granularity=STRICT_ROWS)
+    layout = plan_layout([(9, 10)], 4, max_waste=WHOLE_ROWS)
     assert layout.shard_numel == 30
-    assert [layout.local_shape(0, rank) for rank in range(4)] == [(3, 10), (3, 10), (3, 10), (0, 10)]
+    assert [local_shape(layout, 0, rank) for rank in range(4)] == [(3, 10), (3, 10), (3, 10), (0, 10)]
     # Each tensor crosses one edge: the first after 3 rows, the second after 2. Rows of 5 need not divide 21.
-    layout = plan_layout([(4, 7), (6, 5)], 3, granularity=STRICT_ROWS)
+    layout = plan_layout([(4, 7), (6, 5)], 3, max_waste=WHOLE_ROWS)
     assert layout.offsets == (0, 32)
     assert layout.shard_numel == 21
 
 
 def test_rows_are_given_up_where_they_would_waste_too_much() -> None:
     shapes = [(3, 1000), (64,)]
-    strict = plan_layout(shapes, 8, granularity=STRICT_ROWS)
+    strict = plan_layout(shapes, 8, max_waste=WHOLE_ROWS)
     assert strict.shard_numel == 1000
     loose = plan_layout(shapes, 8)
     assert loose.shard_numel == 383
-    assert loose.granules == (1, 1)
-    assert loose.local_shape(0, 0) == (383,)
+    assert local_shape(loose, 0, 0) == (383,)
     assert not loose.is_row_sharded(0)
     # 100 rows on 3 ranks: 34 rows each, 2 % more than needed.
-    assert plan_layout([(100, 10)], 3, max_waste=0.02).granules == (10,)
-    assert plan_layout([(100, 10)], 3, max_waste=0.019).granules == (1,)
+    assert plan_layout([(100, 10)], 3, max_waste=0.02).is_row_sharded(0)
+    assert not plan_layout([(100, 10)], 3, max_waste=0.019).is_row_sharded(0)
     block = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)] + [(4096,)] * 2
     layout = plan_layout(block, 256, alignment_numel=8)
     assert [index for index in range(9) if not layout.is_row_sharded(index)] == [6]
     assert layout.padding_fraction < 0.0052
     shapes = [(192, 224)] * 4 + [(224, 192), (224, 224), (192, 192), (192, 192)]
     layout = plan_layout(shapes, 16, alignment_numel=4)
-    assert layout.granules == (1, 1, 1, 1, 192, 1, 192, 192)
+    assert [index for index in range(8) if layout.is_row_sharded(index)] == [4, 6, 7]
 
 
 def test_the_search_tries_other_orders_and_the_last_lengths() -> None:
-    layout = plan_layout([(192, 64), (64, 100), (64, 64), (64, 100)], 4, granularity=STRICT_ROWS)
+    layout = plan_layout([(192, 64), (64, 100), (64, 64), (64, 100)], 4, max_waste=WHOLE_ROWS)
     assert layout.shard_numel == 7296
     layout = plan_layout([(265, 89), (177, 173), (72, 123)], 4, alignment_numel=4)
-    assert layout.granules == (89, 173, 123)
+    assert all(layout.is_row_sharded(index) for index in range(3))
     assert layout.shard_numel == 15916
 
 
-def test_contracts_are_kept_whatever_they_cost() -> None:
-    shapes = [(3, 1000), (3, 1000), (3, 1000)]
-    granularity = [Granularity.TENSOR, STRICT_ROWS, Granularity.ROWS]
-    layout = plan_layout(shapes, 4, granularity=granularity)
-    assert layout.granules[:2] == (3000, 1000)
-    assert layout.shard_numel == 3000
-    layout = plan_layout([(7,), (5,), (4,), (3,), (2,)], 3, granularity=Granularity.TENSOR)
-    assert layout.shard_numel == 7
-    owners = [[r for r in range(3) if len(set(layout.local_range(i, r))) == 2] for i in range(5)]
-    assert owners == [[0], [1], [2], [2], [1]]
-    # Blocks of 4, 4 and 2 rows: the best cut leaves 4 rows on one rank and 6 on the other.
-    layout = plan_layout([(10, 3)], 2, granularity=Granularity.blocks(4))
-    assert layout.shard_numel == 18
-    assert [layout.local_shape(0, rank) for rank in range(2)] == [(4, 3), (6, 3)]
+def test_rows_that_begin_at_aligned_elements_only() -> None:
     # Rows of 6 with alignment 4: only every second row begins at a multiple of 4.
-    layout = plan_layout([(8, 6)], 4, alignment_numel=4, granularity=STRICT_ROWS)
+    layout = plan_layout([(8, 6)], 4, alignment_numel=4, max_waste=WHOLE_ROWS)
     assert layout.shard_numel == 12
-    assert [layout.local_shape(0, rank) for rank in range(4)] == [(2, 6)] * 4
+    assert [local_shape(layout, 0, rank) for rank in range(4)] == [(2, 6)] * 4
 
 
 def test_scalars_single_elements_and_empty_tensors() -> None:
     layout = plan_layout([(1,)], 8, alignment_numel=4)
     assert layout.shard_numel == 4
-    assert [layout.local_shape(0, rank) for rank in range(8)] == [(1,)] + [(0,)] * 7
+    assert [local_shape(layout, 0, rank) for rank in range(8)] == [(1,)] + [(0,)] * 7
     layout = plan_layout([()], 2)
-    assert layout.granules == (1,)
-    assert [layout.local_shape(0, rank) for rank in range(2)] == [(1,), (0,)]
+    assert [local_shape(layout, 0, rank) for rank in range(2)] == [(1,), (0,)]
     assert not layout.is_row_sharded(0)
     layout = plan_layout([(0, 5), (4,), (5, 0)], 2, alignment_numel=2)
     assert layout.numel == 4
     assert layout.padding_numel == 0
-    assert layout.local_shape(0, 1) == (0, 5)
-    assert layout.local_shape(2, 0) == (0,)
+    assert local_shape(layout, 0, 1) == (0, 5)
+    assert local_shape(layout, 2, 0) == (0,)
 
 
 def test_a_group_without_elements_has_an_empty_buffer() -> None:
@@ -124,14 +113,13 @@ def test_a_group_without_elements_has_an_empty_buffer() -> None:
 
 
 def test_row_sharding_is_where_edges_fall_the_same_on_all_ranks() -> None:
-    layout = plan_layout([(4, 6)], 2, granularity=Granularity.ELEMENTS)
-    assert layout.granules == (1,)
+    layout = plan_layout([(4, 6)], 2, max_waste=0)
     assert layout.is_row_sharded(0)
-    assert layout.local_shape(0, 1) == (2, 6)
+    assert local_shape(layout, 0, 1) == (2, 6)
     # The edge cuts the second row: rank 0 holds a whole row and a half, rank 1 a half and a whole one.
-    layout = plan_layout([(3, 4)], 2, granularity=Granularity.ELEMENTS)
-    assert [layout.local_shape(0, rank) for rank in range(2)] == [(6,), (6,)]
-    layout = Layout(((2, 3), (4,)), (4, 0), (3, 1), num_shards=2, shard_numel=7)
+    layout = plan_layout([(3, 4)], 2, max_waste=0)
+    assert [local_shape(layout, 0, rank) for rank in range(2)] == [(6,), (6,)]
+    layout = Layout(((2, 3), (4,)), (4, 0), num_shards=2, shard_numel=7)
     assert layout.tensor_range(0) == (4, 10)
     assert layout.shard_range(1) == (7, 14)
     assert [layout.local_range(0, rank) for rank in range(2)] == [(0, 3), (3, 6)]
@@ -152,112 +140,3 @@ def test_a_layout_is_the_same_in_another_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(plan_layout(shapes, 5, alignment_numel=2))
-
-
-@pytest.mark.parametrize(
-    ("granularity", "numel"),
-    [
-        (Granularity.ROWS, 15),
-        (Granularity.blocks(2), 30),
-        (Granularity.blocks(100), 60),
-        (Granularity.TENSOR, 60),
-        (Granularity.ELEMENTS, 1),
-    ],
-)
-def test_granules_are_between_one_element_and_the_tensor(granularity: Granularity, numel: int) -> None:
-    assert granularity.granule_numel((4, 3, 5)) == numel
-    assert granularity.granule_numel(()) == 1
-    assert granularity.granule_numel((0, 5)) == 1
-
-
-PLAN_ERRORS = [
-    ({"num_shards": 0}, "num_shards is 0; pass the number of ranks, 1 or more."),
-    ({"alignment_numel": 0}, "alignment_numel is 0; pass 1 (no alignment) or more."),
-    ({"shapes": [(2,), (2, -1)]}, "shape 1 is (2, -1); no dimension may be negative."),
-    ({"max_waste": -0.1}, "max_waste is -0.1; pass a finite fraction of 0 or more, 0.01 for one percent."),
-    ({"max_waste": math.nan}, "max_waste is nan; pass a finite fraction of 0 or more, 0.01 for one percent."),
-    ({"max_waste": math.inf}, "max_waste is inf; pass a finite fraction of 0 or more, 0.01 for one percent."),
-    (
-        {"granularity": [Granularity.ROWS]},
-        "1 granularities were given for 2 shapes; give one per shape, or one for all.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changed", "message"), PLAN_ERRORS)
-def test_the_planner_refuses_arguments_that_mean_nothing(changed: dict[str, Any], message: str) -> None:
-    arguments = {"shapes": [(2,), (2, 2)], "num_shards": 2, **changed}
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
-        plan_layout(**arguments)
-
-
-LAYOUT_ERRORS = [
-    (
-        {"offsets": (0,)},
-        "a layout has 2 shapes, 1 offsets and 2 granules; give one of each per tensor.",
-    ),
-    ({"num_shards": 0}, "a layout has num_shards=0 and shard_numel=6; pass at least 1 shard of at least 0 elements."),
-    (
-        {"shard_numel": -1},
-        "a layout has num_shards=2 and shard_numel=-1; pass at least 1 shard of at least 0 elements.",
-    ),
-    (
-        {"offsets": (0, 9)},
-        (
-            "tensor 1 lies at [9, 13), outside of the buffer [0, 12): give it an offset that keeps it inside, or "
-            "a larger shard_numel."
-        ),
-    ),
-    (
-        {"offsets": (-1, 8)},
-        (
-            "tensor 0 lies at [-1, 7), outside of the buffer [0, 12): give it an offset that keeps it inside, or "
-            "a larger shard_numel."
-        ),
-    ),
-    ({"granules": (0, 1)}, "tensor 0 has granule 0; pass 1 element or more."),
-    (
-        {"granules": (4, 1)},
-        (
-            "tensor 0 at [0, 8) is cut inside a granule of 4 elements by shards of 6 elements: move the tensor "
-            "or change shard_numel."
-        ),
-    ),
-    (
-        {"num_shards": 4, "shard_numel": 3, "granules": (3, 2)},
-        (
-            "tensor 1 at [8, 12) is cut inside a granule of 2 elements by shards of 3 elements: move the tensor "
-            "or change shard_numel."
-        ),
-    ),
-    (
-        {"num_shards": 6, "shard_numel": 3, "offsets": (1, 10), "granules": (2, 1)},
-        (
-            "tensor 0 at [1, 9) is cut inside a granule of 2 elements by shards of 3 elements: move the tensor "
-            "or change shard_numel."
-        ),
-    ),
-    (
-        {"offsets": (2, 0)},
-        "tensors 1 and 0 overlap: the one ends at 4 and the other starts at 2; give each its own range of the buffer.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changed", "message"), LAYOUT_ERRORS)
-def test_a_layout_refuses_parts_that_contradict_each_other(changed: dict[str, Any], message: str) -> None:
-    parts = {"shapes": ((4, 2), (4,)), "offsets": (0, 8), "granules": (2, 1), "num_shards": 2, "shard_numel": 6}
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
-        Layout(**{**parts, **changed})
-
-
-def test_ranks_outside_and_granularities_of_no_rows_or_without_blocks_are_refused() -> None:
-    layout = plan_layout([(4,)], 2)
-    for rank in (-1, 2):
-        with pytest.raises(ConfigurationError, match=f"^rank {rank} was asked for; this layout has shards 0 to 1.$"):
-            layout.shard_range(rank)
-    with pytest.raises(ConfigurationError, match=r"^a granularity has rows=0; pass 1 or more.$"):
-        Granularity.blocks(0)
-    message = "a granularity of kind 'tensor' has rows=2; only 'blocks' takes a row count: use Granularity.blocks(2)."
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
-        Granularity(GranularityKind.TENSOR, rows=2)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import Granularity
 from megatron_fsdp.sharding.units import (
     GroupKey,
     ParameterGroupSpec,
@@ -15,7 +14,6 @@ from megatron_fsdp.sharding.units import (
     cut_groups,
     find_units,
     group_parameters,
-    plan_lines,
 )
 
 
@@ -269,39 +267,13 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
-
-
-def test_the_table_shows_runs_of_equal_units_of_one_place_in_one_line() -> None:
-    model = Model(12, tied=True)
-    model.layers[11].linear = nn.Linear(2, 4)
-    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    assert plan_lines(find_units(model, [Block]), numels) == [
-        "12 units besides the root (given classes Block), 145 parameters",
-        "  root (Model)  10 parameters",
-        "  layers.0 ... layers.10 (11 x Block)  11 parameters each",
-        "  layers.11 (Block)  14 parameters",
-        "  head.weight is tied to embed.weight",
-    ]
-    model = Branches(nn.ModuleList([Leaf(), Leaf()]), nn.ModuleList([Leaf(), Leaf()]))
-    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    assert plan_lines(
-        find_units(model, None), {**numels, "first.0.weight": 1_000_000, "first.1.weight": 1_000_000}
-    ) == [
-        "4 units besides the root (repeated blocks), 2,000,004 parameters",
-        "  root (Branches)  0 parameters",
-        "  first.0 ... first.1 (2 x Leaf)  1,000,000 parameters each",
-        "  second.0 ... second.1 (2 x Leaf)  2 parameters each",
-    ]
-
-
 # ---- groups of parameters --------------------------------------------------------------------------------------------
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def info(name: str, dtype: torch.dtype = FP32, trained: bool = True, expert: bool = False) -> ParameterInfo:
-    return ParameterInfo(name, (2, 3), dtype, trained, expert)
+    return ParameterInfo(name, (2, 3), GroupKey(dtype, trained, expert))
 
 
 def test_groups_come_in_order_of_first_appearance_and_keep_the_order_inside() -> None:
@@ -315,18 +287,12 @@ def test_groups_come_in_order_of_first_appearance_and_keep_the_order_inside() ->
     ]
 
 
-def test_experts_are_kept_apart_and_granularity_does_not_split_a_group() -> None:
+def test_experts_are_kept_apart() -> None:
     groups = group_parameters([info("dense"), info("expert", expert=True)])
     assert [group.key.is_expert for group in groups] == [False, True]
-    whole = ParameterInfo("m", (2, 3), FP32, True, granularity=Granularity.TENSOR)
-    (group,) = group_parameters([info("a"), whole])
-    assert [parameter.granularity for parameter in group.parameters] == [Granularity.ROWS, Granularity.TENSOR]
     assert group_parameters([]) == ()
-    with pytest.raises(ConfigurationError) as caught:
-        group_parameters([info("tied"), info("tied", BF16)])
-    assert str(caught.value) == ("parameter 'tied' is given twice; give each parameter once, tied ones under one name.")
     shapes = [(2, 3), (), (0, 4), (5,)]
-    assert [ParameterInfo("p", shape, FP32, True).numel for shape in shapes] == [6, 1, 0, 5]
+    assert [ParameterInfo("p", shape, GroupKey(FP32, True, False)).numel for shape in shapes] == [6, 1, 0, 5]
 
 
 def numels(buckets: tuple[ParameterGroupSpec, ...]) -> list[list[int]]:
@@ -334,13 +300,15 @@ def numels(buckets: tuple[ParameterGroupSpec, ...]) -> list[list[int]]:
 
 
 def test_a_bucket_is_closed_by_the_parameter_that_fills_it() -> None:
-    infos = [ParameterInfo(str(i), (n,), torch.float32, True) for i, n in enumerate((4, 5, 20, 1, 9, 1))]
+    infos = [
+        ParameterInfo(str(i), (n,), GroupKey(torch.float32, True, False)) for i, n in enumerate((4, 5, 20, 1, 9, 1))
+    ]
     groups = group_parameters(infos)
     assert numels(cut_groups(groups, 10)) == [[4, 5, 20], [1, 9], [1]]
     assert numels(cut_groups(groups, 9)) == [[4, 5], [20], [1, 9], [1]]
     assert numels(cut_groups(groups, 1)) == [[4], [5], [20], [1], [9], [1]]
     assert cut_groups(groups, None) == cut_groups(groups, 1000) == groups
-    infos = [ParameterInfo(str(i), (4,), torch.float32, i % 2 == 0) for i in range(4)]
+    infos = [ParameterInfo(str(i), (4,), GroupKey(torch.float32, i % 2 == 0, False)) for i in range(4)]
     buckets = cut_groups(group_parameters(infos), 8)
     assert [[info.name for info in bucket.parameters] for bucket in buckets] == [["0", "2"], ["1", "3"]]
     assert [bucket.key.requires_grad for bucket in buckets] == [True, False]

@@ -15,9 +15,8 @@ from megatron_fsdp.comm.axis import Axis, Traffic
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.domains import Domain, Sharding
-from megatron_fsdp.sharding.layout import Granularity
 from megatron_fsdp.sharding.shards import ShardDescription
-from megatron_fsdp.sharding.units import ParameterInfo, group_parameters
+from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, group_parameters
 
 _TENSOR_PARALLEL = {0: "column", 1: "row"}
 
@@ -32,7 +31,6 @@ class Arrangement:
         tensor: Tensor-parallel ranks; 0: there are none.
         strategy: 0 to 3.
         outer_strategy: 0 or 1.
-        granularity: Of all tensors.
     """
 
     inner: int
@@ -40,7 +38,6 @@ class Arrangement:
     tensor: int = 0
     strategy: int = 3
     outer_strategy: int = 0
-    granularity: Granularity = Granularity.ROWS
 
     @property
     def num_ranks(self) -> int:
@@ -103,9 +100,7 @@ def _on_rank(
     )
     params = [_parameter(shape, cut, arrangement) for shape, cut in zip(tensors.shapes, tensors.cuts, strict=True)]
     infos = [
-        ParameterInfo(
-            str(index), tuple(param.shape), param.dtype, not tensors.frozen, granularity=arrangement.granularity
-        )
+        ParameterInfo(str(index), tuple(param.shape), GroupKey(param.dtype, not tensors.frozen, False, not param.shape))
         for index, param in enumerate(params)
     ]
     found: dict[int, ShardDescription] = {}

@@ -53,46 +53,34 @@ _BY_LENGTH = {"dynamic", "longrope"}
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How sequences are cut.
+    """How sequences are cut over a number of ranks.
 
-    With causal attention a token costs as much as there are tokens before it. So by default the sequence is cut into
-    2 * ranks pieces, and rank r has the pieces r and 2 * ranks - 1 - r, one cheap and one dear: all ranks have the
-    same work. This is the order of torch's `_HeadTailLoadBalancer`. Without balancing rank r has piece r of as many
-    pieces as there are ranks.
-
-    Attributes:
-        ranks: Number of context-parallel ranks.
-        load_balance: Two pieces per rank in place of one.
+    With causal attention a token costs as much as there are tokens before it. So the sequence is cut into 2 * ranks
+    pieces, and rank r has the pieces r and 2 * ranks - 1 - r, one cheap and one dear: all ranks have the same work.
+    This is the order of torch's `_HeadTailLoadBalancer`.
     """
 
     ranks: int
-    load_balance: bool = True
-
-    @property
-    def num_pieces(self) -> int:
-        """Return into how many pieces of equal length a sequence is cut."""
-        return self.ranks * (2 if self.load_balance else 1)
 
     def check_length(self, length: int) -> None:
         """Refuse whole sequences of a length that does not divide into equal pieces."""
-        if length > 0 and length % self.num_pieces == 0:
+        num_pieces = 2 * self.ranks
+        if length > 0 and length % num_pieces == 0:
             return
-        pieces = f"2 * {self.ranks} = {self.num_pieces}" if self.load_balance else str(self.num_pieces)
-        padded = max(-(-length // self.num_pieces), 1) * self.num_pieces
+        padded = max(-(-length // num_pieces), 1) * num_pieces
         raise ParallelSizeError(
-            f"sequences of {length} tokens cannot be cut into {pieces} equal pieces for cp_size={self.ranks} with "
-            f"load_balance={self.load_balance}; pad them to {padded} tokens with labels of -100"
+            f"sequences of {length} tokens cannot be cut into 2 * {self.ranks} = {num_pieces} equal pieces for "
+            f"cp_size={self.ranks}; pad them to {padded} tokens with labels of -100"
         )
 
-    def pieces_of(self, rank: int) -> tuple[int, ...]:
+    def pieces_of(self, rank: int) -> tuple[int, int]:
         """Return the numbers of the pieces of a rank, in the order in which it has them."""
-        return (rank, self.num_pieces - 1 - rank) if self.load_balance else (rank,)
+        return rank, 2 * self.ranks - 1 - rank
 
     def ranges_of(self, rank: int, local_length: int) -> list[tuple[int, int]]:
         """Return (first, last + 1) in the whole sequence of each piece of a rank that has `local_length` tokens."""
-        pieces = self.pieces_of(rank)
-        size = local_length // len(pieces)
-        return [(piece * size, (piece + 1) * size) for piece in pieces]
+        size = local_length // 2
+        return [(piece * size, (piece + 1) * size) for piece in self.pieces_of(rank)]
 
     def positions_of(self, rank: int, local_length: int, device: torch.device | None = None) -> Tensor:
         """Return the position in the whole sequence of each token of a rank, int64, (local_length,)."""
@@ -108,12 +96,11 @@ class SequenceLayout:
         """Put the whole sequence together, in order, from what each rank has; the reverse of `cut`."""
         found: dict[int, Tensor] = {}
         for rank, part in enumerate(parts):
-            pieces = self.pieces_of(rank)
-            found.update(zip(pieces, part.chunk(len(pieces), dim), strict=True))
-        return torch.cat([found[piece] for piece in range(self.num_pieces)], dim)
+            found.update(zip(self.pieces_of(rank), part.chunk(2, dim), strict=True))
+        return torch.cat([found[piece] for piece in range(2 * self.ranks)], dim)
 
 
-def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balance: bool = True) -> dict[str, Tensor]:
+def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh) -> dict[str, Tensor]:
     """Cut out what this context-parallel rank computes of a batch that all of them hold whole.
 
     The ranks compare their batches first (one small collective), since a data loader that gives them different ones is
@@ -123,9 +110,8 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balanc
         batch: `input_ids` (or `inputs_embeds`, of three dimensions) and other tensors of (batch, sequence). `labels` as
             transformers takes them, not shifted; or `shift_labels`. An `attention_mask` may pad on the right where
             labels are -100, which causal attention needs no mask for.
-        cp_mesh: One dimension, the ranks that share sequences.
-        load_balance: Give every rank the same work (see `SequenceLayout`); sequences must then divide by twice the
-            number of ranks.
+        cp_mesh: One dimension, the ranks that share sequences, which must divide by twice their number: every rank has
+            the same work (see `SequenceLayout`).
 
     Returns:
         The same keys, (batch, sequence / ranks, ...), contiguous, but: `labels` became `shift_labels`, shifted before
@@ -137,7 +123,7 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balanc
         ConfigurationError: A tensor cannot be cut, sequences are packed, padding is not on the right or is counted, or
             the ranks hold different batches. All errors are raised on every rank.
     """
-    layout = SequenceLayout(cp_mesh.size(), load_balance)
+    layout = SequenceLayout(cp_mesh.size())
     error: Exception | None = None
     try:
         _check(batch, layout)
@@ -147,7 +133,7 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balanc
         f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
         for name, values in sorted(batch.items())
     ]
-    agree(cp_mesh.get_group(), error, facts)
+    agree([cp_mesh.get_group()], error, facts)
     reference = _reference(batch)
     rows, length = reference.shape[:2]
     whole = {name: values for name, values in batch.items() if name not in ("labels", "attention_mask")}
@@ -157,16 +143,15 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, *, load_balanc
     return {name: layout.cut(values, cp_mesh.get_local_rank(), 1).contiguous() for name, values in whole.items()}
 
 
-def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1, load_balance: bool = True) -> Tensor:
+def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Gather the whole of what every rank has a part of, such as logits, on every rank; detached.
 
     Args:
         tensor: This rank's part; the same shape on every rank.
         cp_mesh: As for `shard_batch`.
         dim: Of the sequence.
-        load_balance: As for `shard_batch`.
     """
-    layout = SequenceLayout(cp_mesh.size(), load_balance)
+    layout = SequenceLayout(cp_mesh.size())
     mine = tensor.detach().contiguous()
     parts = [torch.empty_like(mine) for _ in range(cp_mesh.size())]
     dist.all_gather(parts, mine, group=cp_mesh.get_group())
@@ -214,7 +199,7 @@ def _check_padding(batch: Mapping[str, Tensor]) -> None:
             raise ConfigurationError(f"{name} has labels where attention_mask is 0; set them to {IGNORED_LABEL} there")
 
 
-def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balance: bool = True) -> None:
+def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh) -> None:
     """Let the ranks of a mesh dimension share the tokens of every sequence; in place, before or after sharding.
 
     The model (a causal one of transformers, or of peft around one; may be on the meta device) is then called with what
@@ -232,7 +217,7 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, *, load_balan
             f"cp_mesh has the dimensions {cp_mesh.mesh_dim_names}; give the one of the ranks that share sequences, "
             'such as mesh["cp"]'
         )
-    layout = SequenceLayout(cp_mesh.size(), load_balance)
+    layout = SequenceLayout(cp_mesh.size())
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
         raise ConfigurationError(
@@ -315,10 +300,7 @@ def _check_positions(shared: ContextParallel, positions: Tensor) -> None:
     expected = shared.layout.positions_of(shared.rank, positions.shape[-1], positions.device)
     wrong = (positions != expected).any().to(torch.int32)
     dist.all_reduce(wrong, dist.ReduceOp.MAX, group=shared.group)
-    problem = (
-        f"position_ids are not those of shard_batch with load_balance={shared.layout.load_balance}, as "
-        "enable_context_parallel was told; cut every batch by shard_batch with the same load_balance"
-    )
+    problem = "position_ids are not those of shard_batch for these ranks; cut every batch by shard_batch"
     if wrong.device.type == "cpu":
         if bool(wrong):
             raise ConfigurationError(problem)

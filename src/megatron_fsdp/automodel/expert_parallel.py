@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_fsdp.automodel.architecture import text_config
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
-EP_DIM = "ep"
 _CONFIG_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _WANTED = (
     "expert parallelism needs transformers' interface of fused experts: forward(hidden_states, top_k_index, "
@@ -52,11 +51,6 @@ def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
     (`output_router_logits=True`) are computed from a rank's own tokens, as under data parallelism. Returns the names of
     the experts modules, for `shard_experts`.
     """
-    if ep_mesh.mesh_dim_names != (EP_DIM,):
-        raise ConfigurationError(
-            f"a mesh with the dimensions {ep_mesh.mesh_dim_names} was given for experts; give a one-dimensional mesh "
-            'named "ep"'
-        )
     experts = _find_experts(model)
     for name, part in experts.items():
         num_experts = len(next(part.parameters()))
@@ -261,19 +255,11 @@ def shard_experts(
     With one rank in `ep_shard_mesh` nothing is sharded, but precision and the factor are applied. Inputs and outputs of
     experts are not cast: inside of a layer they have the layer's dtypes, and the router's weights may be more precise.
     """
-    if gradient_divisor < 1:
-        raise ConfigurationError(f"gradient_divisor={gradient_divisor} is not a number of ranks; give ep_shard * ep")
     policy = replace(mp_policy, cast_forward_inputs=False, output_dtype=None)
     num_shards = ep_shard_mesh.size()
     for name in expert_names:
-        part = model.get_submodule(name)
-        if not isinstance(part, DividedExperts):
-            raise ConfigurationError(
-                f"{name} ({type(part).__name__}) is not divided over ranks; give the names that parallelize_experts "
-                "returned"
-            )
         sharded = fully_shard(
-            part,
+            model.get_submodule(name),
             mesh=ep_shard_mesh,
             mp_policy=policy,
             offload_policy=offload_policy,

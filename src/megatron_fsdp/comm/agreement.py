@@ -2,18 +2,18 @@
 
 An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first:
 
-    agree, agree_over        before a model is sharded or changed: compare facts and errors
-    together, raise_together around work that each rank does by itself, such as reading or writing its part of files
-    decided_by_first         run a function on rank 0 and give its result to all ranks
-    gather_objects           gather one value of every rank
+    agree                        before a model is sharded or changed: compare facts and errors
+    together, raise_together     around work that each rank does by itself, such as reading or writing its part of files
+    decided_by_first             run a function on rank 0 and give its result to all ranks
+    gather_objects, gather_over  gather one value of every rank, of one group or of several
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,6 +30,7 @@ _LENGTH_BYTES = 8
 _SHOWN = 8
 
 
+@real_values()
 def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
     """Return the values of all ranks, in rank order; one small collective over gloo, where torch's own takes two.
 
@@ -49,6 +50,18 @@ def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> lis
     if max(lengths) > SMALL_BYTES:  # the same decision on every rank
         messages = _gather_bytes(group, message, max(lengths))
     return [pickle.loads(each[_LENGTH_BYTES:length]) for each, length in zip(messages, lengths, strict=True)]
+
+
+def gather_over(groups: Sequence[dist.ProcessGroup | None], value: Result) -> list[Result]:
+    """Return the values of all ranks that the groups reach together, gathered over one after another.
+
+    The last group is the most significant one in the order; None adds no rank.
+    """
+    everyone = [value]
+    for group in groups:
+        if group is not None:
+            everyone = list(itertools.chain.from_iterable(gather_objects(everyone, group)))
+    return everyone
 
 
 def _gather_bytes(group: dist.ProcessGroup | None, message: bytes, length: int) -> list[bytes]:
@@ -81,60 +94,53 @@ def _is_up(group: dist.ProcessGroup | None) -> bool:
     return False
 
 
-@real_values()
-def agree(group: dist.ProcessGroup | None, error: Exception | None, facts: Sequence[str] = ()) -> None:
-    """Compare facts and errors over the ranks; one small collective, and a second one to say which facts differ.
+def agree(
+    groups: Sequence[dist.ProcessGroup | None], error: Exception | None = None, facts: Sequence[str] = ()
+) -> None:
+    """Compare facts and errors over groups of ranks, one group after another; the error of one rank stops all of them.
+
+    One small collective for each group, and a second one to say which facts differ.
 
     Args:
-        group: The ranks; None for a single one.
+        groups: The ranks; None for a single one.
         error: What this rank found wrong.
-        facts: What has to be the same everywhere, one readable line each, in an order that all ranks share.
+        facts: What has to be the same in the first group, one readable line each, in an order that its ranks share.
 
     Raises:
         ConfigurationError: On every rank, with the same message, where ranks differ.
         Exception: `error` itself, where every rank found the same.
     """
-    if group is None:
-        if error is not None:
-            raise error
-        return
-    digest = hashlib.sha256("\n".join(facts).encode()).digest()
-    everyone = gather_objects((str(error) if error is not None else None, digest), group)
-    errors = [found for found, _ in everyone]
-    if error is not None and all(found == errors[0] for found in errors):
-        raise error
-    if any(found is not None for found in errors):
-        message = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(errors) if found is not None)
-        raise ConfigurationError(
-            f"some ranks of the group cannot go on ({message}); give every rank the same model and arguments"
-        )
-    if any(found != digest for _, found in everyone):
-        _compare(gather_objects(list(facts), group))
-
-
-def agree_over(groups: Sequence[dist.ProcessGroup | None], error: Exception | None, facts: Sequence[str] = ()) -> None:
-    """Compare over several groups one after another, so that an error of one rank stops the ranks of all of them.
-
-    Raises:
-        ConfigurationError: On every rank, with the same message, where ranks differ.
-    """
     for position, group in enumerate(groups):
-        try:
-            agree(group, error, facts if position == 0 and error is None else ())
-        except (MegatronFSDPError, TypeError) as found:  # passed on to the ranks of the next group
-            error = found
+        if group is not None:
+            error = _problem_in(group, error, facts if position == 0 and error is None else ())
     if error is not None:
         raise error
 
 
-def _compare(facts: Sequence[Sequence[str]]) -> None:
-    for rank, other in enumerate(facts):
-        for expected, found in zip_longest(facts[0], other, fillvalue="nothing more"):
-            if expected != found:
-                raise ConfigurationError(
-                    f"ranks of the group disagree: rank 0 has {expected!r}, rank {rank} has {found!r}; give every "
-                    "rank the same model and arguments"
-                )
+def _problem_in(group: dist.ProcessGroup, error: Exception | None, facts: Sequence[str]) -> Exception | None:
+    """Return why the ranks of a group cannot go on together: the error here if all have that one; None: they can."""
+    everyone = gather_objects((None if error is None else str(error), _digest(facts)), group)
+    errors = [found for found, _ in everyone]
+    if error is not None and all(found == errors[0] for found in errors):
+        return error
+    if any(found is not None for found in errors):
+        message = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(errors) if found is not None)
+        return ConfigurationError(
+            f"some ranks of the group cannot go on ({message}); give every rank the same model and arguments"
+        )
+    if len({digest for _, digest in everyone}) == 1:
+        return None
+    of_ranks = gather_objects(list(facts), group)
+    differences = (
+        (rank, *pair)
+        for rank, other in enumerate(of_ranks)
+        for pair in itertools.zip_longest(of_ranks[0], other, fillvalue="nothing more")
+    )
+    rank, expected, found = next(place for place in differences if place[1] != place[2])
+    return ConfigurationError(
+        f"ranks of the group disagree: rank 0 has {expected!r}, rank {rank} has {found!r}; give every rank the same "
+        "model and arguments"
+    )
 
 
 def raise_together(
@@ -159,7 +165,7 @@ def raise_together(
     if error is not None and not isinstance(error, Exception):  # torch's report on ranks is none
         error = in_short(error, doing)
     message = None if error is None else f"{type(error).__name__}: {error}"
-    found = gather_objects((message, None if facts is None else _digest(facts)), group)
+    found = gather_objects((message, None if facts is None else _digest(sorted(facts.items()))), group)
     if facts is not None and len({digest for _, digest in found}) > 1:
         _raise_different(gather_objects(dict(facts), group), error)
     failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
@@ -224,8 +230,8 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _digest(facts: Mapping[str, str]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest())
+def _digest(facts: Sequence[object]) -> bytes:
+    return hashlib.blake2b(repr(list(facts)).encode(), digest_size=8).digest()
 
 
 def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | None) -> None:
@@ -249,22 +255,20 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
         ConfigurationError: Rank 0 has raised it.
     """
     answer: Any = None
-    problem: tuple[type[CheckpointError | ConfigurationError], str] | None = None
+    problem: tuple[type[Exception], str] | None = None
     cause: Exception | None = None
     if rank_of(group) == 0:
         try:
             answer = decide()
-        except CheckpointError as error:
-            problem, cause = (CheckpointError, str(error)), error
-        except ConfigurationError as error:
-            problem, cause = (ConfigurationError, str(error)), error
         except Exception as error:  # noqa: BLE001  sent to the others, then raised
-            problem, cause = (CheckpointError, f"{doing} failed ({type(error).__name__}: {error})"), error
+            known = (CheckpointError, ConfigurationError)
+            kind = next((kind for kind in known if isinstance(error, kind)), CheckpointError)
+            told = str(error) if isinstance(error, known) else f"{doing} failed ({type(error).__name__}: {error})"
+            problem, cause = (kind, told), error
     if world_size_of(group) > 1:
         sent = [answer, problem]
         dist.broadcast_object_list(sent, group=group, group_src=0)
         answer, problem = sent
     if problem is not None:
-        kind, message = problem
-        raise kind(message) from cause
+        raise problem[0](problem[1]) from cause
     return answer

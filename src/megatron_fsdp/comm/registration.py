@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import Axis, backend_of, is_simulated
 from megatron_fsdp.errors import ConfigurationError
 
@@ -84,7 +84,7 @@ class UserBuffers:
                 f"NCCL refused to register {self.num_bytes:,} bytes of communication memory "
                 f"({str(error).splitlines()[0]}); {remedy if self._symmetric else 'leave nccl_ub out'}"
             )
-        agree_over(self._reaching_all, problem)
+        agree(self._reaching_all, problem)
         self.is_registered = True
 
     @property

@@ -115,27 +115,6 @@ def config_from_flags(namespace: argparse.Namespace) -> DistributedDataParallelC
         raise ConfigurationError(_with_flags(str(error))) from None
 
 
-def flags_of(config: DistributedDataParallelConfig) -> list[str]:
-    """Write a configuration as flags: those of the fields that are not at the default of the class.
-
-    Args:
-        config: To write; it is checked, and left as it is.
-
-    Returns:
-        Arguments for a parser with these flags, such as `["--ddp-bucket-size", "1000"]`.
-
-    Raises:
-        ConfigurationError: The configuration is not possible, or has the pattern `--`, which argparse drops.
-    """
-    config = config.checked_copy()
-    flags: list[str] = []
-    for name, field in _FIELDS.items():
-        value = getattr(config, name)
-        if value != field.default:
-            flags += _spelled(name, value)
-    return flags
-
-
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """Return the arguments of `add_argument` for a field, by its declared type."""
     default = field.default
@@ -165,21 +144,6 @@ def _shown(value: object) -> str:
     if isinstance(value, torch.dtype):
         return _dtype_name(value)
     return "none" if value in (None, ()) else str(value)
-
-
-def _spelled(name: str, value: Any) -> list[str]:
-    flag = flag_of(name)
-    if isinstance(value, bool):
-        return [flag if value else off_flag_of(name)]
-    if isinstance(value, tuple):
-        if "--" in value:
-            raise ConfigurationError(
-                f"{name}={value!r} cannot be written as flags, since argparse drops '--'; write it as '-[-]'."
-            )
-        # An argument that begins with a dash is a flag to argparse, unless it is joined to one.
-        joined = any(pattern.startswith("-") for pattern in value)
-        return [f"{flag}={pattern}" for pattern in value] if joined else [flag, *value]
-    return [flag, _dtype_name(value) if _FIELDS[name].type == torch.dtype | None else str(value)]
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron_fsdp.config.arguments import same_names
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
@@ -39,6 +40,12 @@ DOUBLE_BUFFERS = (
 _SLOTS = 2
 _LEAST_BUCKET_NUMEL = 40_000_000
 _BUCKET_NUMEL_PER_RANK = 1_000_000
+
+
+def default_bucket_numel(num_ranks: int) -> int:
+    """Return the elements that close a bucket where nobody says how many: more on more ranks, whose parts are less."""
+    return max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
+
 
 MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
 """Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""
@@ -74,8 +81,8 @@ class MemoryOptions:
         allocator: How memory for gathered weights is allocated.
         slots: How many units besides the root may be gathered at a time (strategy 3).
         may_grow: Whether a larger prefetch size may bring more slots.
-        forward_depth: How many units to gather ahead in forward.
-        backward_depth: How many units to gather ahead in backward.
+        forward_prefetch_units: How many units to gather ahead in forward.
+        backward_prefetch_units: How many units to gather ahead in backward.
         communication_unit_numel: Elements to communicate at once, to gather ahead and to have in reduction; None: small
             units together, one unit ahead, two buckets.
         message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks. As
@@ -93,8 +100,8 @@ class MemoryOptions:
     allocator: WeightAllocator = WeightAllocator.SLOTS
     slots: int = _SLOTS
     may_grow: bool = True
-    forward_depth: int = 1
-    backward_depth: int = 1
+    forward_prefetch_units: int = 1
+    backward_prefetch_units: int = 1
     communication_unit_numel: int | None = None
     message_bytes: int | None = field(default_factory=_message_bytes)
     bucket_numel: int | None = None
@@ -109,7 +116,7 @@ class MemoryOptions:
         """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
         if not self.is_bucketed:
             return None
-        return self.bucket_numel or max(_LEAST_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * num_ranks)
+        return self.bucket_numel or default_bucket_numel(num_ranks)
 
     def check_plan(self, units_besides_root: int) -> None:
         """Refuse options that have no effect on this model."""
@@ -128,57 +135,59 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The checked options of one model.
+    """The checked options of one model, by the names of the arguments and configuration fields that set them.
 
     Attributes:
         strategy: On the sharding axis.
         outer_strategy: On the outer axis, where there is one.
         policy: Dtypes.
+        memory: Options of memory and prefetching.
+        numel_multiple: Pad every trainable group to a multiple of this many elements.
+        own_groups: Communicate over process groups that the model's own collectives do not use.
+        verify_ranks_s: Compare ranks before they communicate, and wait this many seconds for each; 0.0: do not.
         overlap_grad_reduce: Reduce during backward; strategies 2 and 3 always do.
         overlap_param_gather: Prefetch; strategy 3 always does.
         average_in_collective: Let the collective average.
-        calculate_per_token_loss: Sum gradients, without a factor.
-        check_finite: Check every gradient for NaN and infinity.
-        memory: Options of memory and prefetching.
-        init_meta: Initialise parameters on the meta device; "empty": only allocate them.
+        gradient_reduce_div_fusion: Scale gradients after the reduction, not before.
         reduce_scatter_with_fp32_accumulation: Exchange gradients and sum them locally, in float32.
+        param_name_patterns_for_fp32_local_accumulation: `fnmatch` patterns of the parameters whose gradients are
+            accumulated in float32.
+        report_nan_in_param_grad: Check every gradient for NaN and infinity.
+        check_for_large_grads: Check every gradient for unexpectedly large values.
+        gradient_accumulation_fusion: Let linears write weight gradients straight into buckets.
+        delay_wgrad_compute: Compute weight gradients of linears at the end of backward, and then reduce all units.
+        calculate_per_token_loss: Sum gradients, without a factor.
+        init_model_with_meta_device: Initialise parameters on the meta device; "empty": only allocate them.
         find_unused_parameters: Agree at every sync on which parameters were used.
         deterministic: "world": add gradients up in an order that does not depend on the number of ranks.
-        scales_first: Scale gradients before the reduction, not after.
-        numel_multiple: Pad every trainable group to a multiple of this many elements.
-        fp32_patterns: `fnmatch` patterns of the parameters whose gradients are accumulated in float32.
-        verify_ranks_s: Compare ranks before they communicate, and wait this many seconds for each; 0.0: do not.
-        check_large: Check every gradient for unexpectedly large values.
-        own_groups: Communicate over process groups that the model's own collectives do not use.
-        fuses_weight_gradients: Let linears write weight gradients straight into buckets.
-        delays_weight_gradients: Compute weight gradients of linears at the end of backward, and then reduce all units.
-        decouples_gradients: Set gradients as `.decoupled_grad`.
-        cuda_graphs: Keep memory and gradients at their addresses, and read nothing back, so that steps can be captured.
+        megatron_fsdp_use_decoupled_grad: Set gradients as `.decoupled_grad`.
+        megatron_fsdp_cuda_graph_mode: Keep memory and gradients at their addresses, and read nothing back, so that
+            steps can be captured.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.optim_grads_params
     outer_strategy: ShardingStrategy = ShardingStrategy.no_shard
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    numel_multiple: int = 1
+    own_groups: bool = False
+    verify_ranks_s: float = 0.0
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     average_in_collective: bool = False
-    calculate_per_token_loss: bool = False
-    check_finite: bool = False
-    memory: MemoryOptions = field(default_factory=MemoryOptions)
-    init_meta: bool | str = False
+    gradient_reduce_div_fusion: bool = True
     reduce_scatter_with_fp32_accumulation: bool = False
-    verify_ranks_s: float = 0.0
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    report_nan_in_param_grad: bool = False
+    check_for_large_grads: bool = False
+    gradient_accumulation_fusion: bool = False
+    delay_wgrad_compute: bool = False
+    calculate_per_token_loss: bool = False
+    init_model_with_meta_device: bool | str = False
     find_unused_parameters: bool = False
     deterministic: str | None = None
-    scales_first: bool = False
-    numel_multiple: int = 1
-    fp32_patterns: tuple[str, ...] = ()
-    check_large: bool = False
-    own_groups: bool = False
-    fuses_weight_gradients: bool = False
-    delays_weight_gradients: bool = False
-    decouples_gradients: bool = False
-    cuda_graphs: bool = False
+    megatron_fsdp_use_decoupled_grad: bool = False
+    megatron_fsdp_cuda_graph_mode: bool = False
 
     def check_capture(self) -> None:
         """Refuse what a CUDA graph cannot hold, where `cuda_graph_mode` is on.
@@ -187,12 +196,12 @@ class EngineOptions:
             ConfigurationError: An option reads tensors back on the host in every step.
         """
         reads = {
-            "report_nan_in_param_grad": self.check_finite,
-            "check_for_large_grads": self.check_large,
+            "report_nan_in_param_grad": self.report_nan_in_param_grad,
+            "check_for_large_grads": self.check_for_large_grads,
             "find_unused_parameters": self.find_unused_parameters,
             "verify_ranks": bool(self.verify_ranks_s),
         }
-        found = [name for name, is_on in reads.items() if is_on and self.cuda_graphs]
+        found = [name for name, is_on in reads.items() if is_on and self.megatron_fsdp_cuda_graph_mode]
         if found:
             raise ConfigurationError(
                 f"cuda_graph_mode=True and {' and '.join(found)} contradict each other, since what a step reads on the "
@@ -203,22 +212,12 @@ class EngineOptions:
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
     """Return what a configuration says of the engine, in which arguments of a wrapper are at their defaults."""
     return EngineOptions(
-        memory=MemoryOptions(user_buffers=_user_buffers(config), is_kept=_is_kept(config)),
+        **same_names(EngineOptions, vars(config)),
         strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
         policy=policy,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        average_in_collective=config.average_in_collective,
-        check_finite=config.check_for_nan_in_grad,
-        check_large=config.check_for_large_grads,
-        reduce_scatter_with_fp32_accumulation=config.reduce_scatter_with_fp32_accumulation,
-        scales_first=not config.gradient_reduce_div_fusion,
-        fp32_patterns=config.param_name_patterns_for_fp32_local_accumulation,
-        fuses_weight_gradients=config.gradient_accumulation_fusion,
-        delays_weight_gradients=config.delay_wgrad_compute,
-        decouples_gradients=config.megatron_fsdp_use_decoupled_grad,
-        cuda_graphs=config.megatron_fsdp_cuda_graph_mode,
+        memory=MemoryOptions(user_buffers=_user_buffers(config), is_kept=_is_kept(config)),
+        report_nan_in_param_grad=config.check_for_nan_in_grad,
     )
 
 
@@ -232,18 +231,12 @@ def resolve_engine_options(
             f'deterministic={given["deterministic"]!r} does not exist; give "world" for the same bits on any number of '
             "ranks, or None"
         )
-    name = "reduce_scatter_with_fp32_accumulation"
-    return replace(
-        options,
-        calculate_per_token_loss=given["calculate_per_token_loss"],
-        check_finite=given["report_nan_in_param_grad"] or options.check_finite,
-        memory=resolve_memory_options(given, config),
-        init_meta=given["init_model_with_meta_device"],
-        reduce_scatter_with_fp32_accumulation=given[name] or options.reduce_scatter_with_fp32_accumulation,
-        verify_ranks_s=verify_ranks_s,
-        find_unused_parameters=given["find_unused_parameters"],
-        deterministic=given["deterministic"],
-    )
+    either = {
+        name: given[name] or getattr(options, name)
+        for name in ("report_nan_in_param_grad", "reduce_scatter_with_fp32_accumulation")
+    }
+    said = {**same_names(EngineOptions, given), **either}
+    return replace(options, **said, memory=resolve_memory_options(given, config), verify_ranks_s=verify_ranks_s)
 
 
 def _user_buffers(config: DistributedDataParallelConfig) -> UserBufferOptions | None:
@@ -269,8 +262,8 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         allocator=allocator,
         slots=slots,
         may_grow=given["max_gathered_units"] is None and allocator not in DOUBLE_BUFFERS,
-        forward_depth=forward,
-        backward_depth=backward,
+        forward_prefetch_units=forward,
+        backward_prefetch_units=backward,
         communication_unit_numel=config.suggested_communication_unit_size,
         message_bytes=0 if allocator in DOUBLE_BUFFERS else _message_bytes(),  # which want units of one size
         bucket_numel=config.bucket_size,

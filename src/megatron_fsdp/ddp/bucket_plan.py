@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, UnitPlan, UnitSpec, key_of
+from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, UnitPlan, UnitSpec
 
 BUCKET_NAME = "bucket {}"
 _ROOT = 0
@@ -34,15 +34,15 @@ def cut_buckets(
     open_buckets: dict[GroupKey, list[ParameterInfo]] = {}
     closed: list[list[ParameterInfo]] = []
     for info in reversed(parameters):
-        if not info.requires_grad:
+        if not info.key.requires_grad:
             continue
         if info.name in alone:
             closed.append([info])
             continue
-        bucket = open_buckets.setdefault(key_of(info), [])
+        bucket = open_buckets.setdefault(info.key, [])
         bucket.append(info)
         if bucket_numel is not None and sum(member.numel for member in bucket) >= bucket_numel:
-            closed.append(open_buckets.pop(key_of(info)))
+            closed.append(open_buckets.pop(info.key))
     closed += open_buckets.values()
     in_order = sorted(closed, key=lambda bucket: place[bucket[-1].name])
     return tuple(tuple(info.name for info in reversed(bucket)) for bucket in in_order)
@@ -56,7 +56,7 @@ def plan_buckets(
     alone: Collection[str] = (),
 ) -> UnitPlan:
     """Plan the units of the engine: the root with the frozen parameters, then one for each bucket."""
-    frozen = tuple(info.name for info in parameters if not info.requires_grad)
+    frozen = tuple(info.name for info in parameters if not info.key.requires_grad)
     buckets = cut_buckets(parameters, bucket_numel, alone)
     size = "one bucket per kind" if bucket_numel is None else f"closed at {bucket_numel:,} parameters"
     units = [UnitSpec.of_module("", frozen, root_class)]

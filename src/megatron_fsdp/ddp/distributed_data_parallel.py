@@ -177,7 +177,7 @@ class DistributedDataParallel(MegatronFSDP):
                 # Where nothing overlaps, buckets travel at points that all ranks share.
                 own_groups=overlaps or resolved.config.overlap_param_gather,
                 calculate_per_token_loss=calculate_per_token_loss,
-                init_meta=init_model_with_meta_device,
+                init_model_with_meta_device=init_model_with_meta_device,
                 verify_ranks_s=verify_ranks_s,
                 find_unused_parameters=find_unused_parameters,
             )
@@ -220,7 +220,7 @@ def _resolve_together(
         facts = [f"{field.name}={getattr(resolved.config, field.name)!r}" for field in fields(config)]
     except (MegatronFSDPError, TypeError) as error:
         problem = error
-    agree(None if group is None or group.size() == 1 else group, problem, facts)
+    agree([group], problem, facts)
     assert resolved is not None
     return resolved
 

@@ -10,13 +10,12 @@ import torch
 
 from megatron_fsdp.config.arguments import NOT_IMPLEMENTED
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.engine_options import default_bucket_numel
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 
-LEAST_BUCKET_NUMEL = 40_000_000
-BUCKET_NUMEL_PER_RANK = 1_000_000
 HIGH_BANDWIDTH_MULTIPLE = 2**16
 
 _UNITS_ONLY = (
@@ -203,7 +202,7 @@ def _bucket_numel(
         return numel, f"buckets close at {numel:,} parameters: {num_parameters:,} in num_buckets={config.num_buckets}"
     if not config.overlap_grad_reduce:
         return None, "one bucket for each kind of parameter: overlap_grad_reduce is off and no bucket_size is given"
-    numel = max(LEAST_BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * num_ranks)
+    numel = default_bucket_numel(num_ranks)
     return numel, f"buckets close at {numel:,} parameters: the default for {num_ranks} ranks"
 
 

@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.observer import Memory, Observer, Phase
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError, LifetimeError
+from megatron_fsdp.errors import ConfigurationError, LifetimeError, ScheduleError
 
 # The states of borrowed memory:
 #
@@ -284,3 +285,16 @@ class LifetimeChecker(Observer):
         for lent in self._lent.values():
             lent.state = State.BROKEN
             lent.on_its_way.clear()
+
+
+def check_lifetimes(engine: Engine) -> None:
+    """Check every use of borrowed memory from now on; further calls do nothing.
+
+    Raises:
+        ScheduleError: A forward or backward is running.
+    """
+    if engine.scheduler.in_forward or engine.scheduler.in_backward:
+        raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")
+    if not engine.observers.include(LifetimeChecker):
+        engine.executor.run(engine.scheduler.weights_changed())
+        engine.observers.add(LifetimeChecker(engine.units))

@@ -1,9 +1,9 @@
 """A debug switch: before anything is communicated, ranks compare what they are about to do.
 
-Ranks that gather or reduce different units mix their data or hang. With the switch on, every all-gather and
-reduction, the end of every forward that gathered and of every backward that reduces are announced to the other ranks
-first, over a process group of their own, and where announcements differ every rank raises the same error. The number
-of optimizer steps is compared as well: a rank that skips one has weights that do not match the others'.
+Ranks that gather or reduce different units mix their data or hang. With the switch on, every all-gather, reduction,
+agreement and norm, and the end of every forward that gathered, are announced to the other ranks first, over a process
+group of their own, and where announcements differ every rank raises the same error. The number of optimizer steps is
+compared as well: a rank that skips one has weights that do not match the others'.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from enum import IntEnum
+from enum import Enum
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.groups import destroy_with, duplicate_group, shared_name
+from megatron_fsdp.comm.lanes import Moment
+from megatron_fsdp.engine.executor import all_gather_bytes
+from megatron_fsdp.engine.observer import Observer, Phase
+from megatron_fsdp.engine.schedule import ROOT
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 
 
@@ -85,23 +90,21 @@ VARIABLE = "MFSDP_VERIFY_RANKS"
 DEFAULT_TIMEOUT_S = 300.0
 
 
-class Event(IntEnum):
-    """An action that ranks announce."""
+class Event(Enum):
+    """An action that ranks announce; the value is what a message says of it."""
 
-    GATHER = 0
-    REDUCE = 1
-    END_FORWARD = 2
-    END_BACKWARD = 3
-    BREAK_OFF = 4
-    CHANGE = 5
+    GATHER = "gathers"
+    REDUCE = "reduces"
+    END_FORWARD = "ends its forward"
+    BREAK_OFF = "breaks off its forward with an exception"
+    END_BACKWARD = "ends its backward"
+    AGREE = "follows a change of requires_grad, or compares arguments"
+    NORM = "takes the norm of all gradients"
+    WHOLE = "gathers or sends whole tensors"
 
 
-_WITHOUT_UNIT = {
-    Event.END_FORWARD: "ends its forward",
-    Event.END_BACKWARD: "ends its backward",
-    Event.BREAK_OFF: "breaks off its forward with an exception",
-    Event.CHANGE: "follows a change of requires_grad",
-}
+_EVENTS = list(Event)  # by their numbers in a row
+_OF_PHASE = {Phase.AGREE: Event.AGREE, Phase.NORM: Event.NORM, Phase.WHOLE: Event.WHOLE}
 
 
 @dataclass(frozen=True)
@@ -110,30 +113,28 @@ class Announcement:
 
     Attributes:
         event: The action.
-        unit: Its unit; the root where a pass ends.
+        unit: Its unit; the root for what concerns all.
         num_bytes: Size of the gathered weights or of the bucket on this rank.
         in_backward: Whether a backward is running; shown, not compared.
-        steps: Steps of the model's optimizers so far.
+        steps: How often the weights were changed so far, which is once in a step of an optimizer.
     """
 
     event: Event
     unit: int
     num_bytes: int
     in_backward: bool
-    steps: int = 0
+    steps: int
 
     def agrees_with(self, other: Announcement) -> bool:
         """Return whether both may go on together."""
-        mine = self.event, self.unit, self.num_bytes, self.steps
-        return mine == (other.event, other.unit, other.num_bytes, other.steps)
+        return replace(self, in_backward=other.in_backward) == other
 
     def describe(self, labels: Sequence[str]) -> str:
         """Describe it, as the predicate of a sentence about one rank."""
-        if self.event in _WITHOUT_UNIT:
-            return _WITHOUT_UNIT[self.event]
-        verb = "gathers" if self.event is Event.GATHER else "reduces"
+        if self.event not in (Event.GATHER, Event.REDUCE):
+            return self.event.value
         phase = "backward" if self.in_backward else "forward"
-        return f"{verb} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
+        return f"{self.event.value} {labels[self.unit]} ({self.num_bytes} bytes) in {phase}"
 
 
 def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
@@ -154,74 +155,90 @@ def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: M
     return seconds
 
 
-class RankVerifier:
-    """Compares announcements over the ranks of one model. Collective to make."""
+class RankVerifier(Observer):
+    """An observer that compares over the ranks of one model what they are about to do. Collective to make."""
 
-    def __init__(self, group: dist.ProcessGroup, labels: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float) -> None:
         self._rows = RowExchange(group, timeout_s)
         self._ranks, self._me = self._rows.ranks, self._rows.me
-        self._labels = tuple(labels)
+        self._units = units
+        self._labels = tuple(unit.label for unit in units)
         self._timeout_s = timeout_s
         self._last: Announcement | None = None
         self._lost: str | None = None
-        self._gathered_in_forward = False
-        self._steps = 0
+        self._steps = self._open_forwards = 0
+        self._gathered_in_forward = self._is_broken = False
+        self._to_reduce: int | None = None  # the unit whose reduction has begun and has sent nothing yet
 
-    def gather(self, unit: int, num_bytes: int) -> None:
-        """Announce the all-gather of a unit's weights."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._gathered_in_forward |= not in_backward
-        self._compare(Announcement(Event.GATHER, unit, num_bytes, in_backward))
+    def begins(self, phase: Phase, unit: int) -> None:
+        """Announce what other ranks have to join; a reduction only once it sends something."""
+        if phase is Phase.GATHER:
+            num_bytes = all_gather_bytes(self._units[unit])
+            if num_bytes:
+                self._gathered_in_forward |= not _in_backward()
+                self._compare(Event.GATHER, unit, num_bytes)
+        elif phase is Phase.REDUCE:
+            self._to_reduce = unit
+        elif phase is Phase.FORWARD:
+            self._open_forwards += 1
+        elif phase is Phase.INSTALL:
+            self._steps += 1
+        elif phase in _OF_PHASE:
+            ends_backward = phase is Phase.AGREE and _in_backward()
+            self._compare(Event.END_BACKWARD if ends_backward else _OF_PHASE[phase])
 
-    def reduce(self, unit: int, num_bytes: int) -> None:
-        """Announce the reduction of a unit's gradients."""
-        self._compare(Announcement(Event.REDUCE, unit, num_bytes, in_backward=True))
+    def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:  # noqa: ARG002
+        """Announce a reduction before its first collective."""
+        if self._to_reduce is not None and moment is Moment.LAUNCHES:
+            unit, self._to_reduce = self._to_reduce, None
+            self._compare(Event.REDUCE, unit, self._units[unit].bucket_bytes)
 
-    def end_forward(self, failed: bool) -> None:
+    def ends(self, phase: Phase, unit: int) -> None:  # noqa: ARG002
         """Announce the end of the outermost forward, where it gathered; others concern no other rank."""
-        if not self._gathered_in_forward:
-            return
-        self._gathered_in_forward = False
-        event = Event.BREAK_OFF if failed else Event.END_FORWARD
-        with suppress(*([ScheduleError] if failed else [])):
-            self._compare(Announcement(event, 0, 0, in_backward=False))
+        if phase is Phase.REDUCE:
+            self._to_reduce = None
+        elif phase is Phase.FORWARD:
+            self._leave_forward(Event.END_FORWARD)
 
-    def end_backward(self) -> None:
-        """Announce the end of a backward that reduces."""
-        self._compare(Announcement(Event.END_BACKWARD, 0, 0, in_backward=True))
+    def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
+        """Announce that the outermost forward was broken off, unless by an error of communication."""
+        self._is_broken |= phase in (Phase.GATHER, Phase.WAIT, Phase.REDUCE)
+        if phase is Phase.FORWARD:
+            with suppress(ScheduleError):  # it would hide the error
+                self._leave_forward(Event.BREAK_OFF)
 
-    def note_step(self) -> None:
-        """Count a step of an optimizer of the model."""
-        self._steps += 1
+    def _leave_forward(self, event: Event) -> None:
+        self._open_forwards -= 1
+        if not self._open_forwards and self._gathered_in_forward and not _in_backward() and not self._is_broken:
+            self._gathered_in_forward = False
+            self._compare(event)
 
-    def change(self) -> None:
-        """Announce a change of `requires_grad` of some parameter."""
-        self._compare(Announcement(Event.CHANGE, 0, 0, in_backward=False))
+    def forgets(self) -> None:
+        """Reset all counts. Ranks that were lost stay lost: a message may still be in flight."""
+        self._steps = self._open_forwards = 0
+        self._gathered_in_forward = self._is_broken = False
+        self._to_reduce = None
 
-    def forget(self) -> None:
-        """Reset the step count. Ranks that were lost stay lost: a message may still be in flight."""
-        self._steps = 0
-
-    def _compare(self, mine: Announcement) -> None:
+    def _compare(self, event: Event, unit: int = ROOT, num_bytes: int = 0) -> None:
         """Exchange announcements and go on only if all are the same."""
         if self._lost is not None:
             raise ScheduleError(self._lost)
+        mine = Announcement(event, unit, num_bytes, _in_backward(), self._steps)
         everyone = self._exchange(mine)
-        first = everyone[0]
-        if all(other.agrees_with(first) for other in everyone):
+        if all(other.agrees_with(everyone[0]) for other in everyone):
             self._last = mine
             return
         self._gathered_in_forward = False
         raise ScheduleError(self._mismatch(everyone))
 
     def _exchange(self, mine: Announcement) -> list[Announcement]:
-        row = torch.tensor([mine.event, mine.unit, mine.num_bytes, mine.in_backward, self._steps], dtype=torch.int64)
+        row = torch.tensor([_EVENTS.index(mine.event), mine.unit, mine.num_bytes, mine.in_backward, mine.steps])
         try:
             rows = self._rows(row)
         except AbsentError as error:
             self._lose(error.positions, mine, error.__cause__)
         return [
-            Announcement(Event(event), unit, num_bytes, bool(back), steps)
+            Announcement(_EVENTS[event], unit, num_bytes, bool(back), steps)
             for event, unit, num_bytes, back, steps in map(torch.Tensor.tolist, rows)
         ]
 
@@ -248,6 +265,10 @@ class RankVerifier:
             f"{actions}; every rank has to call the same units in the same order, and one that has nothing to compute "
             "with a unit calls model.take_part(unit, hidden) in its place (docs/debugging.md)"
         )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def describe_steps(ranks: Sequence[int], steps: Sequence[int]) -> str:

@@ -44,7 +44,6 @@ class GroupDescription:
     numel: int  # their elements, on this tensor-parallel rank
     padding_numel: int  # further elements of the buffer
     shard_numel: int  # elements of main weights, and of optimizer state, on this rank, padding included
-    granularity: tuple[str, ...]  # what shard edges may not cut, the finest wish first
     is_trainable: bool  # whether they take gradients
     is_expert: bool  # whether they belong to experts
     tensor_parallel: int  # how many of them tensor parallelism has cut before

@@ -143,13 +143,11 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
     sends = any(axis.num_ranks > 1 for axis in plan.axes)
     stored = plan.spec.key.weight_format if group.weights.is_encoded else None
     stored = stored or _name(plan.precision.compute)
-    granularities = (info.granularity for info in plan.spec.parameters)
     return GroupDescription(
         parameters=len(group.names),
         numel=plan.layout.payload_numel,
         padding_numel=plan.layout.padding_numel,
         shard_numel=group.weights.main.local.numel(),
-        granularity=tuple(dict.fromkeys(each.kind.value for each in granularities)),
         is_trainable=group.is_trained,
         is_expert=plan.spec.key.is_expert,
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
@@ -287,30 +285,18 @@ def describe_model(subject: Subject) -> Description:
     )
 
 
-_TOLD = {
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-    "average_in_collective": "average_in_collective",
-    "calculate_per_token_loss": "calculate_per_token_loss",
-    "check_finite": "report_nan_in_param_grad",
-    "init_meta": "init_model_with_meta_device",
-    "reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
-    "verify_ranks_s": "verify_ranks",
-    "find_unused_parameters": "find_unused_parameters",
-    "deterministic": "deterministic",
-    "fuses_weight_gradients": "gradient_accumulation_fusion",
-    "delays_weight_gradients": "delay_wgrad_compute",
-}
-"""Field of `EngineOptions` -> the argument that sets it, where nothing else in a description shows it."""
+_TOLD_ELSEWHERE = ("strategy", "outer_strategy", "policy", "memory", "numel_multiple", "own_groups")
+"""Fields of `EngineOptions` that other parts of a description show."""
 
 
 def _options(options: EngineOptions, config: DistributedDataParallelConfig | None, auto_sync: bool) -> dict[str, str]:
     """Collect the options that are not at their defaults, by the name of the argument or field."""
     values = [(field.name, getattr(config, field.name), field.default) for field in fields(config)] if config else []
     said = {name for name, _, _ in values}  # the configuration has defaults of its own
-    defaults = EngineOptions()
     values += [
-        (name, getattr(options, field), getattr(defaults, field)) for field, name in _TOLD.items() if name not in said
+        (field.name.removesuffix("_s"), getattr(options, field.name), field.default)
+        for field in fields(options)
+        if field.name not in {*said, *_TOLD_ELSEWHERE}
     ]
     values.append(("sync_model_each_microbatch", auto_sync, True))
     return {name: str(value).removeprefix("torch.") for name, value, default in values if value != default}

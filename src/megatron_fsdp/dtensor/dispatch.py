@@ -56,13 +56,18 @@ def is_total(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return covered and "out" not in kwargs and len(func._schema.returns) == 1
 
 
-def _number(reduction: Reduction, tensor: torch.Tensor, keepdim: bool = False) -> ReducedScalar:
-    """Return the result of a reduction of a tensor, with as many dimensions of length 1 as it has if `keepdim`."""
-    unite = None
-    if isinstance(tensor, UnevenDTensor) and tensor.requires_grad and tensor.shard_frame.shard_groups:
-        frame = tensor.shard_frame
-        unite = functools.partial(unite_gradients, groups=frame.shard_groups, adds_up=frame.adds_up)
-    return ReducedScalar.of(reduction, unite, tensor.ndim if keepdim else 0)
+def _numbers(
+    tensors: Sequence[torch.Tensor], reductions: Sequence[Reduction], keepdim: bool = False
+) -> list[ReducedScalar]:
+    """Return the results of reductions of tensors, with as many dimensions of length 1 as they have if `keepdim`."""
+    made = []
+    for tensor, reduction, value in zip(tensors, reductions, resolve(reductions), strict=True):
+        unite = None
+        if isinstance(tensor, UnevenDTensor) and tensor.requires_grad and tensor.shard_frame.shard_groups:
+            frame = tensor.shard_frame
+            unite = functools.partial(unite_gradients, groups=frame.shard_groups, adds_up=frame.adds_up)
+        made.append(ReducedScalar.of(value, reduction, unite, tensor.ndim if keepdim else 0))
+    return made
 
 
 def _total(compute: Callable[[UnevenDTensor, torch.Tensor, dict[str, Any]], Reduction]) -> Callable[..., Any]:
@@ -74,9 +79,7 @@ def _total(compute: Callable[[UnevenDTensor, torch.Tensor, dict[str, Any]], Redu
                 f"{func} over dim={named.get('dim')}, keepdim={named.get('keepdim')} cannot run on a tensor of shape "
                 f"{tuple(tensor.shape)} that is sharded over ranks; reduce all dimensions, or use full_tensor()"
             )
-        reduction = compute(tensor, tensor._local_tensor, named)
-        resolve([reduction])
-        return _number(reduction, tensor, bool(named.get("keepdim")))
+        return _numbers([tensor], [compute(tensor, tensor._local_tensor, named)], bool(named.get("keepdim")))[0]
 
     return rule
 
@@ -128,38 +131,27 @@ def _all(tensor: UnevenDTensor, local: torch.Tensor, _named: dict[str, Any]) -> 
 _largest, _smallest = _total(_extreme), _total(functools.partial(_extreme, smallest=True))
 
 
-def _norm(func: Any, args: Args, kwargs: Kwargs) -> ReducedScalar:
-    """Return a norm that is reduced when it is used, so that the norms of many tensors share a collective."""
-    named = bound(func, args, kwargs)
-    tensor = named["self"]
-    if not is_total(func, args, kwargs):
-        raise ShardOperationError(
-            f"{func} over dim={named.get('dim')}, keepdim={named.get('keepdim')} cannot run on a tensor of shape "
-            f"{tuple(tensor.shape)} that is sharded over ranks; take the norm of all of it, or use full_tensor()"
-        )
+def _norm(tensor: UnevenDTensor, _local: torch.Tensor, named: dict[str, Any]) -> Reduction:
     order = named.get("ord", named.get("p"))
-    order = 2.0 if order is None else float(order)
-    return _norms([tensor], order, named.get("dtype"), bool(named.get("keepdim")))[0]
+    return _norms([tensor], 2.0 if order is None else float(order), named.get("dtype"))[0]
 
 
-def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
-    """Run `_foreach_norm`: return a list of norms that are reduced when they are used."""
+def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[ReducedScalar]:
+    """Run `_foreach_norm`: the norms of tensors on the same ranks share a collective."""
     named = bound(func, args, kwargs)
-    return _norms(named["self"], float(named["ord"]), named.get("dtype"))
+    return _numbers(named["self"], _norms(named["self"], float(named["ord"]), named.get("dtype")))
 
 
-def _norms(
-    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None, keepdim: bool = False
-) -> list[Any]:
+def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[Reduction]:
     if any(each.dtype.is_complex for each in tensors):
         raise ShardOperationError("norms of complex sharded tensors are not offered; take the norm of abs()")
     parts = norm_parts([_local(each) for each in tensors], order, wide(dtype or tensors[0].dtype))
-    numbers = []
+    made = []
     for each, part in zip(tensors, parts, strict=True):
         frame = each.shard_frame if isinstance(each, UnevenDTensor) else None
         groups, further = (frame.groups, frame.foreign_groups) if frame is not None else ((), ())
-        numbers.append(_number(norm_reduction(part, order, groups, dtype or each.dtype, further), each, keepdim))
-    return numbers
+        made.append(norm_reduction(part, order, groups, dtype or each.dtype, further))
+    return made
 
 
 def equal(_func: Any, args: Args, _kwargs: Kwargs) -> bool:
@@ -176,12 +168,12 @@ RULES: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     "amin": _smallest,
     "any": _total(_any),
     "count_nonzero": _total(_count),
-    "linalg_vector_norm": _norm,
+    "linalg_vector_norm": _total(_norm),
     "max": _largest,
     "mean": _total(_mean),
     "min": _smallest,
     "nansum": _total(_nansum),
-    "norm": _norm,
+    "norm": _total(_norm),
     "sum": _total(_sum),
 }
 """Rule of each reduction, by the name of the operation."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.sharding.shards import Box
 
@@ -59,8 +59,7 @@ def asked_chunk(tensor: DTensor) -> ChunkStorageMetadata:
     for mesh_dim in sharded_dims(tensor):
         dim = tensor.placements[mesh_dim].dim  # type: ignore[attr-defined]
         group = tensor.device_mesh.get_group(mesh_dim)
-        lengths: list[int] = [0] * dist.get_world_size(group)
-        dist.all_gather_object(lengths, running[dim], group=group)
+        lengths = gather_objects(running[dim], group)
         offsets[dim] += sum(lengths[: tensor.device_mesh.get_local_rank(mesh_dim)])
         running[dim] = sum(lengths)
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))

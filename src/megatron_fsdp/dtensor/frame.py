@@ -113,7 +113,7 @@ class ShardFrame:
                     self.placements,
                     run_check=False,
                     shape=self.shape,
-                    stride=contiguous_stride(self.shape),
+                    stride=torch.empty(self.shape, device="meta").stride(),
                 )
             found = self._specs[dtype] = stock._spec
         return found
@@ -155,15 +155,6 @@ class ShardFrame:
             return ""
         name, owner = self.belongs
         return f"; {name} belongs to unit {owner.label}, whose weights are whole only while it runs: {owner.remedy}"
-
-
-def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    stride, running = [], 1
-    for length in reversed(shape):
-        stride.append(running)
-        running *= max(length, 1)
-    return tuple(reversed(stride))
 
 
 def _placements(description: ShardDescription) -> tuple[Placement, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ class Combine(enum.Enum):
     POWER = "power"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reduction:
-    """One number of which every rank has a part, until it is resolved.
+    """One number of which every rank has a part.
 
     Attributes:
         part: () in the dtype that travels: float32, float64, complex or int64.
@@ -40,7 +40,6 @@ class Reduction:
         negate: The result is negated: a minimum is the negative maximum of negatives.
         further: Groups to reduce over in addition where norms are stacked to become one: ranks with other tensors in
             place of this one, as expert-parallel ranks have.
-        value: The result, once known.
     """
 
     part: torch.Tensor
@@ -51,36 +50,35 @@ class Reduction:
     divisor: int = 1
     negate: bool = False
     further: Groups = ()
-    value: torch.Tensor | None = field(default=None, compare=False)
 
     def key(self) -> tuple[Any, ...]:
         """Return what has to agree for two reductions to share a collective."""
         names = tuple(group.group_name for group in self.groups)
         return self.combine.value, names, self.part.dtype, self.part.device, self.power
 
-    def finish(self, total: torch.Tensor) -> None:
+    def finish(self, total: torch.Tensor) -> torch.Tensor:
         """Compute the value from the combined parts, ()."""
         if self.negate:
             total = -total
         if self.divisor != 1:
             total = total / self.divisor
-        self.value = total.to(self.dtype)
+        return total.to(self.dtype)
 
 
-def resolve(reductions: Iterable[Reduction]) -> None:
-    """Finish reductions together: one collective for all that reduce over the same groups in the same way.
+def resolve(reductions: Sequence[Reduction]) -> list[torch.Tensor]:
+    """Return the values of reductions: one collective for all that reduce over the same groups in the same way.
 
     Every rank has to resolve the same reductions in the same order.
     """
-    batches: dict[tuple[Any, ...], list[Reduction]] = {}
-    for reduction in {id(each): each for each in reductions}.values():
-        if reduction.value is None:
-            batches.setdefault(reduction.key(), []).append(reduction)
+    batches: dict[tuple[Any, ...], list[int]] = {}
+    for place, reduction in enumerate(reductions):
+        batches.setdefault(reduction.key(), []).append(place)
+    values: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for batch in batches.values():
-            totals = _combine(torch.stack([each.part for each in batch]), batch[0])
-            for each, total in zip(batch, totals, strict=True):
-                each.finish(total)
+        for places in batches.values():
+            totals = _combine(torch.stack([reductions[place].part for place in places]), reductions[places[0]])
+            values.update((place, reductions[place].finish(total)) for place, total in zip(places, totals, strict=True))
+    return [values[place] for place in range(len(reductions))]
 
 
 def _combine(parts: torch.Tensor, like: Reduction) -> torch.Tensor:
@@ -111,30 +109,32 @@ def _largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
 class ReducedScalar(torch.Tensor):
     """One number that is the same on every rank: a plain tensor as soon as any operation uses it.
 
-    The norms that `torch.nn.utils.clip_grad_norm_` takes of each tensor wait until they are stacked, and are then
-    reduced together. All other reductions are finished when this is made.
-
     Every rank puts the number into a loss of its own, so its gradient differs between ranks: `unite` makes one gradient
     for all of them before autograd goes on to their shards.
 
     Attributes:
-        reduction: The reduction that gives the number.
+        value: The number.
+        reduction: The reduction that gave it.
         unite: Makes that gradient; None where all elements are on every rank, or no gradient is needed.
     """
 
+    value: torch.Tensor
     reduction: Reduction
     unite: Callable[[torch.Tensor], torch.Tensor] | None
 
     @classmethod
     def of(
-        cls, reduction: Reduction, unite: Callable[[torch.Tensor], torch.Tensor] | None = None, ndim: int = 0
+        cls,
+        value: torch.Tensor,
+        reduction: Reduction,
+        unite: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        ndim: int = 0,
     ) -> ReducedScalar:
-        """Wrap the result of a reduction, finished or not, with `ndim` dimensions of length 1."""
-        device = reduction.part.device
+        """Wrap the result of a reduction, with `ndim` dimensions of length 1."""
         made: ReducedScalar = torch.Tensor._make_wrapper_subclass(
-            cls, (1,) * ndim, dtype=reduction.dtype, device=device
+            cls, (1,) * ndim, dtype=value.dtype, device=value.device
         )
-        made.reduction, made.unite = reduction, unite
+        made.value, made.reduction, made.unite = value, reduction, unite
         return made
 
     def _is_used(self) -> None:
@@ -152,8 +152,7 @@ class ReducedScalar(torch.Tensor):
         return self.clone()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        value = self.reduction.value
-        return f"ReducedScalar({'not reduced yet' if value is None else value.item()})"
+        return f"ReducedScalar({self.value.item()})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().clone().__reduce_ex__(protocol)
@@ -170,13 +169,12 @@ class ReducedScalar(torch.Tensor):
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             args[0]._is_used()
-            return cls.of(args[0].reduction, ndim=args[0].ndim)
+            return cls.of(args[0].value, args[0].reduction, ndim=args[0].ndim)
         numbers = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReducedScalar)]
         for number in numbers:
             number._is_used()
         if func is torch.ops.aten.stack.default and not any(number.ndim for number in numbers):
             return func(_values_to_stack(args[0]), *args[1:], **kwargs)
-        resolve(number.reduction for number in numbers)
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
@@ -186,22 +184,18 @@ def _values_to_stack(scalars: Sequence[torch.Tensor]) -> list[Any]:
     Where other ranks have other tensors (`Reduction.further`), and maybe another number of them, the first value
     becomes the norm of all such tensors on all ranks, and the others become neutral.
     """
-    pending = [each.reduction if isinstance(each, ReducedScalar) else None for each in scalars]
-    resolve(each for each in pending if each is not None)
-    values: list[Any] = [each if found is None else found.value for each, found in zip(scalars, pending, strict=True)]
-    families: dict[tuple[Any, ...], list[int]] = {}
-    for index, found in enumerate(pending):
-        if found is not None and found.further:
-            families.setdefault(replace(found, groups=found.further, value=None).key(), []).append(index)
+    values = [plain(each) for each in scalars]
+    families: dict[tuple[Any, ...], list[tuple[int, Reduction]]] = {}
+    for index, each in enumerate(scalars):
+        if isinstance(each, ReducedScalar) and each.reduction.further:
+            over = replace(each.reduction, groups=each.reduction.further, divisor=1)
+            families.setdefault(over.key(), []).append((index, over))
     for members in families.values():
-        first = pending[members[0]]
-        assert first is not None
-        own = torch.stack([values[index].to(first.part.dtype) for index in members])
-        total = replace(first, part=_together(own, first), groups=first.further, divisor=1, value=None)
-        resolve([total])
-        for index in members:
+        (place, first), *_ = members
+        own = torch.stack([values[index].to(first.part.dtype) for index, _ in members])
+        for index, _ in members:
             values[index] = torch.full_like(values[index], math.inf if first.negate else 0.0)
-        values[members[0]] = total.value
+        (values[place],) = resolve([replace(first, part=_together(own, first))])
     return values
 
 
@@ -216,12 +210,7 @@ def _together(values: torch.Tensor, like: Reduction) -> torch.Tensor:
 
 def plain(value: Any) -> Any:
     """Return the number in a reduced scalar as a plain tensor; anything else as it is."""
-    if not isinstance(value, ReducedScalar):
-        return value
-    if value.reduction.value is None:
-        resolve([value.reduction])
-    found = value.reduction.value
-    return found if found is None else found.reshape(value.shape)
+    return value.value.reshape(value.shape) if isinstance(value, ReducedScalar) else value
 
 
 def unite_gradients(grad: torch.Tensor, groups: Groups, adds_up: bool) -> torch.Tensor:
@@ -278,7 +267,7 @@ def norm_parts(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype
 def norm_reduction(
     part: torch.Tensor, order: float, groups: Groups, dtype: torch.dtype, further: Groups = ()
 ) -> Reduction:
-    """Make the reduction of a whole tensor's norm from this rank's norm of its elements; it is not resolved."""
+    """Make the reduction of a whole tensor's norm from this rank's norm of its elements; not resolved."""
     if math.isinf(order):
         negate = order < 0
         return Reduction(-part if negate else part, Combine.MAX, groups, dtype, negate=negate, further=further)

@@ -20,7 +20,7 @@ from torch.distributed.utils import _sync_module_states
 
 from megatron_fsdp.dtensor.chunks import LocalChunks, gather_full, no_write_items
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.dtensor.reduction import plain, unite_gradients
+from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from megatron_fsdp.sharding.shards import BufferCut, ListedCut, MeshUse, ShardDescription, TensorParallelCut
 
@@ -164,12 +164,6 @@ class UnevenDTensor(DTensor):
         everywhere = [Replicate()] * self.device_mesh.ndim
         whole = DTensor.from_local(self.full_tensor(), self.device_mesh, everywhere, run_check=False)
         return whole if wanted == tuple(everywhere) else whole.redistribute(placements=wanted)
-
-    def norm(self, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
-        """Take `torch.Tensor.norm`, reduced over the ranks at once (`torch.linalg.vector_norm` waits to be used)."""
-        result = super().norm(p, dim, keepdim, dtype)
-        plain(result)
-        return result
 
     # ---- copies -----------------------------------------------------------------------------------------------------
 

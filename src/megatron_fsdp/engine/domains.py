@@ -153,7 +153,9 @@ class Sharding:
 
     def sums_in_fp32(self, name: str) -> bool:
         """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""
-        return any(self.matches(name, pattern) for pattern in self.options.fp32_patterns)
+        return any(
+            self.matches(name, pattern) for pattern in self.options.param_name_patterns_for_fp32_local_accumulation
+        )
 
     def check_patterns(self, names: Sequence[str]) -> None:
         """Refuse patterns without effect.
@@ -164,7 +166,7 @@ class Sharding:
         Raises:
             ConfigurationError: A pattern matches none of them.
         """
-        for pattern in self.options.fp32_patterns:
+        for pattern in self.options.param_name_patterns_for_fp32_local_accumulation:
             if not any(self.matches(name, pattern) for name in names):
                 raise ConfigurationError(
                     f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
@@ -243,7 +245,7 @@ class Sharding:
     def plan_training(self, plan: GroupPlan) -> GroupPlan:
         """Plan the training of a group that was frozen: weights stay where they are, gradients are added."""
         key = replace(plan.spec.key, requires_grad=True)
-        infos = tuple(replace(info, requires_grad=True) for info in plan.spec.parameters)
+        infos = tuple(replace(info, key=key) for info in plan.spec.parameters)
         precision = self.precision(key)
         reduction = self._reduction(self.domain(key.is_expert), precision)
         return replace(plan, spec=ParameterGroupSpec(key, infos), precision=precision, reduction=reduction)
@@ -255,15 +257,15 @@ class Sharding:
             average_in_collective=self.options.average_in_collective,
             calculate_per_token_loss=self.options.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
-            scales_first=self.options.scales_first,
+            scales_first=not self.options.gradient_reduce_div_fusion,
         )
         return replace(reduction, one_by_one=self.options.deterministic is not None)
 
     def precision(self, key: GroupKey) -> ResolvedPrecision:
         """Return the dtypes of a trained group."""
         precision = resolve_precision(self.options.policy, key.dtype)
-        are_views = self.options.decouples_gradients or precision.main_params == precision.main_grads
-        if self.options.cuda_graphs and not are_views:
+        are_views = self.options.megatron_fsdp_use_decoupled_grad or precision.main_params == precision.main_grads
+        if self.options.megatron_fsdp_cuda_graph_mode and not are_views:
             raise ConfigurationError(
                 f"cuda_graph_mode=True needs gradients that are shown where they are summed, and main gradients of "
                 f"{key.dtype} parameters are {precision.main_grads} where main weights are {precision.main_params}; "
@@ -285,7 +287,6 @@ class Sharding:
                 shapes,
                 num_shards,
                 alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
-                granularity=[info.granularity for info in spec.parameters],
                 numel_multiple=self.options.numel_multiple if spec.key.requires_grad else 1,
             )
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree, agree_over
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import Traffic, real_values
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.lanes import is_capturing
@@ -124,7 +124,7 @@ class Engine:
         self.large_check: LargeGradientCheck | None = None
         self.structure: StructureCheck | None = None
         self.delayed: WeightGradientQueue | None = None
-        self.keeps_gradients = sharding.options.cuda_graphs
+        self.keeps_gradients = sharding.options.megatron_fsdp_cuda_graph_mode
         self.capture_lack = ""  # why nothing can be captured, in words
         self._sharding = sharding
         self._usage = {
@@ -240,7 +240,6 @@ class Engine:
                 unit.check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
-            self.executor.end_forward(failed)
         return ForwardCall(index, position, weights_version, reads_weights)
 
     def refresh_weights(self) -> None:
@@ -301,8 +300,6 @@ class Engine:
             ):
                 if flag != before:
                     facts[group.plan.spec.key.is_expert].append(f"requires_grad={flag} of {name}")
-        if self.executor.verifier is not None:  # a rank that has changed nothing must stop, too
-            self.executor.verifier.change()
         try:
             self.agree_on(facts[False], facts[True])
         except ConfigurationError as error:
@@ -349,7 +346,6 @@ class Engine:
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow a step of any optimizer. Its operations on lists of DTensors leave no trace in version counters."""
         if optimizer in self.connected:
-            self.executor.note_step()
             return  # its own hooks install the weights
         if self.replaced is not None:
             self.replaced.check(optimizer)
@@ -357,7 +353,6 @@ class Engine:
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         if any(id(param) in self.positions for param in firsts):
             self.stepped = True
-            self.executor.note_step()
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights; gathered weights are stale then."""
@@ -680,9 +675,9 @@ class Engine:
 
     def agree_on(self, dense_facts: Sequence[str], expert_facts: Sequence[str]) -> None:
         """Compare facts with the other ranks; those about experts with the ranks that share them. Collective."""
-        agree_over(self.reaching_all, None, dense_facts)
+        agree(self.reaching_all, None, dense_facts)
         if self.experts is not None:
-            agree(self.experts.group, None, expert_facts)
+            agree([self.experts.group], None, expert_facts)
 
     @property
     def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:

@@ -23,7 +23,7 @@ from megatron_fsdp.engine.memory import (
     crossing_offsets,
     weakly,
 )
-from megatron_fsdp.engine.observer import PHASE_OF, Memory, Observers, Phase, Verifier
+from megatron_fsdp.engine.observer import PHASE_OF, Memory, Observers, Phase
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
@@ -139,7 +139,6 @@ class Executor:
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
-        self.verifier: Verifier | None = None  # compares ranks before they communicate
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self._in_flight: deque[_Reduction] = deque()
         self._outer_reductions: deque[tuple[Block | None, list[tuple[Ticket, tuple[torch.Tensor, ...]]]]] = deque()
@@ -185,8 +184,6 @@ class Executor:
                 self._fold(action, index)
             before, self.is_broken = self.is_broken, True
             try:
-                if self.verifier is not None:
-                    self._verify(self.verifier, action, unit, reach)
                 if observers.active:
                     observers.begins(PHASE_OF[action], index)
                 self._carry_out(action, unit, slot, reach)
@@ -213,27 +210,6 @@ class Executor:
             self.retire_all()
             self.is_broken = False  # `_finalise` may raise, but communication is over
             self._finalise()
-
-    def _verify(self, verifier: Verifier, action: Action, unit: Unit, reach: Reach) -> None:
-        """Announce an operation to the other ranks before anything is sent; local ones are not announced."""
-        if action is Action.GATHER:
-            num_bytes = all_gather_bytes(unit)
-            if num_bytes:
-                verifier.gather(unit.index, num_bytes)
-        elif action is Action.REDUCE and reach is not Reach.NOWHERE:
-            verifier.reduce(unit.index, unit.bucket_bytes)
-        elif action is Action.FINALISE and reach is not Reach.NOWHERE:
-            verifier.end_backward()
-
-    def end_forward(self, failed: bool) -> None:
-        """Report the end of the outermost forward, perhaps by an exception, to the verifier."""
-        if self.verifier is not None and not self.is_broken:
-            self.verifier.end_forward(failed)
-
-    def note_step(self) -> None:
-        """Report a step of an optimizer of the model to the verifier."""
-        if self.verifier is not None:
-            self.verifier.note_step()
 
     def _fold(self, action: Action, index: int) -> None:
         """Fold an operation into the fingerprint of the communication, which ranks compare."""
@@ -378,8 +354,6 @@ class Executor:
         self.observers.forget()
         self.is_broken = False
         self.fingerprint = 0  # ranks may have been stopped at different points
-        if self.verifier is not None:
-            self.verifier.forget()
         self.retire_all()
         for unit in self._units:
             unit.wait_for_unshard()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -87,8 +88,10 @@ def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: D
     mine = [group for group in groups if group.plan.spec.key.is_expert]
     places = [(group, index) for group in mine for index in range(len(group.frames))]
     shapes = {group.names[index]: tuple(group.frames[index].shape) for group, index in places}
-    everyone, rank = _ask_everyone(shapes, experts.foreign_groups)
-    plan = plan_experts(everyone, rank)
+    rank = 0
+    for others in experts.foreign_groups:  # the first one is the most significant
+        rank = rank * dist.get_world_size(others) + dist.get_rank(others)
+    plan = plan_experts(gather_over(experts.foreign_groups[::-1], shapes), rank)
     problems = dict(plan.problems)
     found = ExpertNames(plan)
     for group, index in places:
@@ -116,20 +119,6 @@ def _problem(name: str, reason: str | None) -> str:
         f"{clash} of them, and {reason}; name experts by their index over all ranks, or by that on this rank directly "
         "below a module called experts, or stack them along the first dimension there"
     )
-
-
-def _ask_everyone(
-    mine: Mapping[str, tuple[int, ...]], groups: Sequence[dist.ProcessGroup]
-) -> tuple[list[Mapping[str, tuple[int, ...]]], int]:
-    """Gather all expert-parallel ranks' shapes, and return this one's place; the first group is most significant."""
-    everyone: list[Mapping[str, tuple[int, ...]]] = [mine]
-    rank = 0
-    for group in reversed(groups):
-        answers: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, everyone, group=group)
-        rank += dist.get_rank(group) * len(everyone)
-        everyone = [each for answer in answers for each in answer]
-    return everyone, rank
 
 
 def _stacked_frame(frame: ShardFrame, edges: tuple[int, ...], experts: Domain, mesh: DeviceMesh) -> ShardFrame | str:

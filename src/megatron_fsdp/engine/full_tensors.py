@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view
 from megatron_fsdp.engine.engine import Engine
@@ -91,7 +91,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
         if writeback:
             # Tell the ranks that go on, which would wait otherwise.
             with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT):
-                agree_over(engine.reaching_all, error)
+                agree(engine.reaching_all, error)
         raise
     else:
         if writeback:
@@ -143,7 +143,7 @@ def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     except ConfigurationError as error:
         problem = error
     with engine.observers.during(Phase.AGREE, ROOT):
-        agree_over(engine.reaching_all, problem)
+        agree(engine.reaching_all, problem)
         _compare(engine, units, copies)
     with torch.no_grad():
         for unit in units:

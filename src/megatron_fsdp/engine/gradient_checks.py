@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.axis import has_values, real_values
+from megatron_fsdp.comm.agreement import gather_over
+from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
 
 _SHOWN = 8
@@ -36,17 +37,8 @@ class NamedRanks:
     ) -> None:
         self._groups = [group for group in groups if group is not None]
         self.own = tuple(f"{name} ({labels[name]})" if labels and name in labels else name for name in names)
-        self.everyone = self._meet(dist.get_rank() if self._groups else 0)
+        self.everyone = gather_over(self._groups, (dist.get_rank() if self._groups else 0, self.own))
         self.most = max(len(of_rank) for _, of_rank in self.everyone)
-
-    @real_values()
-    def _meet(self, rank: int) -> list[tuple[int, tuple[str, ...]]]:
-        known = [(rank, self.own)]
-        for group in self._groups:
-            parts: list[list[tuple[int, tuple[str, ...]]]] = [[]] * dist.get_world_size(group)
-            dist.all_gather_object(parts, known, group=group)
-            known = [entry for part in parts for entry in part]
-        return known
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather the values of every rank, (ranks, most); `mine` is (most,) on each. Collective."""

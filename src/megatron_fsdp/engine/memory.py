@@ -325,7 +325,12 @@ class MemoryPlan:
 
 def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
     """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing."""
-    forward, backward, slots, buckets = options.forward_depth, options.backward_depth, options.slots, _BUCKETS
+    forward, backward, slots, buckets = (
+        options.forward_prefetch_units,
+        options.backward_prefetch_units,
+        options.slots,
+        _BUCKETS,
+    )
     if options.communication_unit_numel is not None:
         numels = unit_numels(units)
         depth = prefetch_depth(options.communication_unit_numel, numels)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -196,28 +195,3 @@ class Observers:
         """Report the stage of a collective."""
         for observer in self._all:
             observer.communicates(number, moment, lane, work)
-
-
-class Verifier(Protocol):
-    """A comparison of ranks, to which the executor announces what it is about to do."""
-
-    def gather(self, unit: int, num_bytes: int) -> None:
-        """Announce the all-gather of a unit's weights."""
-
-    def reduce(self, unit: int, num_bytes: int) -> None:
-        """Announce the reduction of a unit's gradients."""
-
-    def end_forward(self, failed: bool) -> None:
-        """Announce the end of the outermost forward, perhaps by an exception."""
-
-    def end_backward(self) -> None:
-        """Announce the end of a backward that reduces."""
-
-    def note_step(self) -> None:
-        """Count a step of an optimizer of the model."""
-
-    def change(self) -> None:
-        """Announce a change of `requires_grad` of some parameter."""
-
-    def forget(self) -> None:
-        """Follow a reset of the model after an exception."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.agreement import agree_over
+from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import Traffic, backend_of, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.comm.registration import UserBuffers
@@ -51,6 +51,7 @@ from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_cal
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
+    GroupKey,
     ParameterGroupSpec,
     ParameterInfo,
     UnitPlan,
@@ -59,7 +60,6 @@ from megatron_fsdp.sharding.units import (
     group_parameters,
     merge_small_units,
     message_bytes,
-    plan_lines,
     refine_units,
 )
 
@@ -163,13 +163,11 @@ class Assembly:
     Attributes:
         engine: Its engine.
         plan: Its units.
-        plan_lines: The units, for people.
         state_dict_handles: The hooks that describe shards in state dicts.
     """
 
     engine: Engine
     plan: UnitPlan
-    plan_lines: tuple[str, ...]
     state_dict_handles: tuple[RemovableHandle, ...]
 
 
@@ -194,18 +192,19 @@ def assemble(
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
-    lines = tuple(plan_lines(plan, {name: param.numel() for name, param in module.named_parameters()}))
     own_groups = None
     if options.own_groups:
         sharding, own_groups = sharding.over_own_groups()
     bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
     reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
-    reduces_early = reduces_early and not options.delays_weight_gradients
+    reduces_early = reduces_early and not options.delay_wgrad_compute
     planned = plan_groups(module, plan, sharding, bucket_numel)
     memory = plan_memory(options.memory, reduces_early, [[group for group, _ in unit] for unit in planned])
     user_buffers = _user_buffers(options.memory, memory, sharding)
     pool = CommunicationPool(device, memory.pool, None if user_buffers is None else user_buffers.allocate)
-    units = build_units(module, plan, sharding, planned, pool, leaves_empty=options.init_meta == EMPTY)
+    units = build_units(
+        module, plan, sharding, planned, pool, leaves_empty=options.init_model_with_meta_device == EMPTY
+    )
     _warn_of_narrowing(units)
     if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
         warn_without_16_bits(
@@ -214,7 +213,7 @@ def assemble(
     engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, pool, backward_finished))
     engine.own_groups = own_groups
     engine.user_buffers = user_buffers
-    if options.cuda_graphs:
+    if options.megatron_fsdp_cuda_graph_mode:
         engine.capture_lack = _capture_lack(sharding)
         if engine.capture_lack:
             warn_caller(engine.notices[-1])
@@ -229,9 +228,9 @@ def assemble(
     grouping.connect(engine, module)
     register_load_hooks(engine, module)
     engine.structure = StructureCheck(module, units)
-    if options.fuses_weight_gradients:
+    if options.gradient_accumulation_fusion:
         fuse_weight_gradients(engine, module)
-    return Assembly(engine, plan, lines, tuple(register_state_dict_hooks(engine, module)))
+    return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
 
 
 def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
@@ -239,7 +238,7 @@ def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding
     if options.user_buffers is None or memory.pool is None:
         return None
     facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in memory.pool.blocks]
-    agree_over(sharding.reaching_all, None, facts)
+    agree(sharding.reaching_all, None, facts)
     axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
     return UserBuffers(axes, sharding.reaching_all, sharding.device, options.user_buffers.symmetric)
 
@@ -261,11 +260,11 @@ def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.d
         for group in unit.groups  # frozen ones too, which may be unfrozen
         for name in group.names
     }
-    if options.check_finite:
+    if options.report_nan_in_param_grad:
         engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
         for group in engine.groups():
             engine.inspect_gradients(group)
-    if options.check_large:
+    if options.check_for_large_grads:
         engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
 
 
@@ -300,7 +299,7 @@ def _plan_together(
             refuse_without_reduce_scatter(options.strategy)
         if options.deterministic is not None:
             _check_deterministic(options, sharding)
-        check_module(module, options.init_meta)
+        check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
@@ -311,7 +310,7 @@ def _plan_together(
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
     except (MegatronFSDPError, TypeError) as error:
         problem = error
-    agree_over(sharding.reaching_all, problem, facts)
+    agree(sharding.reaching_all, problem, facts)
     assert plan is not None
     return plan, formats
 
@@ -430,7 +429,7 @@ class GroupPlanner:
     def plan(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> tuple[GroupPlan, Frames]:
         """Return the plan of one group, and for each parameter the elements that every rank holds."""
         parts = self._sharding.parts_of(spec, originals)
-        alike = (spec.key, tuple((info.shape, info.granularity) for info in spec.parameters), parts)
+        alike = (spec.key, tuple(info.shape for info in spec.parameters), parts)
         known = self._known.get(alike)
         if known is None:
             plan = self._sharding.plan_group(spec, originals)
@@ -508,7 +507,7 @@ def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], 
             materialise(module, blueprint, units, sharding.device)
     except ConfigurationError as error:
         problem = error
-    agree_over(sharding.reaching_all, problem)
+    agree(sharding.reaching_all, problem)
 
 
 def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
@@ -523,16 +522,16 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
 
 def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
     """Return the facts about a parameter that grouping needs; only its metadata is read."""
-    return ParameterInfo(
-        name,
-        tuple(local_part(param).shape),
+    shape = tuple(local_part(param).shape)
+    key = GroupKey(
         param.dtype,
         param.requires_grad,
         is_expert=sharding.is_expert(name, param),
+        is_scalar=not shape,
         sums_in_fp32=sharding.sums_in_fp32(name),
         weight_format=sharding.weight_formats.get(name),
-        is_looked_up=name in sharding.lookups,
     )
+    return ParameterInfo(name, shape, key, name in sharding.lookups)
 
 
 EMPTY = "empty"

@@ -134,7 +134,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
         specs = group_parameters(infos)
         groups = []
         for group in specs if index else cut_groups(specs, cut_numel):
-            alike = (group.key, tuple((info.shape, info.granularity) for info in group.parameters))
+            alike = (group.key, tuple(info.shape for info in group.parameters))
             if alike not in known:
                 originals = [nn.Parameter(torch.empty(0, device=_META), requires_grad=False) for _ in group.parameters]
                 known[alike] = sharding.plan_group(group, originals)
@@ -147,7 +147,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
 
 def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> ParameterInfo:
     info = parameter_info(name, param, sharding)
-    if not info.is_expert or setup.ranks.ep == 1:
+    if not info.key.is_expert or setup.ranks.ep == 1:
         return info
     rows, *rest = info.shape
     if rows % setup.ranks.ep:

@@ -8,7 +8,6 @@ import torch
 
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.memory_plan import UnitWeights, WeightPlan, WeightStorage, plan_weights
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
@@ -54,22 +53,9 @@ class GroupFootprint:
     weight_format: WeightFormat | None = None
     is_looked_up: bool = False
 
-    def __post_init__(self) -> None:
-        if self.unit < 0 or self.numel < 0 or self.num_shards < 1 or self.outer_ranks < 1:
-            raise ConfigurationError(
-                f"a group with unit={self.unit}, numel={self.numel}, num_shards={self.num_shards}, "
-                f"outer_ranks={self.outer_ranks} is not possible; give counts that are not negative and at least 1 "
-                "shard and outer rank."
-            )
-
     @property
     def shard_numel(self) -> int:
         """Elements that one rank owns."""
-        if self.numel % self.num_shards:
-            raise ConfigurationError(
-                f"a buffer of {self.numel} elements cannot be cut into {self.num_shards} equal shards; give its length "
-                "with padding."
-            )
         return self.numel // self.num_shards
 
     @property
@@ -260,8 +246,6 @@ def step_traffic(
         allocator: Allocator of gathered weights. Weights whose memory is freed after a backward are gathered again by
             the next forward; a unit that keeps its own buffer is gathered once per step.
     """
-    if microbatches < 1:
-        raise ConfigurationError(f"microbatches={microbatches} is not possible; give 1 or more.")
     communicating = [group for group in groups if group.num_shards > 1]
     trainable = [group for group in communicating if group.requires_grad]
     cut = [group for group in communicating if not group.is_whole]

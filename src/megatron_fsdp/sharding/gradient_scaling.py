@@ -83,9 +83,6 @@ def gradient_reduction(
 
     Accumulation over microbatches is a sum and has no factor; the caller divides the loss.
     """
-    for argument, ranks in (("dp_size", dp_size), ("group_size", group_size)):
-        if ranks < 1:
-            raise ConfigurationError(f"{argument}={ranks} is not a number of ranks; give 1 or more.")
     if calculate_per_token_loss:
         if average_in_collective:
             raise ConfigurationError(

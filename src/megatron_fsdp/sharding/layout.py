@@ -5,22 +5,18 @@ otherwise. `plan_layout` makes one.
 """
 
 import bisect
-import enum
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region
 from megatron_fsdp.sharding.shards import BufferCut
 
 # The search for the smallest shard, in integers; `plan_layout` below is what others call.
 #
 # Tensors lie one behind the other in a buffer of N shards of S elements. A shard edge may fall between two tensors,
-# into padding, or between two granules (say rows) of a tensor:
+# into padding, or between two rows of a tensor:
 #
 #     | rank 0                | rank 1                | rank 2                |
 #     [A0  A1  A2  A3  A4  A5  A6  A7  A8][b ][  C0      C1      C2  ][ D ]...
@@ -30,17 +26,17 @@ from megatron_fsdp.sharding.shards import BufferCut
 # What makes padding is an edge at a wrong place, and there are only three cases:
 #
 # - a tensor that crosses no edge is free to lie anywhere;
-# - one that crosses one edge only needs the right start: a gap shorter than a granule in front of it, which small
-#   tensors fill later;
-# - one that crosses several edges needs a granule that divides S. Only tensors longer than 2 S must cross several, so
-#   only their granules are binding.
+# - one that crosses one edge only needs the right start: a gap shorter than a row in front of it, which small tensors
+#   fill later;
+# - one that crosses several edges needs a row that divides S. Only tensors longer than 2 S must cross several, so only
+#   their rows are binding.
 #
-# So S starts at the lower bound payload / N and goes up through the values that the granules of the long tensors
-# allow. For each, tensors are laid greedily; the first S that holds everything wins. Where that wastes more than
-# allowed, some tensors give up their rows: the search begins with all rows given up, which has no padding but for
-# alignment, and takes rows back, group by group, small rows first, as long as the result stays within the limit.
+# So S starts at the lower bound payload / N and goes up through the values that the rows of the long tensors allow. For
+# each, tensors are laid greedily; the first S that holds everything wins. Where that wastes more than allowed, some
+# tensors give up their rows: the search begins with all rows given up, which has no padding but for alignment, and
+# takes rows back, group by group, small rows first, as long as the result stays within the limit.
 #
-# Lengths in this search are counted in alignment units, so that alignment needs no further thought: with a granule of g
+# Lengths in this search are counted in alignment units, so that alignment needs no further thought: with a row of g
 # elements and an alignment of A, a tensor can be cut at multiples of lcm(g, A) elements, which is a whole number of
 # units. Where the whole buffer must be a multiple of M elements, N S is one if and only if M / gcd(N, M) divides S,
 # so that S goes up through the multiples of that only.
@@ -53,30 +49,6 @@ _REFINING_TRIES = 12
 _WINDOW = 4
 # Searches spent on giving rows back to lowered tensors.
 _MAX_ROW_SEARCHES = 64
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor to place.
-
-    Attributes:
-        numel: Elements, may be 0.
-        granule_numel: Elements that stay together, at least 1.
-        may_be_lowered: Whether the planner may cut at any element where that saves padding.
-    """
-
-    numel: int
-    granule_numel: int
-    may_be_lowered: bool
-
-
-@dataclass(frozen=True)
-class PackedItems:
-    """The result in elements: one offset and one granule per item, in the order of the items, and the shard length."""
-
-    offsets: tuple[int, ...]
-    granules: tuple[int, ...]
-    shard_numel: int
 
 
 @dataclass(frozen=True)
@@ -108,45 +80,29 @@ class _Solution:
     starts: dict[int, int]
 
 
-def plan_placement(
-    items: Sequence[Item], num_shards: int, alignment_numel: int, max_waste: float, numel_multiple: int = 1
-) -> PackedItems:
-    """Place items into equal shards; the comment above has the idea, `plan_layout` the contract."""
-    spans = [_span(index, item, alignment_numel) for index, item in enumerate(items) if item.numel]
-    # A tensor with a step of one unit has no rows to give up.
-    lowered = {span.index for span in spans if items[span.index].may_be_lowered and span.step > 1}
-    step_numel = math.lcm(numel_multiple // math.gcd(num_shards, numel_multiple), alignment_numel)
-    shards = _Shards(num_shards, step_numel // alignment_numel)
-    # One shard that holds everything always exists.
-    solution = _smallest(_with_lowered(spans, lowered), shards, shards.rounded_up(sum(span.length for span in spans)))
-    assert solution is not None
-    if lowered:
-        payload_numel = sum(item.numel for item in items)
-        most_numel = payload_numel + int(max_waste * payload_numel)
-        limit = max(solution.shard_length, most_numel // (num_shards * alignment_numel))
-        solution, lowered = _take_rows_back(spans, lowered, shards, limit, solution)
-    return PackedItems(
-        offsets=tuple(solution.starts.get(index, 0) * alignment_numel for index in range(len(items))),
-        granules=tuple(1 if index in lowered else item.granule_numel for index, item in enumerate(items)),
-        shard_numel=solution.shard_length * alignment_numel,
-    )
-
-
-def _span(index: int, item: Item, alignment_numel: int) -> _Span:
-    step_numel = math.lcm(item.granule_numel, alignment_numel)
-    return _Span(index, -(-item.numel // alignment_numel), step_numel // alignment_numel)
+def _span(index: int, shape: Sequence[int], alignment_numel: int) -> _Span:
+    row_numel = max(1, math.prod(shape[1:]))
+    step_numel = math.lcm(row_numel, alignment_numel)
+    return _Span(index, -(-math.prod(shape) // alignment_numel), step_numel // alignment_numel)
 
 
 def _with_lowered(spans: Iterable[_Span], lowered: set[int]) -> list[_Span]:
     return [replace(span, step=1) if span.index in lowered else span for span in spans]
 
 
-def _take_rows_back(
-    spans: Sequence[_Span], lowered: set[int], shards: _Shards, limit: int, solution: _Solution
-) -> tuple[_Solution, set[int]]:
-    """Undo as much lowering as shards of `limit` units allow: all at once if possible, else in ever smaller groups."""
-    wishes = [span for span in spans if span.index in lowered]
-    pending = [sorted(wishes, key=lambda span: (span.step, span.length, span.index))]
+def _with_most_rows(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution:
+    """Place spans in shards of `limit` units, or of the fewest if that is more, with as many whole rows as possible.
+
+    At first all give up their rows; then as much of that as possible is undone: all at once, else in ever smaller
+    groups.
+    """
+    lowered = {span.index for span in spans if span.step > 1}  # with a step of one unit there are no rows to give up
+    # One shard that holds everything always exists.
+    solution = _smallest(_with_lowered(spans, lowered), shards, shards.rounded_up(sum(span.length for span in spans)))
+    assert solution is not None
+    limit = max(solution.shard_length, limit)
+    wishes = sorted((span for span in spans if span.step > 1), key=lambda span: (span.step, span.length, span.index))
+    pending = [wishes] if wishes else []
     for _ in range(_MAX_ROW_SEARCHES):
         if not pending:
             break
@@ -157,7 +113,7 @@ def _take_rows_back(
             solution, lowered = found, still_lowered
         elif len(group) > 1:
             pending.extend(reversed(_halves(group)))
-    return solution, lowered
+    return solution
 
 
 def _halves(group: list[_Span]) -> tuple[list[_Span], list[_Span]]:
@@ -333,65 +289,6 @@ class _Gaps:
         return start
 
 
-class GranularityKind(enum.Enum):
-    """The parts of a tensor that a shard edge may not cut."""
-
-    ROWS = "rows"
-    BLOCKS = "blocks"
-    TENSOR = "tensor"
-    ELEMENTS = "elements"
-
-
-@dataclass(frozen=True)
-class Granularity:
-    """The finest pieces that one tensor may be cut into.
-
-    `ROWS` is a wish: the planner lowers it to elements where whole rows would waste too much. The other kinds are
-    contracts and are never changed. `Granularity.blocks(1)` is therefore the strict form of `Granularity.ROWS`.
-
-    Attributes:
-        kind: The unit that is never cut.
-        rows: Number of rows that stay together; may differ from 1 for `BLOCKS` only.
-    """
-
-    kind: GranularityKind
-    rows: int = 1
-
-    ROWS: ClassVar["Granularity"]
-    TENSOR: ClassVar["Granularity"]
-    ELEMENTS: ClassVar["Granularity"]
-
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ConfigurationError(f"a granularity has rows={self.rows}; pass 1 or more.")
-        if self.rows != 1 and self.kind is not GranularityKind.BLOCKS:
-            raise ConfigurationError(
-                f"a granularity of kind {self.kind.value!r} has rows={self.rows}; only 'blocks' takes a row count: "
-                f"use Granularity.blocks({self.rows})."
-            )
-
-    @classmethod
-    def blocks(cls, rows: int) -> "Granularity":
-        """Return a granularity of blocks of `rows` rows, counted from the first row; the last block may be shorter."""
-        return cls(GranularityKind.BLOCKS, rows)
-
-    def granule_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of a tensor of this shape that stay together: at least 1, at most the whole tensor."""
-        numel = math.prod(shape)
-        wanted = {
-            GranularityKind.ROWS: math.prod(shape[1:]),
-            GranularityKind.BLOCKS: self.rows * math.prod(shape[1:]),
-            GranularityKind.TENSOR: numel,
-            GranularityKind.ELEMENTS: 1,
-        }[self.kind]
-        return max(1, min(wanted, numel))
-
-
-Granularity.ROWS = Granularity(GranularityKind.ROWS)
-Granularity.TENSOR = Granularity(GranularityKind.TENSOR)
-Granularity.ELEMENTS = Granularity(GranularityKind.ELEMENTS)
-
-
 @dataclass(frozen=True)
 class Layout:
     """Tensors in one flat buffer of `num_shards * shard_numel` elements; shard r is owned by rank r.
@@ -399,56 +296,14 @@ class Layout:
     Attributes:
         shapes: Shape of each tensor.
         offsets: First element of each tensor in the buffer. Tensors without elements have one too.
-        granules: Elements of each tensor that are never cut, counted from its first element; the last may be short.
         num_shards: Number of equal shards.
         shard_numel: Elements of one shard.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
-    granules: tuple[int, ...]
     num_shards: int
     shard_numel: int
-
-    def __post_init__(self) -> None:
-        """Check every invariant in time that does not depend on the number of shards."""
-        if not len(self.shapes) == len(self.offsets) == len(self.granules):
-            raise ConfigurationError(
-                f"a layout has {len(self.shapes)} shapes, {len(self.offsets)} offsets and {len(self.granules)} "
-                "granules; give one of each per tensor."
-            )
-        if self.num_shards < 1 or self.shard_numel < 0:
-            raise ConfigurationError(
-                f"a layout has num_shards={self.num_shards} and shard_numel={self.shard_numel}; pass at least 1 shard "
-                "of at least 0 elements."
-            )
-        for index in range(len(self.shapes)):
-            self._check_tensor(index)
-        self._check_overlap()
-
-    def _check_tensor(self, index: int) -> None:
-        start, stop = self.tensor_range(index)
-        if start < 0 or stop > self.numel:
-            raise ConfigurationError(
-                f"tensor {index} lies at [{start}, {stop}), outside of the buffer [0, {self.numel}): give it an offset "
-                "that keeps it inside, or a larger shard_numel."
-            )
-        if self.granules[index] < 1:
-            raise ConfigurationError(f"tensor {index} has granule {self.granules[index]}; pass 1 element or more.")
-        if not self.cut(index).is_multiple_of(self.granules[index]):
-            raise ConfigurationError(
-                f"tensor {index} at [{start}, {stop}) is cut inside a granule of {self.granules[index]} elements by "
-                f"shards of {self.shard_numel} elements: move the tensor or change shard_numel."
-            )
-
-    def _check_overlap(self) -> None:
-        occupied = sorted((*self.tensor_range(i), i) for i in range(len(self.shapes)) if self.tensor_numel(i))
-        for (_, stop, first), (start, _, second) in itertools.pairwise(occupied):
-            if start < stop:
-                raise ConfigurationError(
-                    f"tensors {first} and {second} overlap: the one ends at {stop} and the other starts at {start}; "
-                    "give each its own range of the buffer."
-                )
 
     def cut(self, index: int) -> BufferCut:
         """Return the ranges of one tensor's flattened elements that the shards hold."""
@@ -485,8 +340,6 @@ class Layout:
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the half-open range of one rank's shard in the buffer."""
-        if not 0 <= rank < self.num_shards:
-            raise ConfigurationError(f"rank {rank} was asked for; this layout has shards 0 to {self.num_shards - 1}.")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
@@ -524,17 +377,11 @@ class Layout:
     def is_row_sharded(self, index: int) -> bool:
         """Return whether every rank's piece of this tensor is whole rows of dim 0 (the same answer on all ranks).
 
-        What counts is where the shard edges fall, not the granularity that was asked for: a tensor cut by elements that
-        happens to be cut between rows only is row sharded. Tensors without dimensions or with empty rows never are.
+        Tensors without dimensions or with empty rows never are.
         """
         shape = self.shapes[index]
         row_numel = math.prod(shape[1:])
         return len(shape) > 0 and row_numel > 0 and self.cut(index).is_multiple_of(row_numel)
-
-    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's piece: `(rows, *shape[1:])` for a row-sharded tensor, else `(elements,)`."""
-        start, stop = self.local_range(index, rank)
-        return self.piece_shape(index, stop - start)
 
     def piece_shape(self, index: int, numel: int) -> tuple[int, ...]:
         """Return the shape of a piece of `numel` elements: `(rows, *shape[1:])` if row sharded, else `(elements,)`."""
@@ -549,60 +396,40 @@ def plan_layout(
     num_shards: int,
     *,
     alignment_numel: int = 1,
-    granularity: Sequence[Granularity] | Granularity = Granularity.ROWS,
     max_waste: float = 0.01,
     numel_multiple: int = 1,
 ) -> Layout:
     """Lay tensors into one flat buffer of `num_shards` equal shards, with as little padding as the search finds.
 
     Every tensor and every shard starts at a multiple of `alignment_numel`. Where whole rows cost more than `max_waste`,
-    as few `ROWS` tensors as reasonable are cut at any aligned element instead; the other granularities are contracts.
-    The same arguments give the same layout on every rank and in every run.
+    as few tensors as reasonable are cut at any aligned element instead. The same arguments give the same layout on
+    every rank and in every run.
 
-    With T non-empty tensors, all of them `ROWS` or `ELEMENTS`, the padding is guaranteed not to exceed
+    With T non-empty tensors the padding is guaranteed not to exceed
 
         max(max_waste * payload_numel, T * (alignment_numel - 1) + (num_shards - 1) * alignment_numel)
 
     elements. With a `numel_multiple` the second term is T * (alignment_numel - 1) + common - alignment_numel, where
     common = lcm(num_shards * alignment_numel, numel_multiple): what equal shards of aligned length add up to. So
-    alignment aside it costs less than one multiple where num_shards * alignment_numel divides it. `BLOCKS` and
-    `TENSOR` may force more: then rows are kept as far as that costs nothing beyond the smallest buffer that the search
-    finds without them.
+    alignment aside it costs less than one multiple where num_shards * alignment_numel divides it.
 
     Args:
         shapes: Shape of each tensor; `()` is a scalar, and a tensor may have no elements.
         num_shards: Number of equal shards, at least 1.
         alignment_numel: Alignment in elements, e.g. 16 bytes divided by the item size.
-        granularity: One for all tensors, or one per tensor.
         max_waste: Padding divided by payload that keeping rows whole may cost.
         numel_multiple: The whole buffer is a multiple of this many elements, e.g. 2**16 for fast rings of NCCL. Where
             it leaves no cheap length for whole rows, more tensors are cut inside rows than without it.
-
-    Raises:
-        ConfigurationError: An argument is out of range, or the number of granularities is not the number of shapes.
     """
-    for index, shape in enumerate(shapes):
-        if any(length < 0 for length in shape):
-            raise ConfigurationError(f"shape {index} is {tuple(shape)}; no dimension may be negative.")
-    checked = tuple(tuple(map(int, shape)) for shape in shapes)
-    wanted = (granularity,) * len(checked) if isinstance(granularity, Granularity) else granularity
-    if len(wanted) != len(checked):
-        raise ConfigurationError(
-            f"{len(wanted)} granularities were given for {len(checked)} shapes; give one per shape, or one for all."
-        )
-    if num_shards < 1:
-        raise ConfigurationError(f"num_shards is {num_shards}; pass the number of ranks, 1 or more.")
-    if alignment_numel < 1:
-        raise ConfigurationError(f"alignment_numel is {alignment_numel}; pass 1 (no alignment) or more.")
-    if numel_multiple < 1:
-        raise ConfigurationError(f"numel_multiple is {numel_multiple}; pass 1 (any length) or more.")
-    if not 0.0 <= max_waste < math.inf:
-        raise ConfigurationError(
-            f"max_waste is {max_waste}; pass a finite fraction of 0 or more, 0.01 for one percent."
-        )
-    items = [
-        Item(math.prod(shape), kind.granule_numel(shape), kind.kind is GranularityKind.ROWS)
-        for shape, kind in zip(checked, wanted, strict=True)
-    ]
-    placement = plan_placement(items, num_shards, alignment_numel, max_waste, numel_multiple)
-    return Layout(checked, placement.offsets, placement.granules, num_shards, placement.shard_numel)
+    spans = [_span(index, shape, alignment_numel) for index, shape in enumerate(shapes) if math.prod(shape)]
+    step_numel = math.lcm(numel_multiple // math.gcd(num_shards, numel_multiple), alignment_numel)
+    shards = _Shards(num_shards, step_numel // alignment_numel)
+    payload_numel = sum(math.prod(shape) for shape in shapes)
+    most_numel = payload_numel + int(max_waste * payload_numel)
+    solution = _with_most_rows(spans, shards, most_numel // (num_shards * alignment_numel))
+    return Layout(
+        shapes=tuple(tuple(map(int, shape)) for shape in shapes),
+        offsets=tuple(solution.starts.get(index, 0) * alignment_numel for index in range(len(shapes))),
+        num_shards=num_shards,
+        shard_numel=solution.shard_length * alignment_numel,
+    )

@@ -114,10 +114,6 @@ def held_region(numel: int, placements: Sequence[Placement], axes: Sequence[Axis
     start, length = 0, numel
     for placement, axis in zip(reversed(placements), reversed(axes), strict=True):
         if placement is Placement.SHARD:
-            if length % axis.num_ranks:
-                raise ConfigurationError(
-                    f"{length} elements cannot be cut into {axis.num_ranks} equal parts; pad the layout to a multiple."
-                )
             length //= axis.num_ranks
             start += axis.rank * length
     return Region(start, start + length)

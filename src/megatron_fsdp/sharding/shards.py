@@ -141,11 +141,6 @@ class ListedCut:
 
     edges: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        falls = any(after < before for before, after in itertools.pairwise(self.edges))
-        if len(self.edges) < 2 or self.edges[0] != 0 or falls:
-            raise ConfigurationError(f"shard edges {self.edges} are no cut; give 0, ..., numel, never falling")
-
     @property
     def num_shards(self) -> int:
         """Number of shards."""
@@ -250,23 +245,6 @@ class ShardDescription:
     cut: Cut
     tensor_cut: TensorParallelCut | None = None
     other_cuts: tuple[Cut, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.coordinate) != len(self.use.sizes):
-            raise ConfigurationError(f"coordinate {self.coordinate} is no place on a mesh of shape {self.use.sizes}")
-        if self.cut.num_shards != self.use.num_shards:
-            raise ConfigurationError(
-                f"{self.cut.num_shards} shards were described for {self.use.num_shards} data-parallel ranks; give one "
-                "per rank along the mesh dimensions that shards are spread over"
-            )
-        if self.tensor_cut is not None and len(self.tensor_cut.edges) != self.use.num_parts + 1:
-            raise ConfigurationError(
-                f"{len(self.tensor_cut.edges) - 1} parts were described for {self.use.num_parts} tensor-parallel ranks"
-            )
-        if self.cut.numel != math.prod(self.part_shape()):
-            raise ConfigurationError(
-                f"shards of {self.cut.numel} elements were described for a part of shape {self.part_shape()}"
-            )
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ unit and the root, since it is needed outside any one unit.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import Granularity
 
 READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Classes of torch that read parameters of their submodules without calling them."""
@@ -173,24 +171,6 @@ def find_units(
         names = ", ".join(cls.__name__ for cls in classes)
         source = f"given classes {names}" if classes else "no classes given"
     return _plan(module, found, ends, source)
-
-
-def plan_lines(plan: UnitPlan, numels: Mapping[str, int]) -> list[str]:
-    """Describe a plan for people, with runs of equal units in one line."""
-    rows = [(unit, sum(numels[name] for name in unit.parameters)) for unit in plan.units]
-    total_numel = sum(numel for _, numel in rows)
-    lines = [f"{len(rows) - 1} units besides the root ({plan.source}), {total_numel:,} parameters"]
-    lines.append(f"  root ({plan.units[_ROOT].class_name})  {rows[_ROOT][1]:,} parameters")
-    # What neighbours described in one line share: only the numbers in their names differ.
-    alike = groupby(rows[1:], key=lambda row: (re.sub(r"\d+", "#", row[0].name), row[0].class_name, row[1]))
-    for (_, class_name, numel), group in alike:
-        names = [unit.name for unit, _ in group]
-        if len(names) == 1:
-            lines.append(f"  {names[0]} ({class_name})  {numel:,} parameters")
-        else:
-            lines.append(f"  {names[0]} ... {names[-1]} ({len(names)} x {class_name})  {numel:,} parameters each")
-    lines.extend(f"  {alias} is tied to {canonical}" for alias, canonical in plan.aliases)
-    return lines
 
 
 def _resolve_classes(module: nn.Module, given: object) -> tuple[type[nn.Module], ...]:
@@ -457,38 +437,6 @@ def _merged(units: Sequence[UnitSpec]) -> UnitSpec:
 
 
 @dataclass(frozen=True)
-class ParameterInfo:
-    """The facts about one parameter that grouping and layout need.
-
-    Attributes:
-        name: Fully qualified name in the model.
-        shape: Shape in the model, in elements per dimension; ``()`` for a scalar.
-        dtype: Dtype in the model.
-        requires_grad: Whether it is trained.
-        is_expert: Whether it belongs to an expert, which is replicated over the expert group and not the dense one.
-        sums_in_fp32: Whether its gradients are accumulated in float32, whatever they travel in.
-        granularity: The pieces that sharding must not cut.
-        weight_format: Name of the weight format that it is gathered in; None: its dtype.
-        is_looked_up: Whether only embeddings hold it, whose backward does not read it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    is_expert: bool = False
-    sums_in_fp32: bool = False
-    granularity: Granularity = Granularity.ROWS
-    weight_format: str | None = None
-    is_looked_up: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
 class GroupKey:
     """The properties that all parameters of one group share.
 
@@ -510,6 +458,28 @@ class GroupKey:
 
 
 @dataclass(frozen=True)
+class ParameterInfo:
+    """The facts about one parameter that grouping and layout need.
+
+    Attributes:
+        name: Fully qualified name in the model.
+        shape: Shape in the model, in elements per dimension; ``()`` for a scalar.
+        key: What parameters have to share to lie in one flat buffer.
+        is_looked_up: Whether only embeddings hold it, whose backward does not read it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    key: GroupKey
+    is_looked_up: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
 class ParameterGroupSpec:
     """The parameters of one unit that share a flat buffer.
 
@@ -522,30 +492,11 @@ class ParameterGroupSpec:
     parameters: tuple[ParameterInfo, ...]
 
 
-def key_of(parameter: ParameterInfo) -> GroupKey:
-    """Return the properties that parameters must share to lie in one flat buffer."""
-    return GroupKey(
-        parameter.dtype,
-        parameter.requires_grad,
-        parameter.is_expert,
-        not parameter.shape,
-        parameter.sums_in_fp32,
-        parameter.weight_format,
-    )
-
-
 def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGroupSpec, ...]:
     """Group parameters that agree in all that `GroupKey` has."""
     members: dict[GroupKey, list[ParameterInfo]] = {}
-    names: set[str] = set()
     for parameter in parameters:
-        if parameter.name in names:
-            raise ConfigurationError(
-                f"parameter {parameter.name!r} is given twice; give each parameter once, tied ones under one name."
-            )
-        names.add(parameter.name)
-        key = key_of(parameter)
-        members.setdefault(key, []).append(parameter)
+        members.setdefault(parameter.key, []).append(parameter)
     return tuple(ParameterGroupSpec(key, tuple(group)) for key, group in members.items())
 
 

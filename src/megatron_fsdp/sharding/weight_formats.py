@@ -1,4 +1,4 @@
-# ruff: noqa: ARG002 (formats of one protocol, not all of which need every argument)
+# ruff: noqa: ARG002 (not all formats need every argument)
 """Weight formats: how weights are rounded and packed into bytes before they are gathered.
 
 An encoded buffer is a linear image of the flat buffer: every `block_numel` elements become `block_bytes` bytes (a
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -28,8 +27,16 @@ _E2M1_ENDS = (0.25, 0.75 * _BELOW, 1.25, 1.75 * _BELOW, 2.5, 3.5 * _BELOW, 5.0)
 _LEAST_SCALE = 2.0**-126  # the smallest normal float32: all-zero tensors divide by it
 
 
-class WeightFormat(Protocol):
+def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
+    """Return the bytes that `numel` elements take."""
+    return -(-numel // weight_format.block_numel) * weight_format.block_bytes
+
+
+@dataclass(frozen=True)
+class WeightFormat:
     """A rounding of weights, as functions of pieces of flattened tensors; knows no ranks.
+
+    This one, "fp8", is e4m3 with one float32 scale per tensor, its largest magnitude / 448; others say what differs.
 
     A piece is elements ``start`` to ``start + n`` of a flattened tensor of `shape`; `start` is a multiple of the block.
     Blocks go along the flattened tensor; zeros fill the last.
@@ -40,55 +47,16 @@ class WeightFormat(Protocol):
         block_bytes: Bytes that a block takes.
     """
 
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def block_numel(self) -> int: ...  # noqa: D102
-
-    @property
-    def block_bytes(self) -> int: ...  # noqa: D102
-
-    def amax_numel(self, shape: tuple[int, ...]) -> int:
-        """Return how many magnitudes of a tensor ranks have to agree on."""
-        ...
-
-    def amaxes(self, piece: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the largest magnitudes in a piece (n,), float32 (amax_numel,): 0 for what is elsewhere, NaN as inf."""
-        ...
-
-    def encode(
-        self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Encode a piece (n,) by agreed, finite magnitudes into `out`, uint8 (encoded_bytes(n),)."""
-        ...
-
-    def decode(
-        self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
-        ...
-
-
-def encoded_bytes(weight_format: WeightFormat, numel: int) -> int:
-    """Return the bytes that `numel` elements take."""
-    return -(-numel // weight_format.block_numel) * weight_format.block_bytes
-
-
-@dataclass(frozen=True)
-class Fp8Tensor:
-    """e4m3 with one float32 scale per tensor, its largest magnitude / 448."""
-
     name: str = "fp8"
     block_numel: int = 1
     block_bytes: int = 1
 
     def amax_numel(self, shape: tuple[int, ...]) -> int:
-        """Return 1."""
+        """Return how many magnitudes of a tensor ranks have to agree on."""
         return 1
 
     def amaxes(self, piece: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the largest magnitude of each part of the tensor that has a scale of its own."""
+        """Return the largest magnitudes in a piece (n,), float32 (amax_numel,): 0 for what is elsewhere, NaN as inf."""
         found = torch.zeros(self.amax_numel(shape), device=piece.device)
         magnitudes = piece.float().abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
         places = self._places(start, piece.numel(), shape, piece.device)
@@ -99,14 +67,14 @@ class Fp8Tensor:
     def encode(
         self, piece: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Divide by the scale and round to the nearest e4m3."""
+        """Encode a piece (n,) by agreed, finite magnitudes into `out`, uint8 (encoded_bytes(n),), to the nearest."""
         scales = self._scales(start, piece.numel(), shape, amaxes)
         out.copy_(_to_e4m3(piece.float().div(scales)).view(torch.uint8))
 
     def decode(
         self, encoded: torch.Tensor, start: int, shape: tuple[int, ...], amaxes: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Multiply by the scale in float32 and round once."""
+        """Decode uint8 (encoded_bytes(n),) into `out` (n,), rounding once; all is read before anything is written."""
         out.copy_(_from_e4m3(encoded).mul_(self._scales(start, out.numel(), shape, amaxes)))
 
     def _scales(self, start: int, numel: int, shape: tuple[int, ...], amaxes: torch.Tensor) -> torch.Tensor:
@@ -120,7 +88,7 @@ class Fp8Tensor:
 
 
 @dataclass(frozen=True)
-class Fp8Row(Fp8Tensor):
+class Fp8Row(WeightFormat):
     """e4m3 with one float32 scale per row, that is, per index of the first dimension."""
 
     name: str = "fp8_row"
@@ -134,7 +102,7 @@ class Fp8Row(Fp8Tensor):
 
 
 @dataclass(frozen=True)
-class Fp8Tile(Fp8Tensor):
+class Fp8Tile(WeightFormat):
     """e4m3 with one float32 scale per tile of 128 x 128 (DeepSeek-V3); columns are all dimensions but the first."""
 
     name: str = "fp8_tile"
@@ -150,7 +118,7 @@ class Fp8Tile(Fp8Tensor):
 
 
 @dataclass(frozen=True)
-class Mxfp8(Fp8Tensor):
+class Mxfp8(WeightFormat):
     """e4m3 in blocks of 32 with a power of two as scale (e8m0), the least that keeps the block within 448.
 
     Ranks agree on a magnitude per tensor only to find NaN and infinity.
@@ -181,7 +149,7 @@ class Mxfp8(Fp8Tensor):
 
 
 @dataclass(frozen=True)
-class Nvfp4(Fp8Tensor):
+class Nvfp4(WeightFormat):
     """e2m1, two in a byte, in blocks of 16 with an e4m3 scale each, and one float32 scale per tensor.
 
     The scale of the tensor is its largest magnitude / (6 * 448); that of a block makes its largest element 6.
@@ -235,6 +203,6 @@ def _from_e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    each.name: each for each in (Fp8Tensor(), Fp8Row(), Fp8Tile(), Mxfp8(), Nvfp4())
+    each.name: each for each in (WeightFormat(), Fp8Row(), Fp8Tile(), Mxfp8(), Nvfp4())
 }
 """The weight formats by name."""

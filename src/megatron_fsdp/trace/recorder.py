@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.lanes import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.observer import Observer, Phase
@@ -299,7 +299,6 @@ def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> Non
     note((DONE, time.perf_counter_ns(), number))
 
 
-@real_values()
 def _name_together(groups: Sequence[dist.ProcessGroup | None]) -> tuple[str, frozenset[int]]:
     """Agree on the name of a recording, never used before, and on its global ranks; one small collective per group.
 
@@ -309,8 +308,7 @@ def _name_together(groups: Sequence[dist.ProcessGroup | None]) -> tuple[str, fro
     for group in groups:
         if group is None:
             continue
-        found = [(name, ranks)] * dist.get_world_size(group)
-        dist.all_gather_object(found, (name, ranks), group=group)
+        found = gather_objects((name, ranks), group)
         # The least of all names, so that ranks that meet in different groups end with the same.
         name = min(other for other, _ in found)
         ranks = frozenset().union(*(those for _, those in found))
