@@ -269,7 +269,7 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
         return wait(work, *timeout)
 
     def make_lane(device: torch.device, name: str, watch: LaneWatch) -> StreamLane:
-        return StreamLane(device, name, watch, streams)  # type: ignore[arg-type]
+        return StreamLane(device, name, watch, streams)
 
     with (
         patch.object(executor, "make_lane", make_lane),
