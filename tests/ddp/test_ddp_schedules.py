@@ -12,8 +12,7 @@ from tests.conftest import RunRanks
 from tests.parallel.test_expert_parallel import EXPERTS, TOP2
 from tests.support.bucket_models import READING
 from tests.support.ddp_run import DdpRun, DdpSetting, ddp, start
-from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.models import DENSE, MODEL_CASES, ModelCase
 from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.scripts import three_microbatches
 from tests.support.seams import engine_of
@@ -155,9 +154,8 @@ def test_experts_have_buckets_of_their_own(run_ranks: RunRanks) -> None:
 
 @pytest.mark.full
 def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
-    dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
     arrangement = tensor_parallel(divide_tensors)
-    jobs = [(Scenario(three_microbatches, dense), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
+    jobs = [(Scenario(three_microbatches, DENSE), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
     check_jobs(run_ranks, 4, jobs)
 
 
@@ -168,9 +166,8 @@ def bucket_count(setting: DdpSetting, case: ModelCase) -> int:
 
 def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks(run_ranks: RunRanks) -> None:
     """Each rank cuts what it holds into so many buckets, not what all tensor-parallel ranks hold together."""
-    dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
     fields: dict[str, Any] = {"num_buckets": 4, "overlap_grad_reduce": True}
-    for found in run_ranks(4, bucket_count, ddp(arrangement=tensor_parallel(divide_tensors), **fields), dense):
+    for found in run_ranks(4, bucket_count, ddp(arrangement=tensor_parallel(divide_tensors), **fields), DENSE):
         assert found in (3, 4)
 
 

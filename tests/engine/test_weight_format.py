@@ -236,7 +236,7 @@ def guest_error(kind: type[_Pre]) -> str:
 def poisoned(weight: float) -> list[str]:
     """Return what a forward says after the elements on the first rank became `weight`."""
     model, _ = wrap(Job("fp8"))
-    own = dict(model.module.named_parameters())["blocks.1.qkv.weight"]
+    own = dict(model.module.named_parameters())["blocks.1.attention.q.weight"]
     with torch.no_grad():
         local = own.to_local()
         local.fill_(weight if dist.get_rank() == 0 else 0.5)
@@ -250,7 +250,7 @@ def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks
     said = run_ranks(2, poisoned, weight)
     assert said[0] == said[1]
     assert said[0][0].startswith(
-        "blocks.1.qkv.weight has an element that is NaN or infinite, which weight_format='fp8'"
+        "blocks.1.attention.q.weight has an element that is NaN or infinite, which weight_format='fp8'"
     )
 
 

@@ -20,9 +20,9 @@ from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import Arrangement
 from tests.support.expert_meshes import FLAT, Sizes, experts_of
-from tests.support.mixture import ListedExperts
+from tests.support.mixture import ListedExperts, build_with_experts
+from tests.support.models import Block, build_dense
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
-from tests.support.parallel_transformer import ParallelBlock, build_dense, build_with_experts
 from tests.support.parity import fixed_seed
 from tests.support.tensor_meshes import divide_tensors, hybrid_tensor_parallel, tensor_parallel
 
@@ -127,7 +127,7 @@ def matrices_of_a_transformer(build: Callable[[], nn.Module], arrangement: Arran
     def make(params: Sequence[Any]) -> torch.optim.Optimizer:
         return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.1)
 
-    sharding = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [ParallelBlock]}
+    sharding = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Block]}
     twins = Twins(model, make, {**arrangement.arguments(), **sharding})
     for step in range(2):
         twins.step(step)

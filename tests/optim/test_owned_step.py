@@ -17,9 +17,9 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.expert_meshes import FLAT, experts_of
-from tests.support.mixture import ListedExperts
+from tests.support.mixture import ListedExperts, build_with_experts
+from tests.support.models import Block
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
-from tests.support.parallel_transformer import ParallelBlock, build_with_experts
 
 
 @steps_whole_tensors
@@ -195,7 +195,7 @@ def fail_beside_experts() -> tuple[tuple[str, str] | None, list[bool]]:
     def make(params: Sequence[Any]) -> torch.optim.Optimizer:
         return Factored([param for param in params if param.dim() == 2])
 
-    sharding = {"zero_dp_strategy": 3, "fsdp_unit_modules": [ParallelBlock]}
+    sharding = {"zero_dp_strategy": 3, "fsdp_unit_modules": [Block]}
     twins = Twins(model, make, {**arrangement.arguments(), **sharding})
     before = [param.full_tensor().clone() for param in twins.params]
     twins.optimizer.fails = dist.get_rank() == 1  # type: ignore[attr-defined]

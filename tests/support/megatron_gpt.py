@@ -36,8 +36,8 @@ class MegatronLayer(Named):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.normed(x, "self_attention.linear_qkv.layer_norm_weight")
-        qkv = F.linear(normed, self.weight("self_attention.linear_qkv.weight"))
-        attended = F.scaled_dot_product_attention(*qkv.chunk(3, dim=-1), is_causal=True)
+        query, key, value = F.linear(normed, self.weight("self_attention.linear_qkv.weight")).chunk(3, dim=-1)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + F.linear(attended, self.weight("self_attention.linear_proj.weight"))
         if not self.spec.experts:
             return x + self.feed_forward(self.normed(x, "mlp.linear_fc1.layer_norm_weight"), "mlp")
