@@ -49,7 +49,7 @@ from tests.automodel.training import (
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
 from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import ALL_REDUCE, GroupCounts, OpCounts
+from tests.support.op_counts import ALL_REDUCE, OpCounts
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
 MAX_NORM = 0.05
@@ -134,7 +134,7 @@ def accumulate(model: nn.Module, microbatches: int, rows: int, seed: int, **opti
     own = {name: value.chunk(ranks)[rank].chunk(microbatches) for name, value in batch.items()}
     total, reductions = torch.zeros(()), []
     for index in range(microbatches):
-        with OpCounts(ranks) as counts, accumulation_context(model, index == microbatches - 1, **options):
+        with OpCounts() as counts, accumulation_context(model, index == microbatches - 1, **options):
             logits = model(input_ids=own["input_ids"][index], use_cache=False).logits
             loss = token_loss_sum(logits, own["labels"][index]) * ranks / label_count(batch["labels"])
             loss.backward()
@@ -219,7 +219,7 @@ def test_exception_inside_leaves_the_model_reducing_again() -> None:
             with pytest.raises(KeyError, match=r"inside"), accumulation_context(model, False):
                 raise KeyError("inside")
             batch = batch_of(2)
-            with OpCounts(2) as counts:
+            with OpCounts() as counts:
                 model(input_ids=batch["input_ids"], use_cache=False).logits.sum().backward()
             assert counts.collectives.reductions > 0, name
 
@@ -283,10 +283,10 @@ def test_tensors_on_several_meshes_are_measured_as_one_vector() -> None:
             params = params_on_many_meshes()
             copies = plain(params)
             expected = nn.utils.clip_grad_norm_(copies, 0.5, norm_type)
-            with GroupCounts() as counts:
+            with OpCounts() as counts:
                 norm = clip_grad_norm_([*params, params[0]], 0.5, norm_type, foreach=foreach)  # one is given twice
             # Each mesh dimension is crossed once for all parameters: all ranks, ep_shard, ep.
-            assert [name for (_, name) in counts.calls.elements()] == [ALL_REDUCE] * 3
+            assert [name for _, name, _ in counts.sent] == [ALL_REDUCE] * 3
             torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0.0)
             for param, copy in zip(params, copies, strict=True):
                 if copy.grad is not None:

@@ -16,7 +16,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import step_traffic
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, GroupCounts, OpCounts
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
 from tests.support.seams import engine_of
 
 Fields = dict[str, Any]
@@ -174,7 +174,7 @@ def count(name: str, fields: Fields, microbatches: int) -> tuple[list[Any], Coll
     batch = case.make_batch(2, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(3):
         before = model.traffic()
-        with OpCounts(dist.get_world_size()) as counts:
+        with OpCounts() as counts:
             for microbatch in range(microbatches):
                 if microbatch < microbatches - 1:
                     with model.no_sync():
@@ -224,7 +224,7 @@ def count_instances(fields: Fields) -> tuple[dict[str, tuple[int, int]], list[in
     model = DistributedDataParallel(DistributedDataParallelConfig(**fields), Steps(Log()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
-        with GroupCounts() as counts:
+        with OpCounts() as counts:
             model(torch.ones(2, WIDTHS[0])).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

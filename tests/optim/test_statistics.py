@@ -64,9 +64,9 @@ def describe(name: ModelName, strategy: int, decoupled: bool = False) -> Found:
     model = wrap(name, strategy, mixed_precision_policy=policy, use_decoupled_grad=decoupled)
     batch = case.make_batch(12, torch.Generator().manual_seed(0)).part(dist.get_rank(), dist.get_world_size())
     case.loss(model, batch).backward()
-    with OpCounts(dist.get_world_size()) as counts:
+    with OpCounts() as counts:
         parameters = model.parameter_statistics()
-    with OpCounts(dist.get_world_size()) as counts_of_gradients:
+    with OpCounts() as counts_of_gradients:
         gradients = model.gradient_statistics()
     collectives = len(counts.collectives.others) + counts.collectives.reductions + counts.collectives.gathers
     of_gradients = counts_of_gradients.collectives

@@ -16,7 +16,7 @@ from tests.support.expert_meshes import arguments, expert_mesh, experts_of, plac
 from tests.support.mixture import build_with_experts
 from tests.support.models import MODEL_CASES, Block, make_token_batch, token_case, token_loss
 from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FLOORS, Floor, Tower, tower_loss
 
@@ -78,7 +78,7 @@ def test_weights_are_gathered_on_the_second_group_only(strategy: int, gathers: i
         **found,
     )
     for _ in range(2):
-        with GroupCounts() as counts:
+        with OpCounts() as counts:
             tower_loss(sharded, torch.ones(2, 16)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -99,7 +99,7 @@ def test_experts_are_gathered_on_their_own_second_group() -> None:
     )
     batch = make_token_batch(2, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(2):
-        with GroupCounts() as counts:
+        with OpCounts() as counts:
             token_loss(sharded, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -186,7 +186,7 @@ def count_sharded() -> list[tuple[Any, ...]]:
         pipeline = managed(FSDP2Config(backend="gloo", mp_policy=policy), build("llama"), pp_size=2)
         found: list[tuple[Any, ...]] = []
         for rows in (2, 4):  # the same on all ranks
-            with OpCounts(num_ranks=2) as counts:
+            with OpCounts() as counts:
                 loss = pipeline.step(**batch_of(rows)).item()
             received = getattr(pipeline.stages[0].args_recv_info[0][0], "buffer", None)  # the first stage receives none
             sent = counts.collectives
