@@ -37,6 +37,7 @@ from tests.support.arrangements import hybrid
 from tests.support.ddp_run import DdpRun, DdpSetting, ddp
 from tests.support.models import MODEL_CASES, Batch, ModelCase
 from tests.support.scripts import clip_by_model, clip_by_torch
+from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting
 from tests.support.streams import OrderedStream, OrderedStreams, on_streams, ordered_lanes, same_bits
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
@@ -122,7 +123,7 @@ def changed_between_forwards(run: Run) -> None:
 def observed(run: Run) -> None:
     """Collectives are asynchronous on the lanes, so that an observer may have their handles."""
     assert run.sharded is not None
-    run.sharded._engine.observers.add(Observer())
+    engine_of(run.sharded).observers.add(Observer())
     recomputation.train_and_accumulate(run)
 
 
@@ -167,8 +168,8 @@ SCRIPTS: Mapping[str, Scenario] = {
     "deferred on visible gradients": Scenario(accumulation.defer_on_top_of_visible_gradients, BF16),
     "deferred and cleared": Scenario(accumulation.clear_deferred_by_optimizer, ODD),
     "gradients scaled": Scenario(accumulation.scale_between_microbatches, BF16),
-    "two optimizers": Scenario(accumulation.train_with_two_optimizers, ODD, accumulation._first_block),
-    "deferred with two optimizers": Scenario(accumulation.defer_with_two_optimizers, ODD, accumulation._first_block),
+    "two optimizers": Scenario(accumulation.train_with_two_optimizers, ODD, accumulation.first_block),
+    "deferred with two optimizers": Scenario(accumulation.defer_with_two_optimizers, ODD, accumulation.first_block),
     "clipped by the model": Scenario(clip_by_model, ODD),
     "clipped by torch": Scenario(clip_by_torch, ODD),
     "recomputed": Scenario(recomputation.train_and_accumulate, vector_case(partial(Recomputed, "units", False))),

@@ -257,7 +257,7 @@ def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks
 def counted(job: Job) -> tuple[int, int, int, str]:
     """Return bytes sent in a forward beyond those expected, encoded ones held, those in bf16, and the description."""
     model, _ = wrap(job)
-    groups = [group for unit in model._engine.units for group in unit.groups]
+    groups = model.parameter_groups()
     before = model.traffic()
     CASE.loss(model, batch())
     sent = model.traffic().since(before).gather_bytes
@@ -298,7 +298,7 @@ def seen_in_kept_memory() -> bool:
         kept, _ = wrap(Job("mxfp8"), nccl_ub=True)
     lazy, _ = wrap(Job("mxfp8"))
     same = [torch.equal(CASE.loss(kept, batch()), CASE.loss(lazy, batch()))]
-    for mine, other in zip(kept._engine.groups(), lazy._engine.groups(), strict=True):
+    for mine, other in zip(kept.parameter_groups(), lazy.parameter_groups(), strict=True):
         same.append(torch.equal(mine.weights.compute.local, other.weights.compute.local))
     return all(same)
 
