@@ -20,11 +20,11 @@ from megatron_fsdp.automodel.context_parallel import (
     unshard_sequence,
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.small_models import batch_of, build, label_count
 from tests.automodel.test_expert_parallel import Sent
 from tests.automodel.training import reference
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.language_models import batch_of, build, label_count
 from tests.support.on_ranks import on_ranks
 from tests.support.parity import assert_equal_tensors
 

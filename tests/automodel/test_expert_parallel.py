@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, placement_of, shard_experts
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
-from tests.automodel.training import assert_close, reference, whole
+from tests.automodel.training import reference, whole
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
-from tests.support.parity import fixed_seed
+from tests.support.language_models import batch_of, build, label_count, token_loss_sum
+from tests.support.parity import assert_equal_tensors, fixed_seed
 
 TOKENS, CHOSEN, NUM_EXPERTS, HIDDEN = 12, 2, 4, 32
 NAME = "model.layers.0.mlp.experts"
@@ -150,7 +150,7 @@ def gradients_of_same_tokens() -> dict[str, Tensor]:
 def test_tokens_that_ranks_have_in_common_count_once(run_ranks: RunRanks) -> None:
     expected = reference("qwen2_moe", steps=1, changes={"num_hidden_layers": 2}).gradients[0]
     for found in run_ranks(2, gradients_of_same_tokens):
-        assert_close(found, expected, 1e-4, 1e-6, "gradients")
+        assert_equal_tensors(found, expected, 1e-4, 1e-6)
 
 
 def dtypes_under_a_policy() -> dict[str, set[torch.dtype]]:

@@ -34,10 +34,8 @@ from tests.automodel.layer_models import (
     two_by_two,
 )
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
 from tests.automodel.training import (
     STRATEGIES,
-    assert_close,
     gradients_of,
     managed,
     optimizer_of,
@@ -48,6 +46,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
+from tests.support.language_models import batch_of, build, label_count, token_loss_sum
 from tests.support.on_ranks import on_ranks
 from tests.support.op_counts import ALL_REDUCE, OpCounts
 from tests.support.parity import assert_equal_tensors, fixed_seed
@@ -158,10 +157,10 @@ def accumulate_like_the_whole_batch(name: str, microbatches: int, **fields: Any)
             seen.append(reductions)
             assert abs(loss - expected.losses[step]) < 1e-5
             grads = gradients_of(model)
-            assert_close(grads, expected.gradients[step], 1e-4, 1e-5, f"gradients of step {step}")
+            assert_equal_tensors(grads, expected.gradients[step], 1e-4, 1e-5)
             optimizer.step()
             found = parameters_of(model)
-            assert_close(found, expected.parameters[step], 2e-4, 2e-4, f"weights, step {step}")
+            assert_equal_tensors(found, expected.parameters[step], 2e-4, 2e-4)
         return seen
 
 
@@ -183,7 +182,7 @@ def reduce_every_time(name: str) -> list[int]:
         model = managed(strategy(name), build("llama"))
         _, reductions = accumulate(model, 3, 6, 1, defer_grad_sync=False)
         grads = gradients_of(model)
-        assert_close(grads, expected.gradients[0], 1e-4, 1e-5, "gradients")
+        assert_equal_tensors(grads, expected.gradients[0], 1e-4, 1e-5)
         return reductions
 
 

@@ -20,9 +20,9 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, build
 from tests.support.on_ranks import on_ranks
 
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")

@@ -15,9 +15,7 @@ from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError, NotSupportedYetError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
 from tests.automodel.training import (
-    assert_close,
     assert_trained_alike,
     gradients_of,
     managed,
@@ -28,7 +26,9 @@ from tests.automodel.training import (
     train,
 )
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, build, config_of, label_count, token_loss_sum
 from tests.support.on_ranks import on_ranks
+from tests.support.parity import assert_equal_tensors
 from tests.support.seams import engine_of, options_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -96,7 +96,7 @@ def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
             assert getattr(options_of(model), name) is value
             assert getattr(plain, name) is not value
             backward(model, sums=name == "calculate_per_token_loss")
-            assert_close(gradients_of(model), expected.gradients[0], 1e-4, 1e-5, name)
+            assert_equal_tensors(gradients_of(model), expected.gradients[0], 1e-4, 1e-5)
         double, single = parallel(fsdp_double_buffer=True), parallel()
         assert options_of(double).memory.allocator is WeightAllocator.DOUBLE_BUFFER
         assert options_of(single).memory.allocator is WeightAllocator.SLOTS
@@ -193,7 +193,7 @@ def initialise_from_meta(kinds: list[str]) -> None:
             torch.manual_seed(5)
             model = parallel(twin, init_fsdp_with_meta_device=True)
             found = parameters_of(model)
-            assert_close(found, expected, 0, 0, kind)
+            assert_equal_tensors(found, expected)
             logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
             assert bool(logits.isfinite().all())
         with torch.device("meta"):
@@ -240,7 +240,7 @@ def test_activation_checkpointing_recomputes_mlps_or_whole_layers() -> None:
                 backward(model)
                 again = {False: [], True: ["mlp"]}.get(flag, ["attention", "around", "mlp"])
                 assert calls == ["attention", "around", "mlp", *again]
-                assert_close(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6, "gradients")
+                assert_equal_tensors(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6)
 
 
 @pytest.mark.full

@@ -27,9 +27,9 @@ from megatron_fsdp.automodel.meshes import (
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
+from tests.support.language_models import build
 from tests.support.on_ranks import on_ranks
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -14,9 +14,9 @@ from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline, build_p
 from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
 from tests.automodel.training import managed, reference
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, build, label_count, token_loss_sum
 from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")

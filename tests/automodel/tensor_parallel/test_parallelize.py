@@ -5,9 +5,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
-from tests.automodel.small_models import FAMILIES, batch_of, build
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.language_models import FAMILIES, batch_of, build
 from tests.support.on_ranks import on_ranks
 
 SIZES = {"num_hidden_layers": 2}

@@ -19,10 +19,10 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
 from megatron_fsdp.automodel.tensor_parallel.plans import STYLE_NAMES
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.small_models import VOCABULARY, build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.language_models import VOCABULARY, build
 from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
