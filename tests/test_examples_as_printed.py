@@ -184,17 +184,17 @@ def test_old_keywords_take_effect(run_ranks: RunRanks) -> None:
         ]
 
 
-def without_a_mesh() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_without_a_mesh_all_ranks_shard_on_the_device_present() -> None:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     model = fully_shard_model(build(), fsdp_unit_modules=["tests.support.api_net.Layer"])
     mesh = model.get_distributed_index().get_root_mesh()
     assert mesh is not None
     optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     train(model, optimizer, 3)
-    return mesh.size(), mesh.device_type, mesh.mesh_dim_names, largest_difference(weights(model), reference_weights(3))
-
-
-def test_without_a_mesh_all_ranks_shard_on_the_device_present(run_ranks: RunRanks) -> None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    for size, found_type, names, difference in run_ranks(2, without_a_mesh):
-        assert (size, found_type, names) == (2, device_type, ("fsdp",))
-        assert difference <= TOLERANCE
+    size = mesh.size()
+    found_type = mesh.device_type
+    names = mesh.mesh_dim_names
+    difference = largest_difference(weights(model), reference_weights(3))
+    assert (size, found_type, names) == (2, device_type, ("fsdp",))
+    assert difference <= TOLERANCE

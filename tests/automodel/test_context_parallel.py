@@ -226,8 +226,14 @@ LONG = {
 }
 
 
-def check_rotary(kind: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rope", list(LONG))
+@on_ranks(2)
+def test_rotary_frequencies_that_depend_on_the_length_see_the_whole_of_it(rope: str) -> None:
     """One rank alone has a position beyond the original length, in either order."""
+    kind = "phi3" if rope == "longrope" else "llama"
+    changes = {"rope_parameters": LONG[rope], "max_position_embeddings": 12, "original_max_position_embeddings": 12}
+    if rope == "dynamic":
+        del changes["original_max_position_embeddings"]
     mesh = mesh_of((2,), ("cp",))
     for load_balance in (True, False):
         model = build(kind, **changes)
@@ -236,19 +242,12 @@ def check_rotary(kind: str, changes: dict[str, Any]) -> None:
         torch.testing.assert_close(logits_of(model, mesh, load_balance), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rope", list(LONG))
-def test_rotary_frequencies_that_depend_on_the_length_see_the_whole_of_it(run_ranks: RunRanks, rope: str) -> None:
-    kind = "phi3" if rope == "longrope" else "llama"
-    changes = {"rope_parameters": LONG[rope], "max_position_embeddings": 12, "original_max_position_embeddings": 12}
-    if rope == "dynamic":
-        del changes["original_max_position_embeddings"]
-    run_ranks(2, check_rotary, kind, changes)
-
-
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
-def check_adapters() -> None:
+@on_ranks(2)
+def test_models_with_adapters_are_switched_too() -> None:
+    pytest.importorskip("peft")
     peft = pytest.importorskip("peft")
     mesh = mesh_of((2,), ("cp",))
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
@@ -260,11 +259,6 @@ def check_adapters() -> None:
     torch.testing.assert_close(logits_of(model, mesh), wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigurationError, match="position_ids is missing"):
         model(input_ids=batch_of()["input_ids"])
-
-
-def test_models_with_adapters_are_switched_too(run_ranks: RunRanks) -> None:
-    pytest.importorskip("peft")
-    run_ranks(2, check_adapters)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tests.automodel.training import reference, whole
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
 TOKENS, CHOSEN, NUM_EXPERTS, HIDDEN = 12, 2, 4, 32
@@ -137,20 +138,17 @@ def test_whole_experts_are_shared_out_if_they_divide_else_slices(
     assert placement_of(torch.empty(shape), num_shards=num_shards) == Shard(dim)
 
 
-def gradients_of_same_tokens() -> dict[str, Tensor]:
+@on_ranks(2)
+def test_tokens_that_ranks_have_in_common_count_once() -> None:
     """Ranks that have the same tokens, as tensor-parallel ones have: only experts are divided."""
+    expected = reference("qwen2_moe", steps=1, changes={"num_hidden_layers": 2}).gradients[0]
     model, mesh, batch = build("qwen2_moe", num_hidden_layers=2), expert_mesh(2), batch_of()
     names = parallelize_experts(model, mesh["ep"])
     shard_experts(model, names, mesh["ep_shard"], **_POLICIES, gradient_divisor=2)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     (token_loss_sum(logits, batch["labels"]) / label_count(batch["labels"])).backward()
-    return {name: whole(p.grad) for name, p in model.named_parameters()}
-
-
-def test_tokens_that_ranks_have_in_common_count_once(run_ranks: RunRanks) -> None:
-    expected = reference("qwen2_moe", steps=1, changes={"num_hidden_layers": 2}).gradients[0]
-    for found in run_ranks(2, gradients_of_same_tokens):
-        assert_equal_tensors(found, expected, 1e-4, 1e-6)
+    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    assert_equal_tensors(found, expected, 1e-4, 1e-6)
 
 
 def dtypes_under_a_policy() -> dict[str, set[torch.dtype]]:
@@ -255,7 +253,16 @@ def messages() -> dict[str, str]:
     return found
 
 
-def later_messages() -> list[str]:
+def test_other_interfaces_are_refused_and_left_alone(run_ranks: RunRanks) -> None:
+    one, other = run_ranks(2, messages)
+    assert one == other
+    for wanted, message in one.items():
+        assert wanted in message
+        assert "\n" not in message
+
+
+@on_ranks(2)
+def test_sizes_meshes_and_repetitions_are_refused() -> None:
     """Of sizes, meshes, names and repetitions."""
     mesh, found = expert_mesh(2), []
     for kind, changes in (("mixtral", {"num_local_experts": 3}), ("qwen3_moe", {"num_experts": 5})):
@@ -272,20 +279,7 @@ def later_messages() -> list[str]:
         shard_experts(model, ["lm_head"], mesh["ep_shard"], gradient_divisor=2, **_POLICIES)
     with pytest.raises(ConfigurationError) as no_divisor:
         shard_experts(model, names, mesh["ep_shard"], gradient_divisor=0, **_POLICIES)
-    return [*found, *(str(each.value) for each in (wrong_mesh, twice, no_experts, no_divisor))]
-
-
-def test_other_interfaces_are_refused_and_left_alone(run_ranks: RunRanks) -> None:
-    one, other = run_ranks(2, messages)
-    assert one == other
-    for wanted, message in one.items():
-        assert wanted in message
-        assert "\n" not in message
-
-
-def test_sizes_meshes_and_repetitions_are_refused(run_ranks: RunRanks) -> None:
-    one, other = run_ranks(2, later_messages)
-    assert one == other
+    one = same_on_ranks([*found, *(str(each.value) for each in (wrong_mesh, twice, no_experts, no_divisor))])
     starts = [
         "model.layers.0.mlp.experts has 3 experts (config.num_local_experts=3), which ep_size=2 does not divide",
         "model.layers.0.mlp.experts has 5 experts (config.num_local_experts=5), which ep_size=2 does not divide",

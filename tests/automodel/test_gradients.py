@@ -47,7 +47,7 @@ from tests.automodel.training import (
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.op_counts import ALL_REDUCE, OpCounts
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
@@ -326,7 +326,8 @@ def test_pipeline_ranks_clip_by_the_norm_of_all_stages(use_engine: bool) -> None
 # ---- what cannot be clipped ------------------------------------------------------------------------------------------
 
 
-def nan_on_one_rank() -> list[str]:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_every_rank() -> None:
     found = []
     for norm_type in (2.0, math.inf):
         param = spread((4, 2), all_ranks(), [Shard(0)], 0)
@@ -337,12 +338,7 @@ def nan_on_one_rank() -> list[str]:
             clip_grad_norm_([param], 1.0, norm_type, error_if_nonfinite=True)
         found.append(str(raised.value))
         assert math.isnan(clip_grad_norm_([param], math.inf, norm_type))
-    return found
-
-
-def test_a_norm_that_is_not_finite_raises_on_every_rank(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, nan_on_one_rank)
-    assert first == second
+    first = same_on_ranks(found)
     assert all("is nan" in text for text in first)
 
 

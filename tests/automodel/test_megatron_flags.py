@@ -27,7 +27,7 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of, label_count, token_loss_sum
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import assert_equal_tensors
 from tests.support.seams import engine_of, options_of
 
@@ -157,7 +157,8 @@ def spoil(_module: nn.Module, _args: Any, output: Tensor) -> None:
     output.register_hook(lambda grad: grad * float("nan"))
 
 
-def spoil_a_gradient() -> list[str]:
+@on_ranks(2)
+def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank() -> None:
     messages = []
     with groups_destroyed():
         for flag in (True, False):
@@ -170,18 +171,15 @@ def spoil_a_gradient() -> list[str]:
                 messages.append("")
             except NonFiniteGradientError as error:
                 messages.append(str(error))
-    return messages
-
-
-def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, spoil_a_gradient)
-    assert first == second
+    first = same_on_ranks(messages)
     assert "model.embed_tokens.weight (model.embed_tokens) on rank [1]" in first[0]
     assert "layers" not in first[0]
     assert first[1] == ""
 
 
-def initialise_from_meta(kinds: list[str]) -> None:
+@on_ranks(2)
+def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_seed() -> None:
+    kinds = ["llama_tied", "qwen2_moe"]
     with groups_destroyed():
         for kind in kinds:
             torch.manual_seed(5)
@@ -202,11 +200,8 @@ def initialise_from_meta(kinds: list[str]) -> None:
             parallel(twin)
 
 
-def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_seed(run_ranks: RunRanks) -> None:
-    run_ranks(2, initialise_from_meta, ["llama_tied", "qwen2_moe"])
-
-
-def unsupported() -> list[str]:
+@on_ranks(2)
+def test_flags_without_support_are_refused_by_name() -> None:
     messages = []
     with groups_destroyed():
         with pytest.raises(NotSupportedYetError, match="keep_fp8_transpose_cache") as caught:
@@ -216,12 +211,7 @@ def unsupported() -> list[str]:
             parallel(nccl_ub=True)
         with pytest.warns(UserWarning, match=r"fsdp_double_buffer=True has no effect under optim, where every rank"):
             parallel(fsdp_double_buffer=True, zero_dp_strategy=1)
-    return messages
-
-
-def test_flags_without_support_are_refused_by_name(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, unsupported)
-    assert first == second
+    first = same_on_ranks(messages)
     assert all("\n" not in message for message in first)
 
 

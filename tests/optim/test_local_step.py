@@ -18,6 +18,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, weights
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.seams import local_of
 
@@ -285,8 +286,8 @@ def test_a_step_that_fails_leaves_everything_as_it_was(run_ranks: RunRanks) -> N
         assert (shown, difference) == (True, 0.0)
 
 
-def state_of_another_cut() -> list[tuple[str, str]]:
-    """A plain tensor among the state of a sharded parameter: what either path says."""
+@on_ranks(2)
+def test_state_that_is_not_cut_as_its_parameter_is_refused_as_ever() -> None:
     found = []
     for on_dtensors in (False, True):
         model = wrap(build, 3)
@@ -299,17 +300,13 @@ def state_of_another_cut() -> list[tuple[str, str]]:
             optimizer.step()
         except Exception as error:  # noqa: BLE001 - the parent looks at it
             found.append(message_of(error))
-    return found
+    local, dtensors = found
+    assert local == dtensors
+    assert local[0] == "ShardOperationError"
 
 
-def test_state_that_is_not_cut_as_its_parameter_is_refused_as_ever(run_ranks: RunRanks) -> None:
-    for local, dtensors in run_ranks(2, state_of_another_cut):
-        assert local == dtensors
-        assert local[0] == "ShardOperationError"
-
-
-def what_is_kept() -> list[bool]:
-    """Whether gradients, and state that was put away, are gone after a step."""
+@on_ranks(2)
+def test_nothing_is_kept_between_steps() -> None:
     model = wrap(bf16, 2)
     optimizer = connect(model, VARIANTS["adamw"])
     backward(model, next(batches(1)))
@@ -322,18 +319,16 @@ def what_is_kept() -> list[bool]:
     optimizer.zero_grad()
     optimizer.state.clear()
     gc.collect()
-    return [state() is None, gradient() is None]
-
-
-def test_nothing_is_kept_between_steps(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, what_is_kept) == [[True, True]] * 2
+    assert [state() is None, gradient() is None] == [True, True]
 
 
 # ---- writes, and loss scaling ----------------------------------------------------------------------------------------
 
 
-def output_without_install(strategy: int, dtype: torch.dtype) -> tuple[float, float]:
-    """After a step that was told not to install: change of the next output, and distance between both paths."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+@on_ranks(2)
+def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, dtype: torch.dtype) -> None:
     outputs = []
     inputs = torch.ones(2, 5, dtype=dtype)
     for on_dtensors in (False, True):
@@ -343,17 +338,10 @@ def output_without_install(strategy: int, dtype: torch.dtype) -> tuple[float, fl
         before = model(inputs).detach().clone()
         optimizer.step(install_optimized_model_weights=False)
         outputs.append(model(inputs).detach())
-    return (outputs[0] - before).abs().max().item(), (outputs[0] - outputs[1]).abs().max().item()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strategy", [0, 1, 3])
-def test_writes_of_a_local_step_are_noticed_at_the_next_forward(
-    strategy: int, dtype: torch.dtype, run_ranks: RunRanks
-) -> None:
-    for moved, difference in run_ranks(2, output_without_install, strategy, dtype):
-        assert moved > 1e-2
-        assert difference == 0.0
+    moved = (outputs[0] - before).abs().max().item()
+    difference = (outputs[0] - outputs[1]).abs().max().item()
+    assert moved > 1e-2
+    assert difference == 0.0
 
 
 def scaled(name: str) -> tuple[float, list[float], list[float]]:
@@ -531,21 +519,19 @@ def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
     assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
 
 
-def order_of_state() -> tuple[list[int], list[int]]:
+@on_ranks(3)
+def test_state_is_in_the_order_of_parameters_on_every_rank() -> None:
     """Numbers of the parameters with state in the order of the optimizer's state, and of its state dict."""
     model = wrap(odd, 3)
     optimizer: Any = connect(model, VARIANTS["adamw"])
     numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
     backward(model, next(batches(1)))
     optimizer.step()
-    return [numbers[param] for param in optimizer.state], list(optimizer.state_dict()["state"])
-
-
-def test_state_is_in_the_order_of_parameters_on_every_rank(run_ranks: RunRanks) -> None:
-    for order, saved in run_ranks(3, order_of_state):
-        assert order == sorted(order)
-        assert saved == sorted(saved)
-        assert set(order) < set(saved)  # which has blank state of the parameter that was not used
+    order = [numbers[param] for param in optimizer.state]
+    saved = list(optimizer.state_dict()["state"])
+    assert order == sorted(order)
+    assert saved == sorted(saved)
+    assert set(order) < set(saved)  # which has blank state of the parameter that was not used
 
 
 # ---- hooks, failures and what cannot be shown ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_sh
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, train
 from tests.support.api_net import weights as whole_weights
+from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 2e-6
 STRATEGIES = [0, 1, 2, 3]
@@ -93,8 +94,9 @@ def test_step_installs_weights_unless_told_not_to(strategy: int, run_ranks: RunR
         assert states == [True, False, True, True]
 
 
-def zero_grad_keyword(strategy: int) -> list[float]:
-    """Without auto-sync: distance of the gradients to those of batch 1, and to the sum of batches 0 and 1."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int) -> None:
     expected = []
     for numbers in ([1], [0, 1]):
         reference = build()
@@ -111,13 +113,7 @@ def zero_grad_keyword(strategy: int) -> list[float]:
         model.finish_grad_sync()
         gradients = {name: value for name, value in model.full_gradients().items() if value is not None}
         found.append(largest_difference(gradients, wanted))
-    return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int, run_ranks: RunRanks) -> None:
-    for differences in run_ranks(2, zero_grad_keyword, strategy):
-        assert max(differences) <= TOLERANCE
+    assert max(found) <= TOLERANCE
 
 
 # ---- closures --------------------------------------------------------------------------------------------------------
@@ -161,8 +157,10 @@ def test_step_runs_a_closure_and_returns_its_loss(
     assert mean == pytest.approx(expected, rel=1e-5)
 
 
-def lbfgs(strategy: int) -> float:
-    """Several closure calls in one step: each must see the weights that the optimizer has just tried."""
+@on_ranks(2)
+def test_lbfgs_calls_its_closure_several_times_on_whole_weights() -> None:
+    """Only where weights are whole: LBFGS flattens and joins tensors, which DTensor cannot do for uneven shards."""
+    strategy = 0
     runs = []
     for model in (wrap(strategy), build()):
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=5, tolerance_change=0.0)
@@ -177,12 +175,7 @@ def lbfgs(strategy: int) -> float:
         for _ in range(2):
             optimizer.step(closure)
         runs.append(whole_weights(model))
-    return largest_difference(*runs)
-
-
-def test_lbfgs_calls_its_closure_several_times_on_whole_weights(run_ranks: RunRanks) -> None:
-    """Only where weights are whole: LBFGS flattens and joins tensors, which DTensor cannot do for uneven shards."""
-    assert max(run_ranks(2, lbfgs, 0)) <= 20 * TOLERANCE
+    assert largest_difference(*runs) <= 20 * TOLERANCE
 
 
 class TwoPhase(torch.optim.Optimizer):
@@ -206,7 +199,9 @@ class TwoPhase(torch.optim.Optimizer):
         return loss
 
 
-def two_phase(strategy: int) -> float:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int) -> None:
     """`_foreach_` operations leave no mark on sharded parameters, so only the hooks can know that weights moved."""
     runs = []
     for model in (wrap(strategy), build()):
@@ -221,12 +216,7 @@ def two_phase(strategy: int) -> float:
 
             optimizer.step(closure)
         runs.append(whole_weights(model))
-    return largest_difference(*runs)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int, run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, two_phase, strategy)) <= 5 * TOLERANCE
+    assert largest_difference(*runs) <= 5 * TOLERANCE
 
 
 # ---- schedulers and copies -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import managed, reference
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")
@@ -210,49 +211,6 @@ def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
     return ""
 
 
-def refusals() -> dict[str, str]:
-    """Case -> message of this rank; then a step still works."""
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    batch = batch_of()
-    tokens, labels = batch["input_ids"], batch["labels"]
-
-    def made(kind: str = "llama", prepare: Any = _same, **options: Any) -> Any:
-        return build_pipeline(build(kind), mesh, PipelineConfig(**options), parallelize_stage=prepare, device=CPU)
-
-    pipeline = made()
-    rows = tokens[: 4 - rank], labels[: 4 - rank]
-    found = {
-        "other rows": message_of(pipeline.step, *rows),
-        "labels on one rank": message_of(pipeline.step, tokens, labels if rank else None),
-        "labels on none": message_of(pipeline.step, tokens),
-        "labels in eval": message_of(pipeline.eval_step, tokens),
-        "labels in forward": message_of(pipeline.forward, tokens, shift_labels=labels),
-        "bad labels on one rank": message_of(pipeline.step, tokens, labels[:, rank:]),
-        "mask on one rank": message_of(pipeline.step, tokens, labels, **_mask(tokens, rank)),
-        "bad mask": message_of(pipeline.step, tokens, labels, attention_mask=torch.ones(3, 16)),
-        "two kinds of labels": message_of(pipeline.step, tokens, labels, shift_labels=labels),
-        "flat tokens": message_of(pipeline.step, tokens[0], labels[0]),
-        "too few rows": message_of(pipeline.step, tokens[:1], labels[:1]),
-        "tokens of another batch": message_of(pipeline.step, **batch_of(4, seed=1 + rank)),
-        "unknown tokens": message_of(pipeline.step, tokens + 90, labels),
-        "no tensor": message_of(pipeline.step, tokens, labels, use_cache=True),
-        "dp_size alone": message_of(pipeline.step, tokens, labels, dp_size=2),
-        "no tokens": message_of(pipeline.step, tokens, labels, num_label_tokens=0),
-        "rows of a microbatch": message_of(made(pp_microbatch_size=3).step, tokens, labels),
-        "rows of a batch": message_of(made(pp_batch_size=2).step, tokens, labels),
-        "rounds": message_of(made(pp_schedule="interleaved1f1b").step, **batch_of(5)),
-        "tokens of a mean": message_of(
-            made(loss_fn=_mean, scale_grads_in_schedule=True).step, tokens, labels, num_label_tokens=5
-        ),
-        "batch too small": message_of(made, pp_microbatch_size=3, pp_batch_size=3),
-        "ends of a tie": message_of(made, "llama_tied", prepare=_half if rank else _same),
-        "uneven stages": message_of(made, pp_schedule="interleaved1f1b", layers_per_stage=2),
-    }
-    assert pipeline.step(tokens, labels).item() > 0
-    return found
-
-
 def _same(part: nn.Module) -> nn.Module:
     return part
 
@@ -296,9 +254,48 @@ EXPECTED = {
 }
 
 
-def test_refusals_are_sentences_that_are_the_same_on_every_rank(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refusals)
-    assert first == second
+@on_ranks(2)
+def test_refusals_are_sentences_that_are_the_same_on_every_rank() -> None:
+    """Case -> message of this rank; then a step still works."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    batch = batch_of()
+    tokens, labels = batch["input_ids"], batch["labels"]
+
+    def made(kind: str = "llama", prepare: Any = _same, **options: Any) -> Any:
+        return build_pipeline(build(kind), mesh, PipelineConfig(**options), parallelize_stage=prepare, device=CPU)
+
+    pipeline = made()
+    rows = tokens[: 4 - rank], labels[: 4 - rank]
+    found = {
+        "other rows": message_of(pipeline.step, *rows),
+        "labels on one rank": message_of(pipeline.step, tokens, labels if rank else None),
+        "labels on none": message_of(pipeline.step, tokens),
+        "labels in eval": message_of(pipeline.eval_step, tokens),
+        "labels in forward": message_of(pipeline.forward, tokens, shift_labels=labels),
+        "bad labels on one rank": message_of(pipeline.step, tokens, labels[:, rank:]),
+        "mask on one rank": message_of(pipeline.step, tokens, labels, **_mask(tokens, rank)),
+        "bad mask": message_of(pipeline.step, tokens, labels, attention_mask=torch.ones(3, 16)),
+        "two kinds of labels": message_of(pipeline.step, tokens, labels, shift_labels=labels),
+        "flat tokens": message_of(pipeline.step, tokens[0], labels[0]),
+        "too few rows": message_of(pipeline.step, tokens[:1], labels[:1]),
+        "tokens of another batch": message_of(pipeline.step, **batch_of(4, seed=1 + rank)),
+        "unknown tokens": message_of(pipeline.step, tokens + 90, labels),
+        "no tensor": message_of(pipeline.step, tokens, labels, use_cache=True),
+        "dp_size alone": message_of(pipeline.step, tokens, labels, dp_size=2),
+        "no tokens": message_of(pipeline.step, tokens, labels, num_label_tokens=0),
+        "rows of a microbatch": message_of(made(pp_microbatch_size=3).step, tokens, labels),
+        "rows of a batch": message_of(made(pp_batch_size=2).step, tokens, labels),
+        "rounds": message_of(made(pp_schedule="interleaved1f1b").step, **batch_of(5)),
+        "tokens of a mean": message_of(
+            made(loss_fn=_mean, scale_grads_in_schedule=True).step, tokens, labels, num_label_tokens=5
+        ),
+        "batch too small": message_of(made, pp_microbatch_size=3, pp_batch_size=3),
+        "ends of a tie": message_of(made, "llama_tied", prepare=_half if rank else _same),
+        "uneven stages": message_of(made, pp_schedule="interleaved1f1b", layers_per_stage=2),
+    }
+    assert pipeline.step(tokens, labels).item() > 0
+    first = same_on_ranks(found)
     assert first.keys() == EXPECTED.keys()
     for case, words in EXPECTED.items():
         assert words in first[case], case
