@@ -25,7 +25,7 @@ from tests.automodel.training import reference
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import batch_of, build, label_count
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import assert_equal_tensors
 
 SIZES = [(ranks, length) for ranks in (1, 2, 3, 4) for length in (24, 48)]
@@ -287,7 +287,8 @@ def test_padding_on_the_right_changes_no_gradient() -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused_calls() -> dict[str, str]:
+@on_ranks(2)
+def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks() -> None:
     mesh = mesh_of((2,), ("cp",))
     model = build("llama")
     enable_context_parallel(model, mesh)
@@ -303,12 +304,7 @@ def refused_calls() -> dict[str, str]:
         "order": {"input_ids": ids, "position_ids": other},
         "order on one rank": {"input_ids": ids, "position_ids": positions + 1 if here else positions},
     }
-    return {name: refusal(model, **arguments) for name, arguments in calls.items()}
-
-
-def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refused_calls)
-    assert first == second
+    first = same_on_ranks({name: refusal(model, **arguments) for name, arguments in calls.items()})
     parts = {
         "whole": "position_ids is missing",
         "mask": "attention_mask is for whole sequences",

@@ -240,8 +240,8 @@ def cases() -> dict[str, nn.Module]:
     }
 
 
-def messages() -> dict[str, str]:
-    """What is said, by what is expected."""
+@on_ranks(2)
+def test_other_interfaces_are_refused_and_left_alone() -> None:
     mesh = expert_mesh(2)["ep"]
     found = {}
     for wanted, model in cases().items():
@@ -250,12 +250,7 @@ def messages() -> dict[str, str]:
             parallelize_experts(model, mesh)
         assert [(name, type(part)) for name, part in model.named_modules()] == before
         found[wanted] = str(caught.value)
-    return found
-
-
-def test_other_interfaces_are_refused_and_left_alone(run_ranks: RunRanks) -> None:
-    one, other = run_ranks(2, messages)
-    assert one == other
+    one = same_on_ranks(found)
     for wanted, message in one.items():
         assert wanted in message
         assert "\n" not in message

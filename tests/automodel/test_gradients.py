@@ -194,20 +194,16 @@ def test_without_deferral_every_microbatch_reduces_and_the_sum_is_the_same(run_r
         assert reductions[1] == reductions[2]
 
 
-def read_from_the_config() -> list[list[int]]:
+@on_ranks(2)
+def test_config_says_whether_fsdp2_defers_and_the_argument_overrules_it() -> None:
+    units = 5  # four layers and the root
     found = []
     for defers in (True, False):
         with groups_destroyed():
             model = managed(strategy("fsdp2", defer_fsdp_grad_sync=defers), build("llama"))
             found.append(accumulate(model, 2, 4, 1)[1])
             found.append(accumulate(model, 2, 4, 1, defer_grad_sync=not defers)[1])
-    return found
-
-
-def test_config_says_whether_fsdp2_defers_and_the_argument_overrules_it(run_ranks: RunRanks) -> None:
-    units = 5  # four layers and the root
-    for found in run_ranks(2, read_from_the_config):
-        assert found == [[0, units], [units, units], [units, units], [0, units]]
+    assert found == [[0, units], [units, units], [units, units], [0, units]]
 
 
 @on_ranks(2)

@@ -14,7 +14,6 @@ from torch import nn
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ShardOperationError
-from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 
@@ -207,20 +206,18 @@ def test_a_head_that_is_called_outside_of_the_model_finds_its_weights() -> None:
     assert difference(model, plain) < 1e-5
 
 
-def pool_after_steps() -> tuple[int, int, int, int]:
+@on_ranks(2)
+def test_the_buckets_of_the_first_backward_are_given_back() -> None:
     model, optimizer = wrapped(nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)]), {**OVERLAPPING, "bucket_size": 30})
     trained(model, optimizer, 1)
     first = model.memory().transient_peak_bytes
     gradients = [group.gradients for group in model.parameter_groups() if group.gradients is not None]
     views = sum(len(found.bucket_views) for found in gradients)  # they would keep the memory
     trained(model, optimizer, 2)
-    return first, model.memory().transient_peak_bytes, engine_of(model).executor.held_bytes, views
-
-
-def test_the_buckets_of_the_first_backward_are_given_back(run_ranks: RunRanks) -> None:
-    for first, later, held, views in run_ranks(2, pool_after_steps):
-        assert first == later == 7 * 256  # six buckets of 30 elements and the exchange, each aligned
-        assert (held, views) == (0, 0)
+    later = model.memory().transient_peak_bytes
+    held = engine_of(model).executor.held_bytes
+    assert first == later == 7 * 256  # six buckets of 30 elements and the exchange, each aligned
+    assert (held, views) == (0, 0)
 
 
 @on_ranks(2)

@@ -17,6 +17,7 @@ from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, make_token_batch
+from tests.support.on_ranks import on_ranks
 
 STEPS, SAMPLES = 3, 12
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -254,8 +255,10 @@ def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks
     )
 
 
-def counted(job: Job) -> tuple[int, int, int, str]:
+@on_ranks(2)
+def test_bytes_are_counted_and_described() -> None:
     """Return bytes sent in a forward beyond those expected, encoded ones held, those in bf16, and the description."""
+    job = Job("fp8", BF16)
     model, _ = wrap(job)
     groups = model.parameter_groups()
     before = model.traffic()
@@ -264,15 +267,12 @@ def counted(job: Job) -> tuple[int, int, int, str]:
     held = sum(group.weights.compute.local.nbytes for group in groups if group.weights.is_encoded)
     expected = sum(group.plan.sent_bytes // job.inner for group in groups if group.plan.needs_all_gather)
     in_bf16 = sum(group.plan.layout.numel * 2 // job.inner for group in groups if group.weights.is_encoded)
-    return sent - expected, held, in_bf16, str(model.describe())
-
-
-def test_bytes_are_counted_and_described(run_ranks: RunRanks) -> None:
-    for unexpected, held, in_bf16, told in run_ranks(2, counted, Job("fp8", BF16)):
-        assert unexpected == 0
-        assert 2 * held == in_bf16 > 0
-        assert "gather fp8" in told
-        assert "saved_bytes" in told
+    unexpected = sent - expected
+    told = str(model.describe())
+    assert unexpected == 0
+    assert 2 * held == in_bf16 > 0
+    assert "gather fp8" in told
+    assert "saved_bytes" in told
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,9 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def shard_grouped(strategy: int) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strategy: int) -> None:
     model, reference = build(), build()
     expected, optimizer = grouped_optimizer(reference), grouped_optimizer(model)
     groups_before = optimizer.param_groups
@@ -125,21 +127,15 @@ def shard_grouped(strategy: int) -> dict[str, Any]:
     after = weights(wrapped)
     found["difference"] = largest_difference(after, weights(reference))
     found["left alone"] = [name for name in after if torch.equal(after[name], before[name])]
-    return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strategy: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, shard_grouped, strategy):
-        assert found.pop("difference") <= TOLERANCE
-        assert sorted(found.pop("left alone")) == ["head.bias", "layers.0.linear.bias"]
-        assert found == {
-            "same optimizer": True,
-            "names": GROUP_NAMES,
-            "options": True,
-            "sharded": True,
-            "state": 0,
-        }
+    assert found.pop("difference") <= TOLERANCE
+    assert sorted(found.pop("left alone")) == ["head.bias", "layers.0.linear.bias"]
+    assert found == {
+        "same optimizer": True,
+        "names": GROUP_NAMES,
+        "options": True,
+        "sharded": True,
+        "state": 0,
+    }
 
 
 @pytest.mark.parametrize("strategy", [1, 3])
@@ -199,7 +195,9 @@ def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: 
     assert found["difference"] <= TOLERANCE
 
 
-def first_update(strategy: int) -> tuple[int, list[float], float]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_sharding_makes_no_fake_step(strategy: int) -> None:
     model, reference = build(), build()
     optimizer, expected = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
     wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
@@ -207,14 +205,10 @@ def first_update(strategy: int) -> tuple[int, list[float], float]:
     train(wrapped, optimizer, 1)
     train(reference, expected, 1)
     counters = sorted({float(state["step"]) for state in optimizer.state.values()})
-    return at_first, counters, largest_difference(weights(wrapped), weights(reference))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sharding_makes_no_fake_step(strategy: int, run_ranks: RunRanks) -> None:
-    for states_at_first, counters, difference in run_ranks(2, first_update, strategy):
-        assert (states_at_first, counters) == (0, [1.0])
-        assert difference <= 1e-6
+    states_at_first = at_first
+    difference = largest_difference(weights(wrapped), weights(reference))
+    assert (states_at_first, counters) == (0, [1.0])
+    assert difference <= 1e-6
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
@@ -373,8 +367,10 @@ class KeepsCopies(torch.optim.SGD):
         self.mine = [param for group in self.param_groups for param in group["params"]]
 
 
-def forget(strategy: int) -> tuple[str, str, bool]:
-    """What is said at the first step, and of one with copies; whether a model that was not sharded is as it was."""
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_an_optimizer_that_would_train_nothing_says_so(strategy: int) -> None:
+    name = next(iter(dict(build().named_parameters())))
     module = build()
     forgotten = torch.optim.AdamW(module.parameters())
     model = fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
@@ -388,24 +384,19 @@ def forget(strategy: int) -> tuple[str, str, bool]:
     with pytest.raises(ConfigurationError) as refused:
         fully_shard(module, KeepsCopies(module.parameters()), mesh(), fsdp_unit_modules=[Layer])
     intact = all(found is param for found, param in zip(module.parameters(), before, strict=True))
-    return str(raised.value), str(refused.value), intact
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_an_optimizer_that_would_train_nothing_says_so(strategy: int, run_ranks: RunRanks) -> None:
-    name = next(iter(dict(build().named_parameters())))
-    for forgotten, with_copies, intact in run_ranks(2, forget, strategy):
-        assert forgotten == (
-            f"AdamW holds {name} in its param_groups as it was before the model was sharded, where no gradient comes, "
-            "so its steps train nothing; hand model and optimizer to fully_shard together, or build the optimizer on "
-            "model.parameters() after fully_shard_model"
-        )
-        assert with_copies == (
-            f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace it, so its steps would "
-            "train nothing; shard the model by fully_shard_model, build the optimizer on its parameters, and hand it "
-            "to fully_shard_optimizer"
-        )
-        assert intact
+    forgotten = str(raised.value)
+    with_copies = str(refused.value)
+    assert forgotten == (
+        f"AdamW holds {name} in its param_groups as it was before the model was sharded, where no gradient comes, "
+        "so its steps train nothing; hand model and optimizer to fully_shard together, or build the optimizer on "
+        "model.parameters() after fully_shard_model"
+    )
+    assert with_copies == (
+        f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace it, so its steps would "
+        "train nothing; shard the model by fully_shard_model, build the optimizer on its parameters, and hand it "
+        "to fully_shard_optimizer"
+    )
+    assert intact
 
 
 def wrap_module(module: nn.Module) -> MegatronFSDP:
