@@ -289,7 +289,7 @@ def seed_on_streams(seed: int) -> tuple[list[str], bool]:
     return on_streams(partial(play_seed, seed))
 
 
-@pytest.mark.full(short=["16", "46"])
+@pytest.mark.full(short=["46"])
 @pytest.mark.parametrize("seed", range(48))
 def test_a_random_case_is_ordered_and_gives_the_bits_of_the_host(run_ranks: RunRanks, seed: int) -> None:
     ranks = draw_case(seed).mesh.num_ranks

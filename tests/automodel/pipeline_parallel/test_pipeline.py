@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")
+
+
+def stages() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
 
 
 def pipeline_of(
@@ -48,26 +53,34 @@ def assert_gradients(pipeline: Pipeline, model: nn.Module, scale: float = 1.0) -
     assert seen
 
 
-def masks_and_positions(mesh: DeviceMesh) -> None:
-    batch = batch_of()
-    mask = torch.ones_like(batch["input_ids"])
+def padded() -> Tensor:
+    mask = torch.ones_like(batch_of()["input_ids"])
     for row, padding in enumerate((0, 3, 5, 1)):
         mask[row, 16 - padding :] = 0
-    packed = torch.cat([torch.arange(7), torch.arange(9)])
-    for kind, inputs in (
-        ("gemma3", {"attention_mask": mask}),
-        ("mistral", {"attention_mask": mask}),
-        ("qwen3", {"position_ids": packed.expand(4, -1)}),
-        ("llama", {"position_ids": packed.unsqueeze(0) + 2}),
-    ):
-        pipeline, model = pipeline_of(kind, mesh), build(kind)
+    return mask
+
+
+PACKED = torch.cat([torch.arange(7), torch.arange(9)])
+INPUTS: dict[str, dict[str, Tensor]] = {
+    "gemma3": {"attention_mask": padded()},
+    "mistral": {"attention_mask": padded()},
+    "qwen3": {"position_ids": PACKED.expand(4, -1)},
+    "llama": {"position_ids": PACKED.unsqueeze(0) + 2},
+}
+
+
+@pytest.mark.full(short=["gemma3", "qwen3"])
+@pytest.mark.parametrize("kind", INPUTS)
+@on_ranks(2)
+def test_masks_and_positions_reach_every_stage(kind: str) -> None:
+    batch, inputs = batch_of(), INPUTS[kind]
+    with groups_destroyed():
+        pipeline, model = pipeline_of(kind, stages()), build(kind)
         loss = truth_of(model, batch, **inputs)
-        torch.testing.assert_close(
-            pipeline.step(**batch, **inputs, inputs_of_others=None).item(), loss, rtol=1e-5, atol=0.0
-        )
-        assert_gradients(pipeline, model)
-        plain = build(kind)
-        assert abs(truth_of(plain, batch) - loss) > 1e-4, kind  # the inputs matter
+        found = pipeline.step(**batch, **inputs, inputs_of_others=None).item()
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0.0)
+    assert_gradients(pipeline, model)
+    assert abs(truth_of(build(kind), batch) - loss) > 1e-4  # the inputs matter
 
 
 def mean_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
@@ -165,19 +178,16 @@ def from_meta(mesh: DeviceMesh) -> None:
     assert pipeline.state_dict().keys() == {name for name, _ in pipeline.named_parameters()}
 
 
-SCENARIOS = (masks_and_positions, losses, several_batches, frozen_stage, recomputation, from_meta)
-
-
-def run_scenarios() -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    for scenario in SCENARIOS:
-        scenario(mesh)
-    return [scenario.__name__ for scenario in SCENARIOS]
-
-
-def test_steps_with_all_kinds_of_inputs_equal_one_process(run_ranks: RunRanks) -> None:
-    names = [scenario.__name__ for scenario in SCENARIOS]
-    assert run_ranks(2, run_scenarios) == [names, names]
+@pytest.mark.full(short=["losses", "several_batches", "frozen_stage", "from_meta"])
+@pytest.mark.parametrize(
+    "scenario",
+    [losses, several_batches, frozen_stage, recomputation, from_meta],
+    ids=lambda scenario: scenario.__name__,
+)
+@on_ranks(2)
+def test_steps_equal_one_process(scenario: Callable[[DeviceMesh], None]) -> None:
+    with groups_destroyed():
+        scenario(stages())
 
 
 def count_sharded() -> list[tuple[Any, ...]]:
@@ -258,7 +268,7 @@ EXPECTED = {
 def test_refusals_are_sentences_that_are_the_same_on_every_rank() -> None:
     """Case -> message of this rank; then a step still works."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    mesh = stages()
     batch = batch_of()
     tokens, labels = batch["input_ids"], batch["labels"]
 
