@@ -96,20 +96,17 @@ def test_the_average_equals_one_process_and_is_swapped_in_and_out(strategy: int,
     assert (found["frozen"], found["count"]) == (False, 6)
 
 
-def held() -> tuple[int, int, torch.dtype]:
+@on_ranks(2)
+def test_it_holds_shards_only_in_float32() -> None:
     """Bytes that an average takes, and the elements of this rank's trainable shards."""
     model = wrap(3, dtype=torch.bfloat16)
     before = held_bytes()
     ema = ShardedEMA(model)
     taken = held_bytes() - before
     elements = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)  # type: ignore[attr-defined]
-    return taken, elements, next(iter(ema.state_dict().values())).dtype
-
-
-def test_it_holds_shards_only_in_float32(run_ranks: RunRanks) -> None:
-    for taken, elements, dtype in run_ranks(2, held):
-        assert taken == 4 * elements
-        assert dtype == torch.float32
+    dtype = next(iter(ema.state_dict().values())).dtype
+    assert taken == 4 * elements
+    assert dtype == torch.float32
 
 
 def save(strategy: int, folder: str) -> dict[str, Tensor]:

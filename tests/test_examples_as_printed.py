@@ -13,7 +13,6 @@ import torch.distributed.checkpoint
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
-from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, build, largest_difference, train, weights
 from tests.support.on_ranks import on_ranks
 
@@ -148,8 +147,10 @@ def test_the_advanced_example_trains_saves_and_loads_and_warns_once_of_old_keywo
     )
 
 
-def legacy_policies() -> list[Any]:
-    """What each old keyword becomes on a bf16 model: policy, finite check, and the file that is warned about."""
+@on_ranks(2)
+def test_old_keywords_take_effect() -> None:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    warned = [("FutureWarning", Path(__file__).name)]
     found: list[Any] = []
     for keyword in (
         {"grad_reduce_in_fp32": True},
@@ -169,32 +170,25 @@ def legacy_policies() -> list[Any]:
                 next(model.parameters()).dtype,
             )
         )
-    return found
+    assert found == [
+        ([fp32, fp32, fp32], False, warned, fp32),
+        ([None, None, None], False, warned, bf16),
+        ([fp32, None, None], True, warned, fp32),
+        ([fp32, None, None], False, warned, fp32),
+    ]
 
 
-def test_old_keywords_take_effect(run_ranks: RunRanks) -> None:
-    fp32, bf16 = torch.float32, torch.bfloat16
-    warned = [("FutureWarning", Path(__file__).name)]
-    for found in run_ranks(2, legacy_policies):
-        assert found == [
-            ([fp32, fp32, fp32], False, warned, fp32),
-            ([None, None, None], False, warned, bf16),
-            ([fp32, None, None], True, warned, fp32),
-            ([fp32, None, None], False, warned, fp32),
-        ]
-
-
-def without_a_mesh() -> tuple[Any, ...]:
+@on_ranks(2)
+def test_without_a_mesh_all_ranks_shard_on_the_device_present() -> None:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     model = fully_shard_model(build(), fsdp_unit_modules=["tests.support.api_net.Layer"])
     mesh = model.get_distributed_index().get_root_mesh()
     assert mesh is not None
     optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     train(model, optimizer, 3)
-    return mesh.size(), mesh.device_type, mesh.mesh_dim_names, largest_difference(weights(model), reference_weights(3))
-
-
-def test_without_a_mesh_all_ranks_shard_on_the_device_present(run_ranks: RunRanks) -> None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    for size, found_type, names, difference in run_ranks(2, without_a_mesh):
-        assert (size, found_type, names) == (2, device_type, ("fsdp",))
-        assert difference <= TOLERANCE
+    size = mesh.size()
+    found_type = mesh.device_type
+    names = mesh.mesh_dim_names
+    difference = largest_difference(weights(model), reference_weights(3))
+    assert (size, found_type, names) == (2, device_type, ("fsdp",))
+    assert difference <= TOLERANCE

@@ -111,31 +111,26 @@ class Mapped(nn.Module):
         return {"result": Result(self.head(x), x), "count": 2}
 
 
-def mapped_gradients(strategy: int) -> dict[str, Tensor | None]:
-    with fixed_seed(0):
-        model = fully_shard_model(Mapped(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-    _mapped_backward(model, sharded=True)
-    return {name: None if grad is None else grad.clone() for name, grad in model.full_gradients().items()}
-
-
 def _mapped_backward(model: nn.Module, sharded: bool) -> None:
     inputs, targets = (own_part(each) if sharded else each for each in next(batches(1)))
     nn.functional.mse_loss(model(inputs)["result"].logits, targets).backward()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(
-    run_ranks: RunRanks, strategy: int
-) -> None:
+@on_ranks(2)
+def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(strategy: int) -> None:
     with fixed_seed(0):
         alone = Mapped()
     _mapped_backward(alone, sharded=False)
-    for found in run_ranks(2, mapped_gradients, strategy):
-        for name, param in alone.named_parameters():
-            got = found[name]
-            assert (got is None) is (param.grad is None) is name.startswith("never_called")
-            if got is not None and param.grad is not None:
-                assert largest_difference({name: got}, {name: param.grad}) <= TOLERANCE
+    with fixed_seed(0):
+        model = fully_shard_model(Mapped(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    _mapped_backward(model, sharded=True)
+    found = {name: None if grad is None else grad.clone() for name, grad in model.full_gradients().items()}
+    for name, param in alone.named_parameters():
+        got = found[name]
+        assert (got is None) is (param.grad is None) is name.startswith("never_called")
+        if got is not None and param.grad is not None:
+            assert largest_difference({name: got}, {name: param.grad}) <= TOLERANCE
 
 
 # ---- 6 and 7: reduced twice, or never ------------------------------------------------------------------------------
@@ -235,15 +230,6 @@ class OddShapes(nn.Module):
         return x * self.a.sum() + (x @ self.b.T @ self.c).sum(dim=1, keepdim=True)
 
 
-def train_whole(kind: type[nn.Module], strategy: int) -> dict[str, Tensor]:
-    """Weights after two steps of a model that is one unit alone, with the units left to be found."""
-    with fixed_seed(0):
-        model = fully_shard_model(kind(), mesh(), zero_dp_strategy=strategy)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    _train_whole(model, optimizer, sharded=True)
-    return weights(model)
-
-
 def _train_whole(model: nn.Module, optimizer: torch.optim.Optimizer, sharded: bool) -> None:
     for inputs, _ in batches(2):
         optimizer.zero_grad()
@@ -253,15 +239,19 @@ def _train_whole(model: nn.Module, optimizer: torch.optim.Optimizer, sharded: bo
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [OddShapes, Layer])
-def test_a_model_without_units_trains_whatever_its_shapes(
-    run_ranks: RunRanks, kind: type[nn.Module], strategy: int
-) -> None:
+@on_ranks(2)
+def test_a_model_without_units_trains_whatever_its_shapes(kind: type[nn.Module], strategy: int) -> None:
+    """Weights after two steps of a model that is one unit alone, with the units left to be found."""
     with fixed_seed(0):
         alone = kind()
     _train_whole(alone, torch.optim.SGD(alone.parameters(), lr=0.01), sharded=False)
-    for found in run_ranks(2, train_whole, kind, strategy):
-        scale = max(weight.abs().max().item() for weight in weights(alone).values())
-        assert largest_difference(found, weights(alone)) <= 2 * TOLERANCE * max(1.0, scale)
+    with fixed_seed(0):
+        model = fully_shard_model(kind(), mesh(), zero_dp_strategy=strategy)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    _train_whole(model, optimizer, sharded=True)
+    found = weights(model)
+    scale = max(weight.abs().max().item() for weight in weights(alone).values())
+    assert largest_difference(found, weights(alone)) <= 2 * TOLERANCE * max(1.0, scale)
 
 
 @on_ranks(2)

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.models import MODEL_CASES, Block
-from tests.support.parity import assert_equal_tensors, fixed_seed, reference_run
+from tests.support.on_ranks import of_ranks
+from tests.support.parity import assert_equal_tensors
 from tests.support.real_torchrun import real_torchrun
 from tests.support.scripts import adamw_above_noise
+from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, assert_parity, outcome_of, reference
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("up_proj", "gate_proj")
 
@@ -43,40 +44,17 @@ def orders_of_sets_differ(_folder: Path) -> None:
 
 
 def plain_loop(folder: Path) -> None:
-    case = MODEL_CASES["transformer"]
-    batches = [[case.make_batch(4, torch.Generator().manual_seed(seed))] for seed in range(2)]
-
-    def model_fn() -> nn.Module:
-        with fixed_seed(0):
-            return case.build()
-
-    def sharded() -> tuple[Any, torch.optim.Optimizer]:
-        model = model_fn()
-        return fully_shard(model, adamw_above_noise(model), fsdp_unit_modules={Block, nn.Embedding, "torch.nn.Linear"})
-
-    expected = reference_run(model_fn, adamw_above_noise, batches, case.loss)
-    model, optimizer = sharded()
-    for step, (batch,) in enumerate(batches):
-        loss = case.loss(model, batch.part(dist.get_rank(), 2))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.all_reduce(loss.detach_())
-        assert loss.item() / 2 == pytest.approx(expected.losses[step], rel=1e-5)
-        assert_equal_tensors(_parameters(model), expected.parameters[step], rtol=1e-4, atol=1e-5)
-
+    scenario = Scenario(lambda run: run.train(0, 1), MODEL_CASES["transformer"], adamw_above_noise)
+    setting = Setting(3, options=(("fsdp_unit_modules", {Block, nn.Embedding, "torch.nn.Linear"}),))
+    run, again = Run(scenario, setting, 2), Run(scenario, setting, 2)
+    scenario.script(run)
+    assert_parity(of_ranks(outcome_of(run)), reference(scenario, 2), Tolerance(rtol=1e-4, atol=1e-5))
     extra = {name: nn.Linear(1, 1) for name in {*ATTENTION, *MLP}}  # in another order on the other rank
-    save_checkpoint(model, optimizer, folder / "saved", iteration=2, extra=extra)
-    again, of_again = sharded()
-    load_checkpoint(again, of_again, folder / "saved", extra=extra)
-    assert_equal_tensors(_parameters(again), _parameters(model))
-
-
-def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix("module."): param.full_tensor().detach()  # type: ignore[attr-defined]
-        for name, param in model.named_parameters()
-    }
+    save_checkpoint(run.model, run.optimizer, folder / "saved", iteration=2, extra=extra)
+    load_checkpoint(again.model, again.optimizer, folder / "saved", extra=extra)
+    assert run.sharded is not None
+    assert again.sharded is not None
+    assert_equal_tensors(again.sharded.full_parameters(), run.sharded.full_parameters())
 
 
 def pretrained(name: str, folder: Path) -> None:

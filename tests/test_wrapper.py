@@ -178,7 +178,9 @@ def test_gradients_are_synced_by_hand(strategy: int) -> None:
     assert max(found[key] for key in ("finished", "again", "stepped", "flagged")) <= TOLERANCE
 
 
-def zero_and_scale(strategy: int) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_are_zeroed_and_scaled_visible_or_not(strategy: int) -> None:
     model = wrap(strategy)
     run_batch(model, 0)
     model.zero_grad_buffer()
@@ -202,14 +204,8 @@ def zero_and_scale(strategy: int) -> dict[str, Any]:
     model.zero_grad_buffer()
     run_batch(model, 0)
     found["deferred zeroed"] = largest_difference(gradients(model), summed_gradients([0]))
-    return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_zeroed_and_scaled_visible_or_not(strategy: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, zero_and_scale, strategy):
-        assert found.pop("cleared") == 0
-        assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+    assert found.pop("cleared") == 0
+    assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
 
 
 @on_ranks(2)

@@ -231,7 +231,16 @@ def test_loading_by_assignment_is_refused_or_takes_effect(run_ranks: RunRanks) -
 # ---- moving and casting ----------------------------------------------------------------------------------------------
 
 
-def moves() -> dict[str, Any]:
+TARGETS = {
+    "half": "torch.float16 on cpu",
+    "bfloat16": "torch.bfloat16 on cpu",
+    "double": "torch.float64 on cpu",
+    "meta": "torch.float32 on meta",
+}
+
+
+@on_ranks(2)
+def test_moving_to_where_it_is_does_nothing_and_elsewhere_is_refused() -> None:
     model = wrap(3)
     before = weights(model)
     same = [
@@ -257,23 +266,10 @@ def moves() -> dict[str, Any]:
         except ValueError as error:
             found[name] = str(error)
     found["kept after"] = largest_difference(weights(model), before)
-    return found
-
-
-TARGETS = {
-    "half": "torch.float16 on cpu",
-    "bfloat16": "torch.bfloat16 on cpu",
-    "double": "torch.float64 on cpu",
-    "meta": "torch.float32 on meta",
-}
-
-
-def test_moving_to_where_it_is_does_nothing_and_elsewhere_is_refused(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, moves):
-        assert (found["same"], found["kept"], found["sharded"], found["kept after"]) == (True, 0.0, True, 0.0)
-        for name, target in TARGETS.items():
-            assert f"cannot be moved or cast (from torch.float32 on cpu to {target})" in found[name]
-            assert "do that before fully_shard" in found[name]
+    assert (found["same"], found["kept"], found["sharded"], found["kept after"]) == (True, 0.0, True, 0.0)
+    for name, target in TARGETS.items():
+        assert f"cannot be moved or cast (from torch.float32 on cpu to {target})" in found[name]
+        assert "do that before fully_shard" in found[name]
 
 
 def train_after_inner_cast() -> tuple[str, float]:

@@ -19,11 +19,9 @@ from megatron_fsdp.automodel import (
 from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, config_of
 from tests.automodel.training import (
     STRATEGIES,
     Trained,
-    assert_close,
     assert_trained_alike,
     managed,
     optimizer_of,
@@ -34,6 +32,8 @@ from tests.automodel.training import (
     whole,
 )
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, build, config_of
+from tests.support.parity import assert_equal_tensors
 
 peft = pytest.importorskip("peft")
 
@@ -75,7 +75,7 @@ def one_process(folder: str, config: Any, dtype: torch.dtype) -> tuple[dict[str,
 
 def assert_like_one_process(model: Any, expected: tuple[dict[str, Tensor], Trained], dtype: torch.dtype) -> None:
     first, alone = expected
-    assert_close(parameters_of(model), first, 0, 0, "first values")
+    assert_equal_tensors(parameters_of(model), first)
     optimizer = optimizer_of(model)
     own = train(model, optimizer=optimizer)
     assert_trained_alike(own, alone, rtol=1e-4 if dtype == torch.float32 else 0.05)  # bfloat16 has 8 bits
@@ -194,7 +194,7 @@ def draw_all(kind: str, name: str) -> None:
         model = AutoModelForCausalLM.from_config(
             config_of(kind), distributed_config=strategy(name), dtype=torch.float32, peft_config=lora()
         )
-    assert_close(parameters_of(model), expected, 0, 0, "drawn")
+    assert_equal_tensors(parameters_of(model), expected)
 
 
 def train_by_manager(folder: str, config: Any, out: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from megatron_fsdp.automodel.architecture import find_layers, head_counts, model_type, text_config
 from megatron_fsdp.automodel.managers import lists_of_layers
 from megatron_fsdp.errors import ConfigurationError
-from tests.automodel.small_models import FAMILIES, config_of
+from tests.support.language_models import FAMILIES, config_of
 
 
 def on_meta(kind: str) -> nn.Module:

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from megatron_fsdp.automodel import AutoModelForCausalLM
 from megatron_fsdp.automodel.auto_model import canonical_facts, canonical_text
-from tests.automodel.small_models import FAMILIES, batch_of, build, config_of
 from tests.automodel.training import (
     STRATEGIES,
-    assert_close,
     assert_trained_alike,
     parameters_of,
     plain_name,
@@ -27,7 +25,8 @@ from tests.automodel.training import (
     train,
 )
 from tests.conftest import RunRanks
-from tests.support.parity import fixed_seed
+from tests.support.language_models import FAMILIES, batch_of, build, config_of
+from tests.support.parity import assert_equal_tensors, fixed_seed
 
 
 def save(kind: str, folder: Path, **options: Any) -> str:
@@ -54,7 +53,7 @@ def load_train_save(folders: Sequence[tuple[str, str]], names: Sequence[str], ou
             model.save_pretrained(target, max_shard_size=20_000)
             trained = parameters_of(model)
             again = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-            assert_close(dict(again.named_parameters()), trained, 0, 0, "read by transformers")
+            assert_equal_tensors(dict(again.named_parameters()), trained)
             assert again.config.architectures == [FAMILIES[kind][0] + _suffix(kind)]
             dist.barrier()
 
@@ -105,8 +104,8 @@ def test_drawn_weights_are_those_of_transformers_bit_for_bit(run_ranks: RunRanks
         model = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
     for by_strategy in run_ranks(2, drawn, kind, STRATEGIES):
         for parameters, buffers in by_strategy:
-            assert_close(parameters, dict(model.named_parameters()), 0, 0, "parameters")
-            assert_close(buffers, dict(model.named_buffers()), 0, 0, "buffers")
+            assert_equal_tensors(parameters, dict(model.named_parameters()))
+            assert_equal_tensors(buffers, dict(model.named_buffers()))
 
 
 def drawn_by_all(kind: str) -> list[dict[str, Tensor]]:
@@ -118,7 +117,7 @@ def test_drawn_weights_depend_on_neither_strategy_nor_ranks(run_ranks: RunRanks)
     # The constructors of GPT-2 draw by themselves, so its weights are not those that transformers gives under the seed.
     (alone,) = run_ranks(1, drawn_by_all, "gpt2")
     for found in [*alone, *(entry for rank in run_ranks(2, drawn_by_all, "gpt2") for entry in rank)]:
-        assert_close(found, alone[0], 0, 0, "weights")
+        assert_equal_tensors(found, alone[0])
 
 
 FORTH, BACK = {0, 8}, {8, 0}  # equal, and with their elements in another order, as sets of texts in another process

@@ -21,12 +21,11 @@ from megatron_fsdp.automodel import (
 from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
-from tests.automodel.small_models import batch_of, build, config_of
 from tests.automodel.training import STRATEGIES, parameters_of, plain_name, strategy
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, build, config_of, folder_with_code
 from tests.support.live_bytes import LiveBytes
 from tests.support.parity import fixed_seed
-from tests.support.small_language_models import folder_with_code
 
 WEIGHTS = "model.safetensors"
 

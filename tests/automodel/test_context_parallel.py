@@ -20,12 +20,12 @@ from megatron_fsdp.automodel.context_parallel import (
     unshard_sequence,
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.small_models import batch_of, build, label_count
 from tests.automodel.test_expert_parallel import Sent
 from tests.automodel.training import reference
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
-from tests.support.on_ranks import on_ranks
+from tests.support.language_models import batch_of, build, label_count
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import assert_equal_tensors
 
 SIZES = [(ranks, length) for ranks in (1, 2, 3, 4) for length in (24, 48)]
@@ -209,8 +209,14 @@ LONG = {
 }
 
 
-def check_rotary(kind: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rope", list(LONG))
+@on_ranks(2)
+def test_rotary_frequencies_that_depend_on_the_length_see_the_whole_of_it(rope: str) -> None:
     """One rank alone has a position beyond the original length, in either order."""
+    kind = "phi3" if rope == "longrope" else "llama"
+    changes = {"rope_parameters": LONG[rope], "max_position_embeddings": 12, "original_max_position_embeddings": 12}
+    if rope == "dynamic":
+        del changes["original_max_position_embeddings"]
     mesh = mesh_of((2,), ("cp",))
     model = build(kind, **changes)
     wanted = build(kind, **changes)(input_ids=batch_of()["input_ids"]).logits
@@ -218,19 +224,12 @@ def check_rotary(kind: str, changes: dict[str, Any]) -> None:
     torch.testing.assert_close(logits_of(model, mesh), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rope", list(LONG))
-def test_rotary_frequencies_that_depend_on_the_length_see_the_whole_of_it(run_ranks: RunRanks, rope: str) -> None:
-    kind = "phi3" if rope == "longrope" else "llama"
-    changes = {"rope_parameters": LONG[rope], "max_position_embeddings": 12, "original_max_position_embeddings": 12}
-    if rope == "dynamic":
-        del changes["original_max_position_embeddings"]
-    run_ranks(2, check_rotary, kind, changes)
-
-
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
-def check_adapters() -> None:
+@on_ranks(2)
+def test_models_with_adapters_are_switched_too() -> None:
+    pytest.importorskip("peft")
     peft = pytest.importorskip("peft")
     mesh = mesh_of((2,), ("cp",))
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
@@ -242,11 +241,6 @@ def check_adapters() -> None:
     torch.testing.assert_close(logits_of(model, mesh), wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigurationError, match="position_ids is missing"):
         model(input_ids=batch_of()["input_ids"])
-
-
-def test_models_with_adapters_are_switched_too(run_ranks: RunRanks) -> None:
-    pytest.importorskip("peft")
-    run_ranks(2, check_adapters)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -275,7 +269,8 @@ def test_padding_on_the_right_changes_no_gradient() -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused_calls() -> dict[str, str]:
+@on_ranks(2)
+def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks() -> None:
     mesh = mesh_of((2,), ("cp",))
     model = build("llama")
     enable_context_parallel(model, mesh)
@@ -291,12 +286,7 @@ def refused_calls() -> dict[str, str]:
         "order": {"input_ids": ids, "position_ids": other},
         "order on one rank": {"input_ids": ids, "position_ids": positions + 1 if here else positions},
     }
-    return {name: refusal(model, **arguments) for name, arguments in calls.items()}
-
-
-def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refused_calls)
-    assert first == second
+    first = same_on_ranks({name: refusal(model, **arguments) for name, arguments in calls.items()})
     parts = {
         "whole": "position_ids is missing",
         "mask": "attention_mask is for whole sequences",

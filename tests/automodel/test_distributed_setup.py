@@ -21,11 +21,11 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import build
 from tests.automodel.test_auto_model import save
 from tests.automodel.test_gradients import accumulate_like_the_whole_batch
 from tests.automodel.training import assert_trained_alike, managed, reference, strategy, train
 from tests.conftest import RunRanks
+from tests.support.language_models import build
 from tests.support.on_ranks import on_ranks
 
 

@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, placement_of, shard_experts
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
-from tests.automodel.training import assert_close, reference, whole
+from tests.automodel.training import reference, whole
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
-from tests.support.parity import fixed_seed
+from tests.support.language_models import batch_of, build, label_count, token_loss_sum
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.parity import assert_equal_tensors, fixed_seed
 
 TOKENS, CHOSEN, NUM_EXPERTS, HIDDEN = 12, 2, 4, 32
 NAME = "model.layers.0.mlp.experts"
@@ -137,20 +138,17 @@ def test_whole_experts_are_shared_out_if_they_divide_else_slices(
     assert placement_of(torch.empty(shape), num_shards=num_shards) == Shard(dim)
 
 
-def gradients_of_same_tokens() -> dict[str, Tensor]:
+@on_ranks(2)
+def test_tokens_that_ranks_have_in_common_count_once() -> None:
     """Ranks that have the same tokens, as tensor-parallel ones have: only experts are divided."""
+    expected = reference("qwen2_moe", steps=1, changes={"num_hidden_layers": 2}).gradients[0]
     model, mesh, batch = build("qwen2_moe", num_hidden_layers=2), expert_mesh(2), batch_of()
     names = parallelize_experts(model, mesh["ep"])
     shard_experts(model, names, mesh["ep_shard"], **_POLICIES, gradient_divisor=2)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     (token_loss_sum(logits, batch["labels"]) / label_count(batch["labels"])).backward()
-    return {name: whole(p.grad) for name, p in model.named_parameters()}
-
-
-def test_tokens_that_ranks_have_in_common_count_once(run_ranks: RunRanks) -> None:
-    expected = reference("qwen2_moe", steps=1, changes={"num_hidden_layers": 2}).gradients[0]
-    for found in run_ranks(2, gradients_of_same_tokens):
-        assert_close(found, expected, 1e-4, 1e-6, "gradients")
+    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    assert_equal_tensors(found, expected, 1e-4, 1e-6)
 
 
 def dtypes_under_a_policy() -> dict[str, set[torch.dtype]]:
@@ -242,8 +240,8 @@ def cases() -> dict[str, nn.Module]:
     }
 
 
-def messages() -> dict[str, str]:
-    """What is said, by what is expected."""
+@on_ranks(2)
+def test_other_interfaces_are_refused_and_left_alone() -> None:
     mesh = expert_mesh(2)["ep"]
     found = {}
     for wanted, model in cases().items():
@@ -252,10 +250,14 @@ def messages() -> dict[str, str]:
             parallelize_experts(model, mesh)
         assert [(name, type(part)) for name, part in model.named_modules()] == before
         found[wanted] = str(caught.value)
-    return found
+    one = same_on_ranks(found)
+    for wanted, message in one.items():
+        assert wanted in message
+        assert "\n" not in message
 
 
-def later_messages() -> list[str]:
+@on_ranks(2)
+def test_sizes_and_repetitions_are_refused() -> None:
     """Of sizes and repetitions."""
     mesh, found = expert_mesh(2), []
     for kind, changes in (("mixtral", {"num_local_experts": 3}), ("qwen3_moe", {"num_experts": 5})):
@@ -266,20 +268,7 @@ def later_messages() -> list[str]:
     parallelize_experts(model, mesh["ep"])
     with pytest.raises(ConfigurationError) as twice:
         parallelize_experts(model, mesh["ep"])
-    return [*found, str(twice.value)]
-
-
-def test_other_interfaces_are_refused_and_left_alone(run_ranks: RunRanks) -> None:
-    one, other = run_ranks(2, messages)
-    assert one == other
-    for wanted, message in one.items():
-        assert wanted in message
-        assert "\n" not in message
-
-
-def test_sizes_and_repetitions_are_refused(run_ranks: RunRanks) -> None:
-    one, other = run_ranks(2, later_messages)
-    assert one == other
+    one = same_on_ranks([*found, str(twice.value)])
     starts = [
         "model.layers.0.mlp.experts has 3 experts (config.num_local_experts=3), which ep_size=2 does not divide",
         "model.layers.0.mlp.experts has 5 experts (config.num_local_experts=5), which ep_size=2 does not divide",

@@ -21,8 +21,8 @@ from megatron_fsdp.automodel.forwards import (
     run_under_autocast,
 )
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import FAMILIES, batch_of, build
 from tests.automodel.training import strategy
+from tests.support.language_models import FAMILIES, batch_of, build
 from tests.support.on_ranks import on_ranks
 
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp.automodel import FSDP2Config
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build
 from tests.automodel.training import assert_trained_alike, managed, reference, strategy, train
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, build
 from tests.support.on_ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32

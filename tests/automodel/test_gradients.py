@@ -34,10 +34,8 @@ from tests.automodel.layer_models import (
     two_by_two,
 )
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
 from tests.automodel.training import (
     STRATEGIES,
-    assert_close,
     gradients_of,
     managed,
     optimizer_of,
@@ -48,8 +46,9 @@ from tests.automodel.training import (
 )
 from tests.conftest import RunRanks
 from tests.support.arrangements import flattened
-from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import ALL_REDUCE, GroupCounts, OpCounts
+from tests.support.language_models import batch_of, build, label_count, token_loss_sum
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.op_counts import ALL_REDUCE, OpCounts
 from tests.support.parity import assert_equal_tensors, fixed_seed
 
 MAX_NORM = 0.05
@@ -134,7 +133,7 @@ def accumulate(model: nn.Module, microbatches: int, rows: int, seed: int, **opti
     own = {name: value.chunk(ranks)[rank].chunk(microbatches) for name, value in batch.items()}
     total, reductions = torch.zeros(()), []
     for index in range(microbatches):
-        with OpCounts(ranks) as counts, accumulation_context(model, index == microbatches - 1, **options):
+        with OpCounts() as counts, accumulation_context(model, index == microbatches - 1, **options):
             logits = model(input_ids=own["input_ids"][index], use_cache=False).logits
             loss = token_loss_sum(logits, own["labels"][index]) * ranks / label_count(batch["labels"])
             loss.backward()
@@ -158,10 +157,10 @@ def accumulate_like_the_whole_batch(name: str, microbatches: int, **fields: Any)
             seen.append(reductions)
             assert abs(loss - expected.losses[step]) < 1e-5
             grads = gradients_of(model)
-            assert_close(grads, expected.gradients[step], 1e-4, 1e-5, f"gradients of step {step}")
+            assert_equal_tensors(grads, expected.gradients[step], 1e-4, 1e-5)
             optimizer.step()
             found = parameters_of(model)
-            assert_close(found, expected.parameters[step], 2e-4, 2e-4, f"weights, step {step}")
+            assert_equal_tensors(found, expected.parameters[step], 2e-4, 2e-4)
         return seen
 
 
@@ -183,7 +182,7 @@ def reduce_every_time(name: str) -> list[int]:
         model = managed(strategy(name), build("llama"))
         _, reductions = accumulate(model, 3, 6, 1, defer_grad_sync=False)
         grads = gradients_of(model)
-        assert_close(grads, expected.gradients[0], 1e-4, 1e-5, "gradients")
+        assert_equal_tensors(grads, expected.gradients[0], 1e-4, 1e-5)
         return reductions
 
 
@@ -195,20 +194,16 @@ def test_without_deferral_every_microbatch_reduces_and_the_sum_is_the_same(run_r
         assert reductions[1] == reductions[2]
 
 
-def read_from_the_config() -> list[list[int]]:
+@on_ranks(2)
+def test_config_says_whether_fsdp2_defers_and_the_argument_overrules_it() -> None:
+    units = 5  # four layers and the root
     found = []
     for defers in (True, False):
         with groups_destroyed():
             model = managed(strategy("fsdp2", defer_fsdp_grad_sync=defers), build("llama"))
             found.append(accumulate(model, 2, 4, 1)[1])
             found.append(accumulate(model, 2, 4, 1, defer_grad_sync=not defers)[1])
-    return found
-
-
-def test_config_says_whether_fsdp2_defers_and_the_argument_overrules_it(run_ranks: RunRanks) -> None:
-    units = 5  # four layers and the root
-    for found in run_ranks(2, read_from_the_config):
-        assert found == [[0, units], [units, units], [units, units], [0, units]]
+    assert found == [[0, units], [units, units], [units, units], [0, units]]
 
 
 @on_ranks(2)
@@ -219,7 +214,7 @@ def test_exception_inside_leaves_the_model_reducing_again() -> None:
             with pytest.raises(KeyError, match=r"inside"), accumulation_context(model, False):
                 raise KeyError("inside")
             batch = batch_of(2)
-            with OpCounts(2) as counts:
+            with OpCounts() as counts:
                 model(input_ids=batch["input_ids"], use_cache=False).logits.sum().backward()
             assert counts.collectives.reductions > 0, name
 
@@ -283,10 +278,10 @@ def test_tensors_on_several_meshes_are_measured_as_one_vector() -> None:
             params = params_on_many_meshes()
             copies = plain(params)
             expected = nn.utils.clip_grad_norm_(copies, 0.5, norm_type)
-            with GroupCounts() as counts:
+            with OpCounts() as counts:
                 norm = clip_grad_norm_([*params, params[0]], 0.5, norm_type, foreach=foreach)  # one is given twice
             # Each mesh dimension is crossed once for all parameters: all ranks, ep_shard, ep.
-            assert [name for (_, name) in counts.calls.elements()] == [ALL_REDUCE] * 3
+            assert [name for _, name, _ in counts.sent] == [ALL_REDUCE] * 3
             torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0.0)
             for param, copy in zip(params, copies, strict=True):
                 if copy.grad is not None:
@@ -327,7 +322,8 @@ def test_pipeline_ranks_clip_by_the_norm_of_all_stages(use_engine: bool) -> None
 # ---- what cannot be clipped ------------------------------------------------------------------------------------------
 
 
-def nan_on_one_rank() -> list[str]:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_every_rank() -> None:
     found = []
     for norm_type in (2.0, math.inf):
         param = spread((4, 2), all_ranks(), [Shard(0)], 0)
@@ -338,12 +334,7 @@ def nan_on_one_rank() -> list[str]:
             clip_grad_norm_([param], 1.0, norm_type, error_if_nonfinite=True)
         found.append(str(raised.value))
         assert math.isnan(clip_grad_norm_([param], math.inf, norm_type))
-    return found
-
-
-def test_a_norm_that_is_not_finite_raises_on_every_rank(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, nan_on_one_rank)
-    assert first == second
+    first = same_on_ranks(found)
     assert all("is nan" in text for text in first)
 
 

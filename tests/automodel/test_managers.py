@@ -20,10 +20,10 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
+from tests.support.language_models import batch_of, build
+from tests.support.on_ranks import on_ranks, same_on_ranks
 
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
 MANAGERS: dict[Any, Any] = {FSDP2Config: FSDP2Manager, MegatronFSDPConfig: MegatronFSDPManager, DDPConfig: DDPManager}
@@ -37,7 +37,8 @@ def refusal(call: Any) -> str:
     return message
 
 
-def hand_over_the_wrong_things() -> list[str]:
+@on_ranks(2)
+def test_config_or_mesh_of_another_strategy_is_refused_alike_on_all_ranks() -> None:
     found = []
     with groups_destroyed():
         fsdp2_mesh, _ = create_device_mesh(FSDP2)
@@ -64,12 +65,7 @@ def hand_over_the_wrong_things() -> list[str]:
                 assert "mesh" in message
                 found.append(message)
             assert manager(own, right[kind]).config is own
-    return found
-
-
-def test_config_or_mesh_of_another_strategy_is_refused_alike_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, hand_over_the_wrong_things)
-    assert first == second
+    first = same_on_ranks(found)
     assert len(first) == 21
 
 

@@ -15,9 +15,7 @@ from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError, NotSupportedYetError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, config_of, label_count, token_loss_sum
 from tests.automodel.training import (
-    assert_close,
     assert_trained_alike,
     gradients_of,
     managed,
@@ -28,7 +26,9 @@ from tests.automodel.training import (
     train,
 )
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
+from tests.support.language_models import batch_of, build, config_of, label_count, token_loss_sum
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.parity import assert_equal_tensors
 from tests.support.seams import engine_of, options_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -96,7 +96,7 @@ def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
             assert getattr(options_of(model), name) is value
             assert getattr(plain, name) is not value
             backward(model, sums=name == "calculate_per_token_loss")
-            assert_close(gradients_of(model), expected.gradients[0], 1e-4, 1e-5, name)
+            assert_equal_tensors(gradients_of(model), expected.gradients[0], 1e-4, 1e-5)
         double, single = parallel(fsdp_double_buffer=True), parallel()
         assert options_of(double).memory.allocator is WeightAllocator.DOUBLE_BUFFER
         assert options_of(single).memory.allocator is WeightAllocator.SLOTS
@@ -157,7 +157,8 @@ def spoil(_module: nn.Module, _args: Any, output: Tensor) -> None:
     output.register_hook(lambda grad: grad * float("nan"))
 
 
-def spoil_a_gradient() -> list[str]:
+@on_ranks(2)
+def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank() -> None:
     messages = []
     with groups_destroyed():
         for flag in (True, False):
@@ -170,18 +171,15 @@ def spoil_a_gradient() -> list[str]:
                 messages.append("")
             except NonFiniteGradientError as error:
                 messages.append(str(error))
-    return messages
-
-
-def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, spoil_a_gradient)
-    assert first == second
+    first = same_on_ranks(messages)
     assert "model.embed_tokens.weight (model.embed_tokens) on rank [1]" in first[0]
     assert "layers" not in first[0]
     assert first[1] == ""
 
 
-def initialise_from_meta(kinds: list[str]) -> None:
+@on_ranks(2)
+def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_seed() -> None:
+    kinds = ["llama_tied", "qwen2_moe"]
     with groups_destroyed():
         for kind in kinds:
             torch.manual_seed(5)
@@ -193,7 +191,7 @@ def initialise_from_meta(kinds: list[str]) -> None:
             torch.manual_seed(5)
             model = parallel(twin, init_fsdp_with_meta_device=True)
             found = parameters_of(model)
-            assert_close(found, expected, 0, 0, kind)
+            assert_equal_tensors(found, expected)
             logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
             assert bool(logits.isfinite().all())
         with torch.device("meta"):
@@ -202,11 +200,8 @@ def initialise_from_meta(kinds: list[str]) -> None:
             parallel(twin)
 
 
-def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_seed(run_ranks: RunRanks) -> None:
-    run_ranks(2, initialise_from_meta, ["llama_tied", "qwen2_moe"])
-
-
-def unsupported() -> list[str]:
+@on_ranks(2)
+def test_flags_without_support_are_refused_by_name() -> None:
     messages = []
     with groups_destroyed():
         with pytest.raises(NotSupportedYetError, match="keep_fp8_transpose_cache") as caught:
@@ -216,12 +211,7 @@ def unsupported() -> list[str]:
             parallel(nccl_ub=True)
         with pytest.warns(UserWarning, match=r"fsdp_double_buffer=True has no effect under optim, where every rank"):
             parallel(fsdp_double_buffer=True, zero_dp_strategy=1)
-    return messages
-
-
-def test_flags_without_support_are_refused_by_name(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, unsupported)
-    assert first == second
+    first = same_on_ranks(messages)
     assert all("\n" not in message for message in first)
 
 
@@ -240,7 +230,7 @@ def test_activation_checkpointing_recomputes_mlps_or_whole_layers() -> None:
                 backward(model)
                 again = {False: [], True: ["mlp"]}.get(flag, ["attention", "around", "mlp"])
                 assert calls == ["attention", "around", "mlp", *again]
-                assert_close(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6, "gradients")
+                assert_equal_tensors(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6)
 
 
 @pytest.mark.full

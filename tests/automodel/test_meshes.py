@@ -27,10 +27,10 @@ from megatron_fsdp.automodel.meshes import (
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
+from tests.support.language_models import build
+from tests.support.on_ranks import on_ranks, same_on_ranks
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
@@ -169,7 +169,8 @@ def test_mesh_of_one_rank_has_all_axes_too(run_ranks: RunRanks) -> None:
     assert (found[0]["names"], found[0]["shape"]) == (("dp", "cp", "tp"), (1, 1, 1))
 
 
-def messages_of_refused_sizes() -> list[str]:
+@on_ranks(2)
+def test_sizes_that_leave_ranks_out_or_do_not_fit_are_refused_alike_on_all_ranks() -> None:
     groups = len(dist.distributed_c10d._world.pg_map)
     messages = []
     cases: list[tuple[Any, dict[str, int]]] = [
@@ -187,12 +188,7 @@ def messages_of_refused_sizes() -> list[str]:
     with pytest.raises(ConfigurationError, match=r"^world_size=3, but there are 2 ranks"):
         create_device_mesh(FSDP2, world_size=3)
     assert len(dist.distributed_c10d._world.pg_map) == groups
-    return messages
-
-
-def test_sizes_that_leave_ranks_out_or_do_not_fit_are_refused_alike_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, messages_of_refused_sizes)
-    assert first == second
+    first = same_on_ranks(messages)
     assert first[0].startswith("dp_size x tp_size x pp_size x cp_size = 1 x 1 x 1 x 1 = 1, but world_size is 2")
 
 

@@ -19,12 +19,10 @@ from megatron_fsdp.automodel import (
     connect_optimizer,
 )
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
-from tests.automodel.small_models import batch_of, build, config_of
 from tests.automodel.test_auto_model import save
 from tests.automodel.test_auto_model_files import image_batch, small_llava
 from tests.automodel.training import (
     STRATEGIES,
-    assert_close,
     assert_trained_alike,
     plain_name,
     reference,
@@ -33,6 +31,8 @@ from tests.automodel.training import (
     whole,
 )
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, build, config_of
+from tests.support.parity import assert_equal_tensors
 
 
 def other_arguments(folder: str, what: str) -> str:
@@ -92,7 +92,7 @@ def test_replicas_average_beside_parameters_that_nobody_uses(run_ranks: RunRanks
     expected = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
     for found, has_unused in run_ranks(2, unused_parameters, str(tmp_path)):
         assert has_unused
-        assert_close({name: found[name] for name in expected}, expected, 1e-4, 1e-6, "gradients")
+        assert_equal_tensors({name: found[name] for name in expected}, expected, 1e-4, 1e-6)
 
 
 def optimizer_too_late(folder: str) -> str:
@@ -140,7 +140,7 @@ def test_a_deep_copy_saves_its_own_weights(run_ranks: RunRanks, tmp_path: Path) 
     zeros = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "zeros", dtype=torch.float32)
     assert all(not param.any() for param in zeros.parameters())
     same = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
-    assert_close(dict(same.named_parameters()), dict(build("llama").named_parameters()), 0, 0, "weights")
+    assert_equal_tensors(dict(same.named_parameters()), dict(build("llama").named_parameters()))
 
 
 def adapters_after_a_forward(folder: str, out: str) -> dict[str, Tensor]:

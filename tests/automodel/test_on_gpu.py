@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("transformers", minversion="5.23")
 
 from megatron_fsdp.automodel import AutoModelForCausalLM
-from tests.automodel.small_models import batch_of, label_count, token_loss_sum
 from tests.automodel.test_auto_model import save
 from tests.automodel.training import STRATEGIES, optimizer_of, reference, strategy
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, label_count, token_loss_sum
 
 
 def losses_on_gpu(folder: str, name: str) -> tuple[list[float], set[str]]:

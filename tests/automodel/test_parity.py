@@ -10,9 +10,7 @@ import transformers
 
 from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import FAMILIES, build
 from tests.automodel.training import (
-    assert_close,
     assert_trained_alike,
     managed,
     parameters_of,
@@ -21,6 +19,8 @@ from tests.automodel.training import (
     train,
 )
 from tests.conftest import RunRanks
+from tests.support.language_models import FAMILIES, build
+from tests.support.parity import assert_equal_tensors
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def load_train_and_save(case: Case, folder: str) -> None:
         assert_trained_alike(train(model), expected)
         model.save_pretrained(f"{folder}/out", max_shard_size="20KB")
         again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/out", dtype="float32")
-        assert_close(dict(again.named_parameters()), parameters_of(model), 0, 0, "saved")
+        assert_equal_tensors(dict(again.named_parameters()), parameters_of(model))
 
 
 @pytest.mark.full(short=["tensors-engine", "experts-slices"])

@@ -13,11 +13,11 @@ from torch import Tensor
 from megatron_fsdp.automodel import AutoModelForCausalLM, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import VOCABULARY, build
-from tests.automodel.training import STRATEGIES, assert_close, parameters_of, strategy
+from tests.automodel.training import STRATEGIES, parameters_of, strategy
 from tests.clients.test_accelerate import forget_accelerate, started
 from tests.conftest import RunRanks
-from tests.support.parity import fixed_seed
+from tests.support.language_models import VOCABULARY, build
+from tests.support.parity import assert_equal_tensors, fixed_seed
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -116,17 +116,17 @@ def _train_resume_and_save(folder: str, name: str) -> None:
     trainer.train()
     assert_same_log(logged(trainer), expected)
     trained = parameters_of(trainer.model_wrapped)
-    assert_close(trained, expected_weights, 2e-4, 2e-4, "weights")
+    assert_equal_tensors(trained, expected_weights, 2e-4, 2e-4)
     trainer.save_model()
     trainer.save_model()  # in place of the first
     again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert_close(dict(again.named_parameters()), trained, 0, 0, "read by transformers")
+    assert_equal_tensors(dict(again.named_parameters()), trained)
 
     forget_accelerate()
     second = ShardedTrainer(load(folder, name), arguments(out, ranks), **data())
     second.train(resume_from_checkpoint=f"{out}/checkpoint-2")
     assert_same_log(logged(second), expected)
-    assert_close(parameters_of(second.model_wrapped), trained, 0, 0, "gone on from step 2")
+    assert_equal_tensors(parameters_of(second.model_wrapped), trained)
     dist.barrier()
 
 
@@ -172,7 +172,7 @@ def _train_adapters_and_take_the_best(folder: str, names: Sequence[str]) -> None
             own.train()
         assert_same_log(logged(own), logged(trainer))
         assert own.state.best_global_step == trainer.state.best_global_step
-        assert_close(parameters_of(model), expected, 2e-4, 2e-4, "the best adapters")
+        assert_equal_tensors(parameters_of(model), expected, 2e-4, 2e-4)
         with _Quiet():
             base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             peft.PeftModel.from_pretrained(base, f"{folder}/{name}/checkpoint-1")

@@ -32,7 +32,8 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.comm.agreement import gather_objects
-from tests.automodel.small_models import batch_of, build, label_count
+from tests.support.language_models import batch_of, build, label_count
+from tests.support.sharded_run import Tolerance, assert_values
 
 
 def strategy(name: str, **fields: Any) -> DistributedConfig:
@@ -227,32 +228,9 @@ def assert_trained_alike(found: Trained, expected: Trained, rtol: float = 1e-4) 
     """
     torch.testing.assert_close(found.losses, expected.losses[: len(found.losses)], rtol=rtol / 10, atol=1e-6)
     torch.testing.assert_close(found.norms, expected.norms[: len(found.norms)], rtol=rtol, atol=1e-6)
-    wrong = []
+    tolerance = Tolerance(atol=1e-6, of_largest=rtol)
     for step, (gradients, parameters) in enumerate(zip(found.gradients, found.parameters, strict=True)):
-        wrong += differences(gradients, expected.gradients[step], f"gradients of step {step}", rtol)
-        wrong += differences(parameters, expected.parameters[step], f"parameters of step {step}", rtol)
+        assert_values(gradients, expected.gradients[step], tolerance)
+        assert_values(parameters, expected.parameters[step], tolerance)
     for step, logits in enumerate(found.logits):
-        first, last = found.logit_rows
-        wrong += differences({"": logits}, {"": expected.logits[step][first:last]}, f"logits of step {step}", rtol)
-    assert not wrong, wrong
-
-
-def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str, rtol: float) -> list[str]:
-    """Where tensors differ by more than rounding; empty where nowhere."""
-    if found.keys() != expected.keys():
-        return [f"{what}: other names {sorted(found.keys() ^ expected.keys())}"]
-    wrong = []
-    for name, right in expected.items():
-        bound = 1e-6 + rtol * right.abs().max().item()
-        if found[name].shape != right.shape or not (found[name] - right).abs().max().item() <= bound:
-            wrong.append(f"{what}, {name}: {(found[name] - right).abs().max().item():.2e} > {bound:.2e}")
-    return wrong
-
-
-def assert_close(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float, atol: float, what: str
-) -> None:
-    """Compare tensors by name; the names must be the same."""
-    assert found.keys() == expected.keys(), (what, found.keys() ^ expected.keys())
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")
+        assert_values({"": logits}, {"": expected.logits[step][slice(*found.logit_rows)]}, tolerance)

@@ -19,9 +19,8 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement
 from tests.support.dcp_contents import assert_same_contents, contents
 from tests.support.expert_meshes import Sizes, experts_of
-from tests.support.mixture import Experts, ListedExperts
-from tests.support.models import ModelCase
-from tests.support.parallel_transformer import ParallelBlock, build_with_experts, make_tokens, mean_loss
+from tests.support.mixture import Experts, ListedExperts, build_with_experts
+from tests.support.models import ModelCase, token_case
 from tests.support.parity import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, Setting
 
@@ -33,7 +32,7 @@ def sizes(ep: int, dp: int) -> Sizes:
 
 
 def case_of(kind: str) -> ModelCase:
-    return ModelCase(partial(build_with_experts, 2, "experts", KINDS[kind]), make_tokens, mean_loss, (ParallelBlock,))
+    return token_case(partial(build_with_experts, 2, "experts", KINDS[kind]))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.dcp_contents import contents
-from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.models import DENSE, MODEL_CASES, ModelCase
 from tests.support.sharded_run import Run, Scenario, Setting
 from tests.support.tensor_meshes import (
     divide_tensors,
@@ -26,7 +25,6 @@ from tests.support.tensor_meshes import (
 Places = dict[str, tuple[int, Setting]]
 
 ODD = MODEL_CASES["odd_shapes"]
-DENSE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
 FLAT: Places = {f"{ranks} ranks, strategy {s}": (ranks, Setting(s)) for ranks, s in ((1, 0), (2, 3), (3, 2), (4, 1))}
 HYBRID: Places = {
     "HSDP": (4, Setting(3, outer_strategy=0, arrangement=hybrid(2, 2))),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
 lightning = pytest.importorskip("lightning")
@@ -135,7 +136,9 @@ def test_trainer_is_as_one_process_and_goes_on_with_other_ranks(
     run_ranks(1, fit_on, str(tmp_path), strategy)
 
 
-def accumulate_and_keep_the_best(folder: str) -> None:
+@on_ranks(2)
+def test_accumulation_communicates_once_and_callbacks_keep_checkpoints(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     best = lightning.pytorch.callbacks.ModelCheckpoint(folder, monitor="loss", save_top_k=1)
     with quiet():
         runner = trainer(
@@ -154,10 +157,6 @@ def accumulate_and_keep_the_best(folder: str) -> None:
         by_hand.automatic_optimization = False
         with pytest.raises(ConfigurationError, match="Regression sets automatic_optimization=False"):
             runner.fit(by_hand, data())
-
-
-def test_accumulation_communicates_once_and_callbacks_keep_checkpoints(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, accumulate_and_keep_the_best, str(tmp_path))
 
 
 # ---- Fabric ---------------------------------------------------------------------------------------------------------

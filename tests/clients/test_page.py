@@ -26,8 +26,8 @@ def programs() -> dict[str, str]:
 
 
 def run_page(folder: str) -> None:
-    from tests.automodel.small_models import build
     from tests.clients.test_trl import tokenizer
+    from tests.support.language_models import build
 
     given = {
         "folder": folder,

@@ -37,7 +37,9 @@ def expected_sum(num_ranks: int) -> torch.Tensor:
     return torch.stack([contribution(rank, num_ranks, torch.float32) for rank in range(num_ranks)]).sum(0)
 
 
-def _gather() -> tuple[list[list[float]], Traffic]:
+@pytest.mark.parametrize("num_ranks", RANKS)
+@on_ranks()
+def test_gather_puts_the_shards_in_rank_order(num_ranks: int) -> None:
     axis, found = world_axis(), []
     for in_place in (True, False):
         full = torch.zeros(axis.num_ranks * SHARD)
@@ -45,14 +47,9 @@ def _gather() -> tuple[list[list[float]], Traffic]:
         shard.fill_(axis.rank + 1.0)
         finish(axis.all_gather(full, shard))
         found.append(full.tolist())
-    return found, axis.traffic
-
-
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_gather_puts_the_shards_in_rank_order(run_ranks: RunRanks, num_ranks: int) -> None:
-    for found, traffic in run_ranks(num_ranks, _gather):
-        assert found == [[rank + 1.0 for rank in range(num_ranks) for _ in range(SHARD)]] * 2
-        assert traffic == Traffic(gathers=2 * int(num_ranks > 1), gather_bytes=2 * 4 * SHARD * (num_ranks - 1))
+    traffic = axis.traffic
+    assert found == [[rank + 1.0 for rank in range(num_ranks) for _ in range(SHARD)]] * 2
+    assert traffic == Traffic(gathers=2 * int(num_ranks > 1), gather_bytes=2 * 4 * SHARD * (num_ranks - 1))
 
 
 def _exchange_and_sum(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Traffic]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.fingerprint import fingerprint, fingerprints, lowest_and_highest, mixed_words
-from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
 
 Fingerprint = Callable[[torch.Tensor], torch.Tensor]
 both_kinds = pytest.mark.parametrize("kind", [fingerprint, mixed_words], ids=["memory", "operations"])
@@ -76,14 +76,11 @@ def test_several_at_once_have_the_fingerprints_of_each() -> None:
     assert fingerprints(tensors).tolist() == [fingerprint(tensor).item() for tensor in tensors]
 
 
-def extremes() -> tuple[list[int], list[int]]:
+@on_ranks(2)
+def test_the_lowest_and_the_highest_of_all_ranks_are_found_by_one_reduction() -> None:
     rank = dist.get_rank()
     hashes = torch.tensor([-(2**63), 2**63 - 1, 7, 5 - rank, (-1) ** rank * 2**62])
     lowest, highest = lowest_and_highest(hashes, dist.group.WORLD)
-    return lowest.tolist(), highest.tolist()
-
-
-def test_the_lowest_and_the_highest_of_all_ranks_are_found_by_one_reduction(run_ranks: RunRanks) -> None:
-    for lowest, highest in run_ranks(2, extremes):
-        assert lowest == [-(2**63), 2**63 - 1, 7, 4, -(2**62)]
-        assert highest == [-(2**63), 2**63 - 1, 7, 5, 2**62]
+    lowest, highest = lowest.tolist(), highest.tolist()
+    assert lowest == [-(2**63), 2**63 - 1, 7, 4, -(2**62)]
+    assert highest == [-(2**63), 2**63 - 1, 7, 5, 2**62]

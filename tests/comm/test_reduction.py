@@ -37,7 +37,7 @@ def reduce(dtype: torch.dtype, out_dtype: torch.dtype, how: str) -> tuple[Tensor
     if how == "in place":
         output = full.view(-1)[rank * SHARD : (rank + 1) * SHARD]
     scratch = torch.zeros_like(full) if how == "own memory" else None
-    with OpCounts(num_ranks) as counted:
+    with OpCounts() as counted:
         returned = reduce_scatter_with_fp32_accumulation(output, full, all_to_all_output_tensor=scratch)
     if how != "in place":
         assert torch.equal(full, before)
@@ -167,7 +167,7 @@ REFUSALS: dict[str, tuple[tuple[Tensor, Tensor], dict[str, Any], str]] = {
 def refused() -> tuple[list[str], int]:
     """What each bad call says, and how many collectives ran; then a good call, to see that the ranks are in step."""
     said = []
-    with OpCounts(2) as counted:
+    with OpCounts() as counted:
         for (output, full), more, _ in REFUSALS.values():
             with pytest.raises(CollectiveArgumentError) as caught:
                 reduce_scatter_with_fp32_accumulation(output, full, **more)

@@ -16,7 +16,8 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.sharding.accounting import step_traffic
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, GroupCounts, OpCounts
+from tests.support.on_ranks import on_ranks
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
 from tests.support.seams import engine_of
 
 Fields = dict[str, Any]
@@ -174,7 +175,7 @@ def count(name: str, fields: Fields, microbatches: int) -> tuple[list[Any], Coll
     batch = case.make_batch(2, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(3):
         before = model.traffic()
-        with OpCounts(dist.get_world_size()) as counts:
+        with OpCounts() as counts:
             for microbatch in range(microbatches):
                 if microbatch < microbatches - 1:
                     with model.no_sync():
@@ -220,11 +221,13 @@ def _shares(trained: list[Any], cut: list[Any], num_ranks: int) -> int:
     return sum(2 * (group.numel * group.grad_comm.itemsize // num_ranks) for group in trained if group not in cut)
 
 
-def count_instances(fields: Fields) -> tuple[dict[str, tuple[int, int]], list[int]]:
+@on_ranks(4)
+def test_two_instances_send_a_share_of_each_bucket_across_as_well() -> None:
+    fields = {**SHARDS, "num_distributed_optimizer_instances": 2}
     model = DistributedDataParallel(DistributedDataParallelConfig(**fields), Steps(Log()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
-        with GroupCounts() as counts:
+        with OpCounts() as counts:
             model(torch.ones(2, WIDTHS[0])).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -236,21 +239,16 @@ def count_instances(fields: Fields) -> tuple[dict[str, tuple[int, int]], list[in
         "all inside": counts.on(inner),
         "all across": counts.on(outer),
     }
-    return found, [group.numel for group in model.footprints()]
-
-
-def test_two_instances_send_a_share_of_each_bucket_across_as_well(run_ranks: RunRanks) -> None:
-    fields = {**SHARDS, "num_distributed_optimizer_instances": 2}
-    for found, numels in run_ranks(4, count_instances, fields):
-        assert numels == NUMELS
-        half = sum(NUMELS) * 4 // 2
-        assert found == {
-            "gathers inside": (4, half),
-            "reductions inside": (4, half),
-            "reductions across": (4, half),  # 2 * (1 - 1/2) of a half
-            "all inside": (8, 2 * half),
-            "all across": (4, half),
-        }
+    numels = [group.numel for group in model.footprints()]
+    assert numels == NUMELS
+    half = sum(NUMELS) * 4 // 2
+    assert found == {
+        "gathers inside": (4, half),
+        "reductions inside": (4, half),
+        "reductions across": (4, half),  # 2 * (1 - 1/2) of a half
+        "all inside": (8, 2 * half),
+        "all across": (4, half),
+    }
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
 from tests.support.ddp_run import DdpSetting, ddp
 from tests.support.models import ModelCase, make_vector_batch, vector_loss
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.sharded_run import Scenario, Tolerance, assert_parity, reference, run_sharded
 
@@ -166,22 +167,19 @@ def test_division_before_the_sum_keeps_it_in_range(run_ranks: RunRanks, way: Fie
     assert run_ranks(2, huge, {**own, "gradient_reduce_div_fusion": False}) == [[True]] * 2
 
 
-def many_summands(fields: Fields) -> list[float]:
-    """Sums of 1 and three times 2**-8, of one rank each: a half unit in the last place of 1 in bfloat16."""
+@on_ranks(4)
+def test_low_precision_values_are_added_in_float32() -> None:
+    """1 + 3 * 2**-8 = 1.01171875, whose neighbours in bfloat16 are 1.0078125 and 1.015625."""
+    base = {"use_distributed_optimizer": True, "megatron_fsdp_main_grads_dtype": "fp32"}
+    wire = {"megatron_fsdp_grad_comm_dtype": "bf16", "reduce_scatter_with_fp32_accumulation": True}
+    fields = {**base, **wire}
     model = nn.Linear(1, 4, bias=False).bfloat16()
     wrapped = DistributedDataParallel(DistributedDataParallelConfig(**fields), model, calculate_per_token_loss=True)
     value = 1.0 if torch.distributed.get_rank() == 0 else 2.0**-8
     wrapped(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
     (grad,) = wrapped.full_gradients().values()
     assert grad is not None
-    return [float(found) for found in grad.flatten()]
-
-
-def test_low_precision_values_are_added_in_float32(run_ranks: RunRanks) -> None:
-    """1 + 3 * 2**-8 = 1.01171875, whose neighbours in bfloat16 are 1.0078125 and 1.015625."""
-    base = {"use_distributed_optimizer": True, "megatron_fsdp_main_grads_dtype": "fp32"}
-    wire = {"megatron_fsdp_grad_comm_dtype": "bf16", "reduce_scatter_with_fp32_accumulation": True}
-    assert run_ranks(4, many_summands, {**base, **wire}) == [[1 + 3 * 2.0**-8] * 4] * 4
+    assert [float(found) for found in grad.flatten()] == [1 + 3 * 2.0**-8] * 4
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from tests.conftest import RunRanks
 from tests.parallel.test_expert_parallel import EXPERTS, TOP2
 from tests.support.bucket_models import READING
 from tests.support.ddp_run import DdpRun, DdpSetting, ddp, start
-from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.models import DENSE, MODEL_CASES, ModelCase
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.scripts import three_microbatches
 from tests.support.seams import engine_of
@@ -139,39 +139,32 @@ def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages:
     check_jobs(run_ranks, 4, [(Scenario(three_microbatches, TOP2), ddp(arrangement=EXPERTS, **fields))])
 
 
-def expert_buckets(setting: DdpSetting) -> list[tuple[bool, int]]:
-    """For each bucket: whether every name in it is an expert's, and how many ranks share it."""
+@on_ranks(4)
+def test_experts_have_buckets_of_their_own() -> None:
+    setting = ddp(arrangement=EXPERTS, **SHARDS)
     run = start(Scenario(three_microbatches, TOP2), setting)
     groups = run.sharded.parameter_groups()
     for group in groups:
         assert len({".experts." in name for name in group.names}) == 1
-    return [(".experts." in group.names[0], group.plan.axis.num_ranks) for group in groups]
-
-
-def test_experts_have_buckets_of_their_own(run_ranks: RunRanks) -> None:
-    for buckets in run_ranks(4, expert_buckets, ddp(arrangement=EXPERTS, **SHARDS)):
-        assert set(buckets) == {(True, 2), (False, 4)}
+    buckets = [(".experts." in group.names[0], group.plan.axis.num_ranks) for group in groups]
+    assert set(buckets) == {(True, 2), (False, 4)}
 
 
 @pytest.mark.full
 def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
-    dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
     arrangement = tensor_parallel(divide_tensors)
-    jobs = [(Scenario(three_microbatches, dense), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
+    jobs = [(Scenario(three_microbatches, DENSE), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
     check_jobs(run_ranks, 4, jobs)
 
 
-def bucket_count(setting: DdpSetting, case: ModelCase) -> int:
-    run = start(Scenario(three_microbatches, case), setting)
-    return sum(unit.trainable for unit in engine_of(run.sharded).units)
-
-
-def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks(run_ranks: RunRanks) -> None:
+@on_ranks(4)
+def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None:
     """Each rank cuts what it holds into so many buckets, not what all tensor-parallel ranks hold together."""
-    dense = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
     fields: dict[str, Any] = {"num_buckets": 4, "overlap_grad_reduce": True}
-    for found in run_ranks(4, bucket_count, ddp(arrangement=tensor_parallel(divide_tensors), **fields), dense):
-        assert found in (3, 4)
+    setting = ddp(arrangement=tensor_parallel(divide_tensors), **fields)
+    run = start(Scenario(three_microbatches, DENSE), setting)
+    found = sum(unit.trainable for unit in engine_of(run.sharded).units)
+    assert found in (3, 4)
 
 
 # ---- torch's own -----------------------------------------------------------------------------------------------------

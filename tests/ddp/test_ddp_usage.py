@@ -101,7 +101,7 @@ def test_deferring_clearing_and_scaling(run_ranks: RunRanks, shift: int) -> None
 
 @each_shift
 def test_orders_of_forwards_and_backwards(run_ranks: RunRanks, shift: int) -> None:
-    twice_used = vector_case(usage._build_twice_used)
+    twice_used = vector_case(usage.build_twice_used)
     scripts = (
         usage.sum_two_forwards,
         usage.two_forwards_two_backwards,

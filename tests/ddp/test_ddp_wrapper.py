@@ -99,8 +99,8 @@ def test_ranks_with_other_configurations_are_all_refused(run_ranks: RunRanks, fi
     assert any(name in found[0] for name in changed)
 
 
-def use_and_compare() -> tuple[bool, bool, list[str]]:
-    """Whether the caller's configuration is the same object with the same values after training, and what was said."""
+@on_ranks(2)
+def test_the_configuration_is_never_written_to_and_what_was_made_of_it_is_said() -> None:
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, num_buckets=2)
     before = dataclasses.asdict(config)
     lines: list[str] = []
@@ -116,15 +116,12 @@ def use_and_compare() -> tuple[bool, bool, list[str]]:
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(2, FEATURES)).sum().backward()
     optimizer.step()
-    return model.ddp_config is config, dataclasses.asdict(config) == before, lines
-
-
-def test_the_configuration_is_never_written_to_and_what_was_made_of_it_is_said(run_ranks: RunRanks) -> None:
-    for same, unchanged, lines in run_ranks(2, use_and_compare):
-        assert same
-        assert unchanged
-        assert any("in num_buckets=2" in line for line in lines)
-        assert any("grad_reduce_in_fp32" in line for line in lines)
+    same = model.ddp_config is config
+    unchanged = dataclasses.asdict(config) == before
+    assert same
+    assert unchanged
+    assert any("in num_buckets=2" in line for line in lines)
+    assert any("grad_reduce_in_fp32" in line for line in lines)
 
 
 # ---- recomputed calls that grow --------------------------------------------------------------------------------------

@@ -72,8 +72,10 @@ def one_process(steps: int) -> tuple[dict[str, Tensor], list[float]]:
 # ---- the step --------------------------------------------------------------------------------------------------------
 
 
-def clipped_training() -> dict[str, tuple[float, float, float]]:
-    """By model: distance to one process, of the norms, and to clipping and stepping by hand."""
+@pytest.mark.full(short=["2"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks()
+def test_a_step_syncs_clips_and_updates_as_one_process_does() -> None:
     expected, norms = one_process(3)
     found = {}
     for name, make in MODELS.items():
@@ -100,22 +102,15 @@ def clipped_training() -> dict[str, tuple[float, float, float]]:
             max(errors),
             largest_difference(reached, weights(by_hand)),
         )
-    return found
+    assert list(found) == list(MODELS)
+    for name, (difference, norm_error, by_hand) in found.items():
+        assert difference <= 5 * TOLERANCE, name
+        assert norm_error <= TOLERANCE, name
+        assert by_hand == 0.0, name
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_step_syncs_clips_and_updates_as_one_process_does(ranks: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(ranks, clipped_training):
-        assert list(found) == list(MODELS)
-        for name, (difference, norm_error, by_hand) in found.items():
-            assert difference <= 5 * TOLERANCE, name
-            assert norm_error <= TOLERANCE, name
-            assert by_hand == 0.0, name
-
-
-def accumulated_with_closure() -> tuple[float, float, list[bool]]:
-    """Distance of two accumulated microbatches to one process, of a closure to plain steps, and what it returned."""
+@on_ranks(2)
+def test_accumulated_gradients_and_closures() -> None:
     model, reference = buckets(use_distributed_optimizer=True), build()
     optimizer, expected = DistributedOptimizer(adamw(model), model), adamw(reference)
     with model.no_sync():
@@ -143,14 +138,10 @@ def accumulated_with_closure() -> tuple[float, float, list[bool]]:
                 closure()
                 optimizer.step()
         runs.append(weights(wrapped))
-    return accumulated, largest_difference(*runs), returned
-
-
-def test_accumulated_gradients_and_closures(run_ranks: RunRanks) -> None:
-    for accumulated, difference, returned in run_ranks(2, accumulated_with_closure):
-        assert accumulated <= 5 * TOLERANCE
-        assert difference == 0.0
-        assert returned == [True] * 3
+    difference = largest_difference(*runs)
+    assert accumulated <= 5 * TOLERANCE
+    assert difference == 0.0
+    assert returned == [True] * 3
 
 
 def fill(model: nn.Module) -> None:
@@ -232,8 +223,9 @@ def test_schedulers_and_hooks_take_it(run_ranks: RunRanks) -> None:
             assert calls == [4, 4]
 
 
-def under_scaler(fused: bool) -> tuple[float, list[float]]:
-    """Distance to one process that unscales before it clips; scale and number of steps at the end, of both."""
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_clipping_sees_unscaled_gradients_under_a_scaler(fused: bool) -> None:
     runs, ends = [], []
     models: list[nn.Module] = [buckets(use_distributed_optimizer=True), build()]
     for model in models:
@@ -254,18 +246,16 @@ def under_scaler(fused: bool) -> tuple[float, list[float]]:
             scaler.update()
         runs.append(weights(model))
         ends += [scaler.get_scale(), *sorted({float(state["step"]) for state in optimizer.state.values()})]
-    return largest_difference(*runs), ends
+    difference = largest_difference(*runs)
+    assert difference <= 5 * TOLERANCE
+    assert ends == [512.0, 3.0, 512.0, 3.0]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_clipping_sees_unscaled_gradients_under_a_scaler(fused: bool, run_ranks: RunRanks) -> None:
-    for difference, ends in run_ranks(2, under_scaler, fused):
-        assert difference <= 5 * TOLERANCE
-        assert ends == [512.0, 3.0, 512.0, 3.0]
-
-
-def small_methods() -> dict[str, Any]:
+@on_ranks(2)
+def test_groups_zeros_and_bad_arguments() -> None:
     """Zeros in gradients, groups that are added, refusals, and an optimizer that was built before the model was."""
+    words = ("none of the wrapped", "cannot be wrapped", "is not a parameter of", "wrap it first", "clip_grad=-1.0",
+             "clip_grad=nan", "cannot be pickled")  # fmt: skip
     model = units(2)
     params = list(model.parameters())
     optimizer = DistributedOptimizer(torch.optim.SGD(params[:2], lr=0.1), model)
@@ -297,20 +287,13 @@ def small_methods() -> dict[str, Any]:
     train(wrapped, DistributedOptimizer(connected, wrapped), 2)
     train(reference, adamw(reference), 2)
     found["early"] = largest_difference(weights(wrapped), weights(reference))
-    return found
-
-
-def test_groups_zeros_and_bad_arguments(run_ranks: RunRanks) -> None:
-    words = ("none of the wrapped", "cannot be wrapped", "is not a parameter of", "wrap it first", "clip_grad=-1.0",
-             "clip_grad=nan", "cannot be pickled")  # fmt: skip
-    for found in run_ranks(2, small_methods):
-        assert found["zeros"] == 82
-        assert found["again"]
-        assert found["groups"] == [2, 5]
-        assert found["early"] <= TOLERANCE
-        assert [kind for kind, _ in found["errors"]] == ["ConfigurationError"] * len(words)
-        for (_, message), word in zip(found["errors"], words, strict=True):
-            assert word in message
+    assert found["zeros"] == 82
+    assert found["again"]
+    assert found["groups"] == [2, 5]
+    assert found["early"] <= TOLERANCE
+    assert [kind for kind, _ in found["errors"]] == ["ConfigurationError"] * len(words)
+    for (_, message), word in zip(found["errors"], words, strict=True):
+        assert word in message
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

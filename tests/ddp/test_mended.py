@@ -14,7 +14,6 @@ from torch import nn
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ShardOperationError
-from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 
@@ -117,7 +116,10 @@ def test_reading_a_weight_too_early_says_why() -> None:
     assert any("leave overlap_param_gather out" in note for note in notes)
 
 
-def loads_what_one_process_saved(fields: dict[str, Any]) -> float:
+@pytest.mark.parametrize("shards", [False, True])
+@on_ranks(2)
+def test_the_state_of_one_process_is_cut_when_it_is_loaded(shards: bool) -> None:
+    fields = {"use_distributed_optimizer": shards}
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
@@ -126,12 +128,7 @@ def loads_what_one_process_saved(fields: dict[str, Any]) -> float:
     sharded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     trained(plain, optimizer, 2)
     trained(model, sharded, 2)
-    return difference(model, plain)
-
-
-@pytest.mark.parametrize("shards", [False, True])
-def test_the_state_of_one_process_is_cut_when_it_is_loaded(run_ranks: RunRanks, shards: bool) -> None:
-    assert max(run_ranks(2, loads_what_one_process_saved, {"use_distributed_optimizer": shards})) < 1e-6
+    assert difference(model, plain) < 1e-6
 
 
 @on_ranks(2)
@@ -209,20 +206,18 @@ def test_a_head_that_is_called_outside_of_the_model_finds_its_weights() -> None:
     assert difference(model, plain) < 1e-5
 
 
-def pool_after_steps() -> tuple[int, int, int, int]:
+@on_ranks(2)
+def test_the_buckets_of_the_first_backward_are_given_back() -> None:
     model, optimizer = wrapped(nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)]), {**OVERLAPPING, "bucket_size": 30})
     trained(model, optimizer, 1)
     first = model.memory().transient_peak_bytes
     gradients = [group.gradients for group in model.parameter_groups() if group.gradients is not None]
     views = sum(len(found.bucket_views) for found in gradients)  # they would keep the memory
     trained(model, optimizer, 2)
-    return first, model.memory().transient_peak_bytes, engine_of(model).executor.held_bytes, views
-
-
-def test_the_buckets_of_the_first_backward_are_given_back(run_ranks: RunRanks) -> None:
-    for first, later, held, views in run_ranks(2, pool_after_steps):
-        assert first == later == 7 * 256  # six buckets of 30 elements and the exchange, each aligned
-        assert (held, views) == (0, 0)
+    later = model.memory().transient_peak_bytes
+    held = engine_of(model).executor.held_bytes
+    assert first == later == 7 * 256  # six buckets of 30 elements and the exchange, each aligned
+    assert (held, views) == (0, 0)
 
 
 @on_ranks(2)

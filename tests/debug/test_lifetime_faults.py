@@ -20,7 +20,7 @@ from megatron_fsdp.engine.schedule import Action, Operation, Scheduler
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import LifetimeError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.seams import engine_of
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
@@ -166,8 +166,9 @@ def _train_twice(model: MegatronFSDP) -> None:
         tower_loss(model, torch.ones(2, FEATURES)).backward()
 
 
-def trained_with(name: str) -> str:
-    """What a step with a fault raises."""
+@pytest.mark.parametrize("name", FAULTS)
+@on_ranks(2)
+def test_faults_are_found_and_the_unit_is_named(name: str) -> None:
     model = _wrapped(is_checked=True)
     MODELS[:] = [model]
     with warnings.catch_warnings():
@@ -178,13 +179,7 @@ def trained_with(name: str) -> str:
         ticket.wait()
     MODELS.clear()
     dist.barrier()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found_and_the_unit_is_named(name: str, run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, trained_with, name)
-    assert first == second, "ranks raise the same"
+    first = same_on_ranks(str(caught.value))
     assert re.search(FAULTS[name][1], first), first
 
 

@@ -25,9 +25,8 @@ from megatron_fsdp.sharding.accounting import (
     transient_bytes,
 )
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, Floor, Tower, tower_loss
 from tests.support.usage_models import Ordered, Recomputed, vector_case
@@ -99,7 +98,7 @@ def _measure(options: dict[str, Any]) -> Reading:
             if left or len(traffic) < 3:
                 tower_loss(model, x).backward()
             else:
-                peak = _peak(lambda: tower_loss(model, x).backward(), comes_and_goes(model))
+                peak = _peak(lambda: tower_loss(model, x).backward())
         if len(gathered) == 1:
             gathered.append(model.memory().gathered_bytes)
         optimizer.step()
@@ -125,11 +124,11 @@ def _unsharded_peak(x: torch.Tensor) -> int:
     alone = Tower(WIDTHS)
     for param in alone.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    return _peak(lambda: tower_loss(alone, x).backward(), [])
+    return _peak(lambda: tower_loss(alone, x).backward())
 
 
-def _peak(block: Callable[[], object], watched: list[torch.Tensor]) -> int:
-    with LiveBytes(watched) as live:
+def _peak(block: Callable[[], object]) -> int:
+    with LiveBytes() as live:
         block()
     return live.peak_bytes
 
@@ -325,10 +324,8 @@ def test_two_models_in_one_process_share_no_memory(allocator: WeightAllocator) -
     models = [wrapped_tower(**CHOICES[allocator]) for _ in range(2)]
     for model in models:
         tower_loss(model, X)
-    memories = [engine_of(model).executor.weight_memory for model in models]
     first, second = (
-        {block._bytes.untyped_storage()._cdata for block in (*memory._own.values(), *memory._slots._blocks.values())}
-        for memory in memories
+        {param.untyped_storage().data_ptr() for param in model.raw_param.values()} - {0} for model in models
     )
     assert len(first) == len(second) > 0
     assert not first & second

@@ -3,7 +3,8 @@
 import gc
 import warnings
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.engine.memory import Block, CommunicationPool
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.memory_plan import PlannedBlock, PoolPlan, Use, plan_pool
 from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.recorded_collectives import recorded
 from tests.support.seams import engine_of
 from tests.support.settling import settled
 
@@ -97,6 +98,51 @@ CASES: dict[str, tuple[int, torch.dtype, dict[str, Any], dict[str, int]]] = {
 }
 
 
+Collective = tuple[str, tuple[int, ...], tuple[tuple[Use, int, int, int], ...]]
+"""The method of the axis, addresses of its tensors, and where they lie in the pool: block, its number, offset, bytes.
+
+What is a part of another tensor of the call, in place, has no place here: it lies elsewhere on each rank.
+"""
+
+
+@contextmanager
+def recorded(model: MegatronFSDP) -> Iterator[list[Collective]]:
+    """Record the collectives inside the block; each tensor has to lie inside of a block of the model's pool."""
+    found: list[Collective] = []
+
+    def recording(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(axis: Axis, *args: Any) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            if axis.num_ranks > 1:
+                whole = [each for each in tensors if not any(is_part(each, other) for other in tensors)]
+                addresses = tuple(tensor.data_ptr() for tensor in tensors)
+                found.append((name, addresses, tuple(place_of(model, each) for each in whole)))
+            return real(axis, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_reduce", "reduce_scatter", "exchange"):
+            patch.setattr(Axis, name, recording(name, getattr(Axis, name)))
+        yield found
+
+
+def is_part(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.nbytes < other.nbytes and 0 <= tensor.data_ptr() - other.data_ptr() < other.nbytes
+
+
+def place_of(model: MegatronFSDP, tensor: torch.Tensor) -> tuple[Use, int, int, int]:
+    pool = engine_of(model).executor.pool
+    assert pool.plan is not None
+    for block in pool.plan.blocks:
+        part = pool.part(block.use, block.number)
+        assert part is not None
+        inside = tensor.data_ptr() - part.data_ptr()
+        if 0 <= inside <= block.num_bytes - tensor.nbytes:
+            return block.use, block.number, block.offset + inside, tensor.nbytes
+    raise AssertionError(f"{tensor.nbytes} bytes lie in no block of the {pool.plan.num_bytes} bytes taken")
+
+
 def case(name: str) -> Any:
     return pytest.param(name, CASES[name][0], id=name)
 
@@ -122,7 +168,7 @@ def test_every_step_is_the_same_operations_on_the_same_registered_addresses(name
         traces.append(trace)
     assert len(traces[1]) >= 7
     assert traces[1] == traces[2] == traces[3]
-    same_on_ranks([(each.name, each.places) for each in traces[1]])
+    same_on_ranks([(name, places) for name, _, places in traces[1]])
 
 
 @pytest.mark.parametrize("strategy", range(4))
@@ -198,7 +244,7 @@ def test_what_is_larger_than_planned_gets_memory_of_its_own() -> None:
 def test_memory_goes_with_the_model() -> None:
     model, optimizer = wrap()
     train(model, optimizer, 0)
-    memory = engine_of(model).executor.pool._memory
+    memory = engine_of(model).executor.pool.part(Use.BUCKET, 0)
     assert memory is not None
     gone = weakref.ref(memory.untyped_storage())
     del model, optimizer, memory

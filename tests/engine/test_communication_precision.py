@@ -28,8 +28,8 @@ from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, mesh
 from tests.support.on_ranks import on_ranks
 from tests.support.parity import assert_equal_tensors
-from tests.support.precision_emulation import History, Job
-from tests.support.precision_run import BF16, CASES, FP16, FP32, FP64, check_histories, train
+from tests.support.precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
+from tests.support.sharded_run import Outcome
 
 SWITCH = "reduce_scatter_with_fp32_accumulation"
 ALL_BF16 = MixedPrecisionPolicy(FP32, FP32, BF16)
@@ -69,20 +69,21 @@ def another_back_end() -> Iterator[_Reductions]:
         yield reductions
 
 
-def train_elsewhere(jobs: Sequence[Job], switch: bool) -> tuple[list[tuple[History, list[str]]], set[str]]:
+def train_elsewhere(jobs: Sequence[Job]) -> tuple[list[Outcome], set[str]]:
     with another_back_end() as reductions:
-        return train(jobs, **{SWITCH: switch}), reductions.names
+        return train(jobs), reductions.names
 
 
-JOBS = [Job(CASES[BF16], ALL_BF16, strategy, steps=1) for strategy in (1, 2, 3)]
+def jobs_with(switch: bool) -> list[Job]:
+    return [Job(CASES[BF16], ALL_BF16, strategy, steps=1, options=((SWITCH, switch),)) for strategy in (1, 2, 3)]
 
 
 def test_the_switch_adds_in_float32_where_the_back_end_would_round_at_every_hop(run_ranks: RunRanks) -> None:
-    with_switch = run_ranks(4, train_elsewhere, JOBS, True)
-    check_histories(4, JOBS, [histories for histories, _ in with_switch])
-    without = run_ranks(4, train_elsewhere, JOBS, False)
-    with pytest.raises(AssertionError, match="gradients of step 0"):
-        check_histories(4, JOBS, [histories for histories, _ in without])
+    with_switch = run_ranks(4, train_elsewhere, jobs_with(True))
+    assert_emulated(4, jobs_with(True), [outcomes for outcomes, _ in with_switch])
+    without = run_ranks(4, train_elsewhere, jobs_with(False))
+    with pytest.raises(AssertionError, match=r"note 0 \(gradients\)"):
+        assert_emulated(4, jobs_with(False), [outcomes for outcomes, _ in without])
     assert [names for _, names in with_switch] == [{"alltoall_base_"}] * 4
     assert [names for _, names in without] == [{"_reduce_scatter_base_"}] * 4
 

@@ -172,7 +172,7 @@ JOBS = (
 )
 
 
-@pytest.mark.full(short=["1", "3"])
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
 def test_ranks_have_the_bits_of_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     results = run_ranks(num_ranks, on_a_rank, JOBS)
@@ -208,6 +208,7 @@ LOW = (
 )
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_low_precision_has_the_bits_of_one_rank(run_ranks: RunRanks, num_ranks: int) -> None:
     alone = run_ranks(1, on_a_rank, LOW)[0]
@@ -216,6 +217,7 @@ def test_low_precision_has_the_bits_of_one_rank(run_ranks: RunRanks, num_ranks: 
         compare([of_rank[position] for of_rank in results], alone[position], f"{job} on {num_ranks} ranks")
 
 
+@pytest.mark.full(short=["(2, 3)"])
 @pytest.mark.parametrize("others", [(2, 3), (4, 0), (1, 1)], ids=str)
 def test_a_run_goes_on_with_other_ranks_and_another_strategy(
     run_ranks: RunRanks, tmp_path: Path, others: tuple[int, int]

@@ -16,6 +16,7 @@ from megatron_fsdp.sharding.accounting import StepTraffic, step_traffic
 from tests.conftest import RunRanks
 from tests.support.ends_models import EndsDecoder, Read, Shape, calling, ends_case
 from tests.support.models import ModelCase
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies
 
@@ -63,8 +64,10 @@ def test_ends_found_automatically_equal_one_process(run_ranks: RunRanks, num_ran
 # ---- traffic and memory --------------------------------------------------------------------------------------------
 
 
-def count_steps(microbatches: int) -> tuple[list[StepTraffic], StepTraffic, list[int]]:
-    """Traffic of steps two to four, what the formula says of each, and gathered weights held after each backward."""
+@pytest.mark.parametrize("microbatches", [1, 3])
+@on_ranks(2)
+def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_more_often(microbatches: int) -> None:
+    root, slots = 128, 2 * 512  # bytes, in blocks of 128: 16 elements, and twice the 108 of the largest unit, the head
     case = CASES["plain"]
     model = case.build()
     model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zero_dp_strategy=3)
@@ -79,18 +82,10 @@ def count_steps(microbatches: int) -> tuple[list[StepTraffic], StepTraffic, list
         sent = model.traffic().since(start)
         steps.append(StepTraffic(sent.gathers, sent.reductions, sent.gather_bytes, sent.reduce_bytes))
     expected = step_traffic(model.footprints(), ShardingStrategy.optim_grads_params, microbatches)
-    return steps[1:], expected, held
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_more_often(
-    run_ranks: RunRanks, microbatches: int
-) -> None:
-    root, slots = 128, 2 * 512  # bytes, in blocks of 128: 16 elements, and twice the 108 of the largest unit, the head
-    for steps, expected, held in run_ranks(2, count_steps, microbatches):
-        assert steps == [expected] * 3
-        first = [root + slots] * microbatches  # nothing is known of the first step
-        assert held == first + ([root + slots] * (microbatches - 1) + [slots]) * 3
+    steps = steps[1:]
+    assert steps == [expected] * 3
+    first = [root + slots] * microbatches  # nothing is known of the first step
+    assert held == first + ([root + slots] * (microbatches - 1) + [slots]) * 3
 
 
 class Penalised(nn.Embedding):
@@ -233,7 +228,9 @@ class EqualEnds(nn.Module):
         return F.linear(x, self.get_parameter(name))
 
 
-def names_told() -> list[str]:
+@on_ranks(2)
+def test_parameters_of_equal_shape_are_told_apart() -> None:
+    names = ("tokens", "head", "blocks.0", "blocks.1")
     module = EqualEnds()
     model = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))[0]
     told = []
@@ -242,13 +239,7 @@ def names_told() -> list[str]:
             model(torch.ones(2, 4), name)
         told.append(str(caught.value).rpartition("; ")[2].partition(", whose")[0])
         model.reset()
-    return told
-
-
-def test_parameters_of_equal_shape_are_told_apart(run_ranks: RunRanks) -> None:
-    names = ("tokens", "head", "blocks.0", "blocks.1")
-    for told in run_ranks(2, names_told):
-        assert told == [f"{name}.weight belongs to unit {name}" for name in names]
+    assert told == [f"{name}.weight belongs to unit {name}" for name in names]
 
 
 def _gradients_on_one_process(num_ranks: int) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def run_steps(name: ModelName, strategy: int, microbatches: int) -> Run:
     batch = case.make_batch(_SAMPLES, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(STEPS):
         before = model.traffic()
-        with OpCounts(dist.get_world_size()) as counts:
+        with OpCounts() as counts:
             for _ in range(microbatches):
                 case.loss(model, batch).backward()
             optimizer.step()
@@ -251,7 +251,7 @@ def test_shown_gradients_are_read_back_by_group_and_not_one_by_one(run_ranks: Ru
 def test_counter_sees_an_unwanted_collective_and_an_unwanted_copy() -> None:
     full, part = torch.zeros(8), torch.zeros(4)
     axis = Axis(dist.group.WORLD, dist.get_rank(), 2)
-    with OpCounts(2) as counts:
+    with OpCounts() as counts:
         work = axis.all_gather(full, part)
         assert work is not None
         work.wait()

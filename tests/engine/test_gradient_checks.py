@@ -26,9 +26,10 @@ from megatron_fsdp.engine.gradient_checks import LargeGradientCheck
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
 from tests.support.expert_meshes import FLAT, experts_of
+from tests.support.mixture import build_with_experts
+from tests.support.models import Block, build_dense, make_token_batch, token_loss
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.op_counts import OpCounts
-from tests.support.parallel_transformer import ParallelBlock, build_dense, build_with_experts, make_tokens, mean_loss
 from tests.support.parity import fixed_seed
 from tests.support.tensor_meshes import divide_tensors, tensor_parallel
 
@@ -156,7 +157,7 @@ def wrap_checked(net: nn.Module, strategy: int, auto_sync: bool = True, **index:
         net,
         FSDPDistributedIndex(**index or {"device_mesh": mesh(), "dp_shard_dim": "dp"}),
         config,
-        fsdp_unit_modules=[unit for unit in (Layer, ParallelBlock) if any(type(m) is unit for m in net.modules())],
+        fsdp_unit_modules=[unit for unit in (Layer, Block) if any(type(m) is unit for m in net.modules())],
         sync_model_each_microbatch=auto_sync,
     )
 
@@ -349,14 +350,14 @@ def test_divided_tensors_and_experts_of_one_rank_stop_all(kind: str) -> None:
         net = (build_dense if kind == "tensors" else build_with_experts)()
     arrangement.place(net)
     model = wrap_checked(net, 3, **arrangement.arguments())
-    block = next(module for module in net.modules() if isinstance(module, ParallelBlock))
-    batch = arrangement.part(make_tokens(12, torch.Generator().manual_seed(0)))
+    block = next(module for module in net.modules() if isinstance(module, Block))
+    batch = arrangement.part(make_token_batch(12, torch.Generator().manual_seed(0)))
     for _ in range(HISTORY):
-        mean_loss(model, batch).backward()
+        token_loss(model, batch).backward()
         model.zero_grad()
     source = block.get_submodule("attention.q" if kind == "tensors" else "mlp.experts")
     with spoilt(source, SPIKE, 2), pytest.raises(LargeGradientError) as caught:
-        mean_loss(model, batch).backward()
+        token_loss(model, batch).backward()
     name = "attention.q.weight" if kind == "tensors" else "mlp.experts.down"
     assert f"blocks.0.{name} (blocks.0) on rank [2] has" in same_on_ranks(str(caught.value))
 

@@ -1,6 +1,6 @@
 """What one rank holds, to the byte, against the formulas of `megatron_fsdp.sharding.accounting`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,7 +26,7 @@ from megatron_fsdp.sharding.accounting import (
     transient_bytes,
 )
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.models import MODEL_CASES
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
@@ -96,7 +96,7 @@ def _measure(mesh: DeviceMesh, strategy: ShardingStrategy, policy_name: str) -> 
     peaks = []
     for _ in range(3):
         optimizer.zero_grad()
-        peaks.append(_backward_peak(model, x, comes_and_goes(model)))
+        peaks.append(_backward_peak(model, x))
         optimizer.step()
     counters = sum(state["step"].nbytes for state in optimizer.state.values())
     held = held_bytes() - before - counters
@@ -118,8 +118,8 @@ def _measure(mesh: DeviceMesh, strategy: ShardingStrategy, policy_name: str) -> 
     )
 
 
-def _backward_peak(model: nn.Module, x: torch.Tensor, watched: Sequence[torch.Tensor] = ()) -> int:
-    with LiveBytes(watched) as live:
+def _backward_peak(model: nn.Module, x: torch.Tensor) -> int:
+    with LiveBytes() as live:
         tower_loss(model, x).backward()
     return live.peak_bytes
 

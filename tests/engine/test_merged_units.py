@@ -20,6 +20,7 @@ from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_s
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.models import ModelCase
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.seams import engine_of
 from tests.support.sharded_run import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs
@@ -216,24 +217,19 @@ def _steps(model: MegatronFSDP, optimizer: torch.optim.Optimizer, count: int) ->
         optimizer.zero_grad()
 
 
-def messages_of_a_step(strategy: int, message: str | None) -> tuple[int, int, list[str]]:
+@pytest.mark.parametrize(
+    ("strategy", "message", "gathers", "reductions"),
+    [(3, "0", 11, 7), (3, str(2 * LAYER_BYTES), 5, 4), (3, None, 2, 2), (1, None, 2, 2), (0, None, 0, 2)],
+)
+@on_ranks(2)
+def test_merged_units_take_one_message_each(strategy: int, message: str | None, gathers: int, reductions: int) -> None:
     model, optimizer = _wrap(strategy, message)
     _steps(model, optimizer, 2)
     before = model.traffic()
     _steps(model, optimizer, 1)
     sent = model.traffic().since(before)
-    return sent.gathers, sent.reductions, [unit.label for unit in engine_of(model).units]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message", "gathers", "reductions"),
-    [(3, "0", 11, 7), (3, str(2 * LAYER_BYTES), 5, 4), (3, None, 2, 2), (1, None, 2, 2), (0, None, 0, 2)],
-)
-def test_merged_units_take_one_message_each(
-    run_ranks: RunRanks, strategy: int, message: str | None, gathers: int, reductions: int
-) -> None:
-    for sent in run_ranks(2, messages_of_a_step, strategy, message):
-        assert sent[:2] == (gathers, reductions)
+    sent = sent.gathers, sent.reductions, [unit.label for unit in engine_of(model).units]
+    assert sent[:2] == (gathers, reductions)
 
 
 def differ() -> str:

@@ -18,10 +18,11 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes
 from tests.support.meta_models import META_CASES, MetaCase, SmallGPT, tokens
-from tests.support.models import Block, ModelCase, TinyTransformer, make_token_batch, token_loss
+from tests.support.models import Block, ScalarHead, TinyTransformer, token_case
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
+from tests.support.tower import FLOORS, ROOT_NUMEL, Floor, Tower
 
 CPU = torch.device("cpu")
 SEED = 5
@@ -122,7 +123,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_training_goes_on_as_on_one_process_with_an_optimizer_built_before(run_ranks: RunRanks) -> None:
-    scenario = Scenario(train, ModelCase(SmallGPT, make_token_batch, token_loss, (Block,)), momentum)
+    scenario = Scenario(train, token_case(SmallGPT), momentum)
     settings = [FromMeta(strategy, options=(("init_model_with_meta_device", True),)) for strategy in (1, 3)]
     check_strategies(run_ranks, 2, scenario, settings)
 
@@ -148,7 +149,7 @@ def test_real_tensors_keep_their_values_and_are_matched_over_ranks() -> None:
     model = on_meta(lambda: nn.Sequential(SmallGPT(), nn.MultiheadAttention(8, 2)))
     gpt, attention = model
     gpt.tokens.weight = nn.Parameter(torch.full((31, 16), 2.0 + dist.get_rank()))
-    gpt.blocks[0].up.bias = nn.Parameter(torch.full((64,), 3.0))
+    gpt.blocks[0].mlp.up.bias = nn.Parameter(torch.full((32,), 3.0))
     attention.out_proj = nn.Linear(8, 8)
     nn.init.constant_(attention.out_proj.weight, 4.0)
     nn.init.constant_(attention.out_proj.bias, 5.0)
@@ -156,12 +157,13 @@ def test_real_tensors_keep_their_values_and_are_matched_over_ranks() -> None:
     with fixed_seed(SEED), pytest.warns(UserWarning, match=differed):
         wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], init_model_with_meta_device=True)
     weights = wrapped.full_parameters()
-    constants = {"0.tokens.weight": 2.0, "0.blocks.0.up.bias": 3.0, "1.out_proj.weight": 4.0, "1.out_proj.bias": 5.0}
+    constants = {"0.tokens.weight": 2.0, "0.blocks.0.mlp.up.bias": 3.0}
+    constants |= {"1.out_proj.weight": 4.0, "1.out_proj.bias": 5.0}
     for name, value in constants.items():
         assert weights[name].unique().tolist() == [value], name
     bound = (6 / (4 * 8)) ** 0.5
     assert 0.9 * bound < weights["1.in_proj_weight"].abs().max().item() <= bound
-    assert 0.9 / 4 < weights["0.blocks.0.up.weight"].abs().max().item() <= 1 / 4
+    assert 0.9 / 4 < weights["0.blocks.0.mlp.up.weight"].abs().max().item() <= 1 / 4
 
 
 @on_ranks(2)
@@ -265,7 +267,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
             ": 1 (Gain: gain, scale); 2.0 (Gain: gain, scale); give each a reset_parameters()",
         ),
     ),
-    "root parameter": (lambda: on_meta(TinyTransformer), ("1 modules hold", "(root) (TinyTransformer: positions)")),
+    "root parameter": (lambda: on_meta(ScalarHead), ("3 modules hold", "(root) (ScalarHead: temperature, offset)")),
     "forgotten attribute": (
         lambda: on_meta(Cached),
         ("1 tensors are still on the meta device after", "cache of (root) (Cached)"),
@@ -325,7 +327,7 @@ def test_a_refused_model_is_as_it_was() -> None:
 @on_ranks(2)
 def test_without_the_flag_meta_tensors_are_refused_with_a_pointer_to_it() -> None:
     message = refusal(on_meta(TinyTransformer), False)
-    assert "parameters are on the meta device (such as positions)" in message
+    assert "parameters are on the meta device (such as tokens.weight)" in message
     assert "init_model_with_meta_device is False; set it to let modules initialise themselves" in message
     message = refusal(Whole(), False)
     assert message.startswith("1 of 1 buffers are on the meta device (such as mask) and init_model_with_meta_device is")
@@ -346,22 +348,10 @@ def test_one_unit_may_be_reset_as_a_whole_and_methods_may_have_arguments_with_de
 # ---- the peak: what is held for good, and the full tensors of one unit -----------------------------------------------
 
 FP32_BYTES = 4
-FEATURES, HIDDEN, FLOORS = 64, 128, 8
-ROOT_NUMEL, FLOOR_NUMEL = 2 * FEATURES * FEATURES, 2 * FEATURES * HIDDEN
+WIDTHS = (512,) * FLOORS
+FLOOR_NUMEL = 32 * WIDTHS[0]
 SCALARS_BYTES = 128
 """The results of checks."""
-
-
-class Floor(nn.Module):
-    """Two layers, which initialise themselves one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(FEATURES, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, FEATURES, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class ResetFloor(Floor):
@@ -370,21 +360,6 @@ class ResetFloor(Floor):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.up.weight)
         nn.init.normal_(self.down.weight)
-
-
-class Tower(nn.Module):
-    """A layer, eight floors, a layer; the two layers belong to the root. Its bytes divide over 1, 2 and 4 ranks."""
-
-    floor: type[Floor] = Floor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES, bias=False)
-        self.floors = nn.Sequential(*(self.floor() for _ in range(FLOORS)))
-        self.last = nn.Linear(FEATURES, FEATURES, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.floors(self.first(x)))
 
 
 class ResetFloorTower(Tower):
@@ -413,7 +388,7 @@ class ModelMethodTower(Tower):
 def test_wrapping_takes_the_shards_and_what_one_method_has_to_see(
     tower: type[Tower], extra_numel: int, strategy: int, num_ranks: int
 ) -> None:
-    model = on_meta(tower)
+    model = on_meta(lambda: tower(WIDTHS))
     torch.manual_seed(0)
     with LiveBytes() as live:
         wrapped = fully_shard_model(

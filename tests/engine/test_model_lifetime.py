@@ -13,7 +13,7 @@ from torch import nn
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
 from tests.support.api_net import Layer, backward, batches, build, mesh, train
-from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.settling import settled
@@ -160,7 +160,7 @@ def test_the_peak_varies_by_zero_bytes_from_the_third_step_on(name: str) -> None
     model, optimizer = wrap_tower(name)
     found = []
     for _ in range(STEPS):
-        with LiveBytes(comes_and_goes(model)) as live:
+        with LiveBytes() as live:
             step(model, optimizer)
         found.append((live.peak_bytes, live.now_bytes))
     peak, left = found[2]

@@ -317,19 +317,19 @@ def test_scale_gradients_reaches_deferred_sums(run_ranks: RunRanks) -> None:
 # ---- two optimizers ------------------------------------------------------------------------------------------------
 
 
-def _first_block(model: nn.Module) -> torch.optim.Optimizer:
+def first_block(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(
         [p for name, p in model.named_parameters() if name.removeprefix("module.")[0] == "0"], lr=0.1
     )
 
 
-def _all_but_the_first_block(model: nn.Module) -> torch.optim.Optimizer:
+def _all_but_thefirst_block(model: nn.Module) -> torch.optim.Optimizer:
     others = [p for name, p in model.named_parameters() if name.removeprefix("module.")[0] != "0"]
     return torch.optim.SGD(others, lr=0.05, momentum=0.9)
 
 
 def train_with_two_optimizers(run: Run) -> None:
-    second = run.add_optimizer(_all_but_the_first_block)
+    second = run.add_optimizer(_all_but_thefirst_block)
     run.loss(0).backward()
     run.optimizer.zero_grad()
     run.note_gradients("first zeroed")
@@ -344,7 +344,7 @@ def train_with_two_optimizers(run: Run) -> None:
 
 
 def defer_with_two_optimizers(run: Run) -> None:
-    second = run.add_optimizer(_all_but_the_first_block)
+    second = run.add_optimizer(_all_but_thefirst_block)
     with run.no_sync():
         run.loss(0).backward()
         second.zero_grad()
@@ -362,4 +362,4 @@ def test_zeroing_one_optimizer_leaves_the_gradients_of_the_other(
     run_ranks: RunRanks, script: Callable[[Run], None]
 ) -> None:
     settings = tuple(Setting(strategy, one_call=False) for strategy in range(4))
-    check_strategies(run_ranks, 2, Scenario(script, MODEL_CASES["odd_shapes"], _first_block), settings)
+    check_strategies(run_ranks, 2, Scenario(script, MODEL_CASES["odd_shapes"], first_block), settings)

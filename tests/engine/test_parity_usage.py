@@ -46,14 +46,14 @@ def train(run: Run) -> None:
 # ---- who is used, and when -----------------------------------------------------------------------------------------
 
 
-def _build_twice_used() -> Ordered:
+def build_twice_used() -> Ordered:
     return Ordered((0, 1, 0, 2, 1, 1, 3, 0))
 
 
 @pytest.mark.full(short=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_unit_used_several_times_in_a_forward(run_ranks: RunRanks, num_ranks: int) -> None:
-    _check(run_ranks, train, vector_case(_build_twice_used), num_ranks)
+    _check(run_ranks, train, vector_case(build_twice_used), num_ranks)
 
 
 @pytest.mark.full(short=["2"])
@@ -151,7 +151,7 @@ def deferred_second_backward(run: Run) -> None:
     [sum_two_forwards, two_forwards_two_backwards, two_forwards_two_backwards_reversed, deferred_second_backward],
 )
 def test_two_forwards_before_backward(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
-    _check(run_ranks, script, vector_case(_build_twice_used))
+    _check(run_ranks, script, vector_case(build_twice_used))
 
 
 def forward_only_then_train(run: Run) -> None:
@@ -179,7 +179,7 @@ def backward_twice(run: Run) -> None:
 
 def test_backward_twice_through_a_retained_graph(run_ranks: RunRanks) -> None:
     _check(run_ranks, backward_twice)
-    _check(run_ranks, backward_twice, vector_case(_build_twice_used))
+    _check(run_ranks, backward_twice, vector_case(build_twice_used))
 
 
 def gradient_of_the_input(run: Run) -> None:

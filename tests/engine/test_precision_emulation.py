@@ -11,8 +11,18 @@ from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, ModelCase, UnusedBlock
 from tests.support.on_ranks import on_ranks
-from tests.support.precision_emulation import Job, emulate
-from tests.support.precision_run import BF16, CASES, FP16, FP32, FP64, MIXED, check, loss_in_own_dtype
+from tests.support.precision_emulation import (
+    BF16,
+    CASES,
+    FP16,
+    FP32,
+    FP64,
+    MIXED,
+    Job,
+    check,
+    emulate,
+    loss_in_own_dtype,
+)
 from tests.support.sharded_run import Run, Scenario, Setting, Tolerance, assert_values, check_strategies
 
 # ---- all pairs of dtypes and strategies ----------------------------------------------------------------------------
@@ -74,7 +84,7 @@ def test_accumulation_is_in_main_grads_dtype_and_in_no_other(run_ranks: RunRanks
     for grads in (BF16, FP32):
         job = Job(CASES[BF16], MixedPrecisionPolicy(FP32, grads, FP32), strategy, steps=1, microbatches=12)
         check(run_ranks, 2, [job])
-        sums[grads] = emulate(job, 2).gradients[0]
+        sums[grads] = dict(emulate(job, 2).notes)["gradients"]
     for name, in_fp32 in sums[FP32].items():
         assert torch.equal(sums[BF16][name], sums[BF16][name].bfloat16().float())
         largest = in_fp32.abs().max()
@@ -99,10 +109,11 @@ def test_float16_sums_of_large_gradients_stay_in_range(
 ) -> None:
     case = replace(CASES[FP32], loss=large_loss)
     policy = MixedPrecisionPolicy(FP32, FP32, FP16)
-    jobs = [Job(case, policy, strategy, mode, steps=1, microbatches=2) for strategy in range(num_ranks == 4, 4)]
-    check(run_ranks, num_ranks, jobs, average_in_collective=in_collective)
+    options = (("average_in_collective", in_collective),)
+    jobs = [Job(case, policy, strategy, mode, 1, 2, options) for strategy in range(num_ranks == 4, 4)]
+    check(run_ranks, num_ranks, jobs)
     for job in jobs:
-        gradients = emulate(job, num_ranks).gradients[0].values()
+        gradients = dict(emulate(job, num_ranks).notes)["gradients"].values()
         assert max(gradient.abs().max().item() for gradient in gradients) > 65504 / 4
         assert all(gradient.isfinite().all() for gradient in gradients)
 

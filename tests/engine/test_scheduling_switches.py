@@ -65,7 +65,7 @@ class Trace:
 
 def observe(model: MegatronFSDP, trace: Trace) -> None:
     """Note what the engine does from now on, each gradient too."""
-    engine = model._engine
+    engine = engine_of(model)
     engine.observers.active = True
     run, take = engine.executor.run, engine.take_gradient
 

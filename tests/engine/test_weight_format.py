@@ -17,6 +17,7 @@ from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, Batch, make_token_batch
+from tests.support.on_ranks import on_ranks
 
 STEPS, SAMPLES = 3, 12
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -236,7 +237,7 @@ def guest_error(kind: type[_Pre]) -> str:
 def poisoned(weight: float) -> list[str]:
     """Return what a forward says after the elements on the first rank became `weight`."""
     model, _ = wrap(Job("fp8"))
-    own = dict(model.module.named_parameters())["blocks.1.qkv.weight"]
+    own = dict(model.module.named_parameters())["blocks.1.attention.q.weight"]
     with torch.no_grad():
         local = own.to_local()
         local.fill_(weight if dist.get_rank() == 0 else 0.5)
@@ -250,29 +251,28 @@ def test_a_weight_that_is_not_finite_is_refused_on_all_ranks(run_ranks: RunRanks
     said = run_ranks(2, poisoned, weight)
     assert said[0] == said[1]
     assert said[0][0].startswith(
-        "blocks.1.qkv.weight has an element that is NaN or infinite, which weight_format='fp8'"
+        "blocks.1.attention.q.weight has an element that is NaN or infinite, which weight_format='fp8'"
     )
 
 
-def counted(job: Job) -> tuple[int, int, int, str]:
+@on_ranks(2)
+def test_bytes_are_counted_and_described() -> None:
     """Return bytes sent in a forward beyond those expected, encoded ones held, those in bf16, and the description."""
+    job = Job("fp8", BF16)
     model, _ = wrap(job)
-    groups = [group for unit in model._engine.units for group in unit.groups]
+    groups = model.parameter_groups()
     before = model.traffic()
     CASE.loss(model, batch())
     sent = model.traffic().since(before).gather_bytes
     held = sum(group.weights.compute.local.nbytes for group in groups if group.weights.is_encoded)
     expected = sum(group.plan.sent_bytes // job.inner for group in groups if group.plan.needs_all_gather)
     in_bf16 = sum(group.plan.layout.numel * 2 // job.inner for group in groups if group.weights.is_encoded)
-    return sent - expected, held, in_bf16, str(model.describe())
-
-
-def test_bytes_are_counted_and_described(run_ranks: RunRanks) -> None:
-    for unexpected, held, in_bf16, told in run_ranks(2, counted, Job("fp8", BF16)):
-        assert unexpected == 0
-        assert 2 * held == in_bf16 > 0
-        assert "gather fp8" in told
-        assert "saved_bytes" in told
+    unexpected = sent - expected
+    told = str(model.describe())
+    assert unexpected == 0
+    assert 2 * held == in_bf16 > 0
+    assert "gather fp8" in told
+    assert "saved_bytes" in told
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def seen_in_kept_memory() -> bool:
         kept, _ = wrap(Job("mxfp8"), nccl_ub=True)
     lazy, _ = wrap(Job("mxfp8"))
     same = [torch.equal(CASE.loss(kept, batch()), CASE.loss(lazy, batch()))]
-    for mine, other in zip(kept._engine.groups(), lazy._engine.groups(), strict=True):
+    for mine, other in zip(kept.parameter_groups(), lazy.parameter_groups(), strict=True):
         same.append(torch.equal(mine.weights.compute.local, other.weights.compute.local))
     return all(same)
 

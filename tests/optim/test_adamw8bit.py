@@ -21,6 +21,7 @@ from megatron_fsdp.optim.adamw8bit import dynamic_map, scales_in_blocks, scales_
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
 from tests.conftest import RunRanks
 from tests.support.api_net import message_of
+from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Twins, drawn, flat, hybrid
 from tests.support.parity import fixed_seed
 
@@ -189,17 +190,14 @@ def test_training_goes_on_with_another_number_of_ranks(
     assert run_ranks(after, go_on, tmp_path, is_fresh) == [[]] * after
 
 
-def take_from_one_process() -> list[str]:
+@on_ranks(3)
+def test_shards_take_state_of_one_process() -> None:
     twins, fresh = twins_of(2), twins_of(0)
     fresh.model.load_state_dict(twins.model.state_dict())
     fresh.optimizer.load_state_dict(twins.reference.state_dict())
     fresh.copies, fresh.reference = twins.copies, twins.reference
     fresh.step(2)
-    return fresh.differing()
-
-
-def test_shards_take_state_of_one_process(run_ranks: RunRanks) -> None:
-    assert run_ranks(3, take_from_one_process) == [[]] * 3
+    assert fresh.differing() == []
 
 
 def test_a_bf16_parameter_keeps_codes_and_scales_when_state_is_loaded() -> None:

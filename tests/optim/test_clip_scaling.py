@@ -10,6 +10,7 @@ from megatron_fsdp.optim.grad_norm import _is_known_to_be_one
 from tests.conftest import RunRanks
 from tests.optim.test_local_step import wrap
 from tests.support.api_net import backward, batches, build
+from tests.support.on_ranks import on_ranks
 
 
 def scaled_by(relative_limit: float, poison: float) -> tuple[list[float], bool]:
@@ -43,7 +44,9 @@ def test_a_norm_that_is_nan_scales_the_gradients_of_every_rank(run_ranks: RunRan
         assert was_multiplied
 
 
-def norms_after_nan(strategy: int) -> list[float]:
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_gaps_between_gradients_count_for_nothing_even_after_nan(strategy: int) -> None:
     """Norms of the same gradients, before and after some that were NaN were clipped and zeroed in place."""
     model = wrap(build, strategy)
     norms = []
@@ -54,14 +57,9 @@ def norms_after_nan(strategy: int) -> list[float]:
             for param in model.parameters():
                 param.grad.to_local().mul_(factor)  # type: ignore[union-attr]
         norms.append(model.clip_grad_norm_(1.0).item())
-    return norms
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_gaps_between_gradients_count_for_nothing_even_after_nan(strategy: int, run_ranks: RunRanks) -> None:
-    for first, nan, last in run_ranks(2, norms_after_nan, strategy):
-        assert math.isnan(nan)
-        assert first == last > 0.0
+    first, nan, last = norms
+    assert math.isnan(nan)
+    assert first == last > 0.0
 
 
 def test_what_cannot_be_read_without_a_wait_is_not_read() -> None:

@@ -12,6 +12,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, weights
+from tests.support.on_ranks import on_ranks
 
 STRATEGIES = [0, 1, 2, 3]
 BF16_GRADS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
@@ -69,34 +70,31 @@ def places(model: MegatronFSDP) -> tuple[set[str], set[torch.dtype], bool]:
     return {str(param.grad) for param in params}, {grad.dtype for grad in grads}, alike
 
 
-def where_gradients_are(strategy: int, auto_sync: bool) -> tuple[Any, float]:
+@pytest.mark.parametrize("auto_sync", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_are_decoupled_in_their_own_dtype_and_grad_stays_none(strategy: int, auto_sync: bool) -> None:
     model = wrap(strategy, BF16_GRADS, sync_model_each_microbatch=auto_sync)
     backward(model, next(batches(1)))
     if not auto_sync:
         model.finish_grad_sync()
-    return places(model), largest_difference(shown(model), whole_gradients())
+    found = places(model)
+    difference = largest_difference(shown(model), whole_gradients())
+    assert found == ({"None"}, {torch.bfloat16}, True)
+    assert 0.0 < difference <= 2e-2  # of bfloat16's 8 bits, and not of a float32 that was cast on the way
 
 
+@on_ranks(2)
+def test_before_the_first_backward_the_attribute_is_none() -> None:
+    values = [getattr(param, "decoupled_grad", "missing") for param in wrap(3).parameters()]
+    assert values == [None] * 7
+
+
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("auto_sync", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_decoupled_in_their_own_dtype_and_grad_stays_none(
-    run_ranks: RunRanks, strategy: int, auto_sync: bool
-) -> None:
-    for found, difference in run_ranks(2, where_gradients_are, strategy, auto_sync):
-        assert found == ({"None"}, {torch.bfloat16}, True)
-        assert 0.0 < difference <= 2e-2  # of bfloat16's 8 bits, and not of a float32 that was cast on the way
-
-
-def fresh_value() -> list[Any]:
-    return [getattr(param, "decoupled_grad", "missing") for param in wrap(3).parameters()]
-
-
-def test_before_the_first_backward_the_attribute_is_none(run_ranks: RunRanks) -> None:
-    for values in run_ranks(2, fresh_value):
-        assert values == [None] * 7
-
-
-def train_decoupled(strategy: int, auto_sync: bool) -> tuple[float, float]:
+@on_ranks(3)
+def test_microbatches_clipping_and_scaling_act_on_decoupled_gradients(strategy: int, auto_sync: bool) -> None:
     """Three updates of two microbatches each, the sum of which is clipped and scaled by the model."""
     model = wrap(strategy, sync_model_each_microbatch=auto_sync)
     optimizer = fully_shard_optimizer(DecoupledSGD(model.parameters()))
@@ -117,18 +115,9 @@ def train_decoupled(strategy: int, auto_sync: bool) -> tuple[float, float]:
         for each in (optimizer, reference_optimizer):
             each.step()
             each.zero_grad()
-    return worst, largest_difference(weights(model), weights(reference))
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("auto_sync", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_microbatches_clipping_and_scaling_act_on_decoupled_gradients(
-    run_ranks: RunRanks, strategy: int, auto_sync: bool
-) -> None:
-    for norm_difference, difference in run_ranks(3, train_decoupled, strategy, auto_sync):
-        assert norm_difference <= 1e-6
-        assert difference <= 2e-6
+    difference = largest_difference(weights(model), weights(reference))
+    assert worst <= 1e-6
+    assert difference <= 2e-6
 
 
 def by_optimizer(_: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
@@ -196,7 +185,9 @@ def test_every_way_to_clear_clears_decoupled_gradients(
         assert difference <= 1e-6
 
 
-def plain_gradient(strategy: int) -> float:
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+@on_ranks(2)
+def test_what_is_in_grad_all_the_same_is_added(strategy: int) -> None:
     """A gradient that got into `.grad` of the sharded parameters, as that of a penalty on them does."""
     model = wrap(strategy)
     backward(model, next(batches(1)))
@@ -204,15 +195,11 @@ def plain_gradient(strategy: int) -> float:
         param.grad = torch.ones_like(param)
     model.finish_grad_sync()
     assert all(param.grad is None for param in model.parameters())
-    return largest_difference(shown(model), {name: grad + 1.0 for name, grad in whole_gradients().items()})
+    assert largest_difference(shown(model), {name: grad + 1.0 for name, grad in whole_gradients().items()}) <= 1e-6
 
 
-@pytest.mark.parametrize("strategy", [0, 2, 3])
-def test_what_is_in_grad_all_the_same_is_added(run_ranks: RunRanks, strategy: int) -> None:
-    assert max(run_ranks(2, plain_gradient, strategy)) <= 1e-6
-
-
-def torch_optimizer() -> list[str]:
+@on_ranks(2)
+def test_an_optimizer_of_torch_would_find_nothing_and_is_refused() -> None:
     model = build()
     with pytest.raises(ConfigurationError) as in_one_call:
         fully_shard(model, torch.optim.AdamW(model.parameters()), mesh(), use_decoupled_grad=True)
@@ -220,10 +207,6 @@ def torch_optimizer() -> list[str]:
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError) as by_itself:
         fully_shard_optimizer(optimizer)
-    return [str(in_one_call.value), str(by_itself.value)]
-
-
-def test_an_optimizer_of_torch_would_find_nothing_and_is_refused(run_ranks: RunRanks) -> None:
-    for first, second in run_ranks(2, torch_optimizer):
-        assert "in param.decoupled_grad, where AdamW, one of torch's own, does not look" in first
-        assert "where SGD" in second
+    first, second = [str(in_one_call.value), str(by_itself.value)]
+    assert "in param.decoupled_grad, where AdamW, one of torch's own, does not look" in first
+    assert "where SGD" in second

@@ -18,6 +18,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, weights
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.seams import local_of
 
@@ -174,8 +175,11 @@ def test_a_local_step_is_that_of_dtensors(
         assert sum(each["empty"] for each in found), "some rank should own nothing of some parameter"
 
 
-def against_one_process(strategy: int) -> dict[str, float]:
-    """Distance of whole weights to one process after three steps, by variant."""
+@pytest.mark.full(short=["2-2e-05"])
+@pytest.mark.parametrize(("num_ranks", "tolerance"), [(1, 1e-6), (2, 2e-5)])
+@on_ranks()
+def test_a_local_step_is_that_of_one_process(tolerance: float) -> None:
+    strategy = 3
     found = {}
     model = wrap(build, strategy)
     start = [param.detach().clone() for param in model.parameters()]
@@ -190,21 +194,14 @@ def against_one_process(strategy: int) -> dict[str, float]:
             optimizer.step()
             schedule.step()
         found[name] = largest_difference(weights(model), weights(reference))
-    return found
-
-
-@pytest.mark.full(short=["2-2e-05"])
-@pytest.mark.parametrize(("ranks", "tolerance"), [(1, 1e-6), (2, 2e-5)])
-def test_a_local_step_is_that_of_one_process(ranks: int, tolerance: float, run_ranks: RunRanks) -> None:
-    for found in run_ranks(ranks, against_one_process, 3):
-        assert {name: error for name, error in found.items() if not error <= tolerance} == {}
+    assert {name: error for name, error in found.items() if not error <= tolerance} == {}
 
 
 # ---- who sees what ---------------------------------------------------------------------------------------------------
 
 
-def look_from_outside() -> dict[str, Any]:
-    """What hooks of the user, registered before and after connecting, and a closure see during steps."""
+@on_ranks(2)
+def test_hooks_and_closures_see_dtensors() -> None:
     model = wrap(build, 3)
     optimizer = VARIANTS["adamw"](model.parameters())
     found: dict[str, Any] = {}
@@ -236,23 +233,19 @@ def look_from_outside() -> dict[str, Any]:
 
         optimizer.step(closure)
     found["count"] = len(list(model.parameters()))
-    return found
+    count = found.pop("count")
+    before, after = [({True}, 0, True), ({True}, count, True)], [({True}, count, True)] * 2
+    assert found == {
+        "pre, early": before,
+        "pre, late": before,
+        "closure": before,
+        "post, early": after,
+        "post, late": after,
+    }
 
 
-def test_hooks_and_closures_see_dtensors(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, look_from_outside):
-        count = found.pop("count")
-        before, after = [({True}, 0, True), ({True}, count, True)], [({True}, count, True)] * 2
-        assert found == {
-            "pre, early": before,
-            "pre, late": before,
-            "closure": before,
-            "post, early": after,
-            "post, late": after,
-        }
-
-
-def step_with_failures() -> tuple[list[tuple[str, str]], bool, float]:
+@on_ranks(2)
+def test_a_step_that_fails_leaves_everything_as_it_was() -> None:
     """Steps that fail in a closure, and in torch's code half way; then as if nothing had happened."""
     runs, errors, shown = [], [], True
     for fails in (True, False):
@@ -275,18 +268,14 @@ def step_with_failures() -> tuple[list[tuple[str, str]], bool, float]:
                 shown &= all(isinstance(each, DTensor) for each in held)
             optimizer.step()
         runs.append(weights(model))
-    return errors, shown, largest_difference(*runs)
+    difference = largest_difference(*runs)
+    kinds = ["RuntimeError", "ZeroDivisionError", "RuntimeError", "RuntimeError", "ZeroDivisionError"]
+    assert [kind for kind, _ in errors] == kinds
+    assert (shown, difference) == (True, 0.0)
 
 
-def test_a_step_that_fails_leaves_everything_as_it_was(run_ranks: RunRanks) -> None:
-    for errors, shown, difference in run_ranks(2, step_with_failures):
-        kinds = ["RuntimeError", "ZeroDivisionError", "RuntimeError", "RuntimeError", "ZeroDivisionError"]
-        assert [kind for kind, _ in errors] == kinds
-        assert (shown, difference) == (True, 0.0)
-
-
-def state_of_another_cut() -> list[tuple[str, str]]:
-    """A plain tensor among the state of a sharded parameter: what either path says."""
+@on_ranks(2)
+def test_state_that_is_not_cut_as_its_parameter_is_refused_as_ever() -> None:
     found = []
     for on_dtensors in (False, True):
         model = wrap(build, 3)
@@ -299,17 +288,13 @@ def state_of_another_cut() -> list[tuple[str, str]]:
             optimizer.step()
         except Exception as error:  # noqa: BLE001 - the parent looks at it
             found.append(message_of(error))
-    return found
+    local, dtensors = found
+    assert local == dtensors
+    assert local[0] == "ShardOperationError"
 
 
-def test_state_that_is_not_cut_as_its_parameter_is_refused_as_ever(run_ranks: RunRanks) -> None:
-    for local, dtensors in run_ranks(2, state_of_another_cut):
-        assert local == dtensors
-        assert local[0] == "ShardOperationError"
-
-
-def what_is_kept() -> list[bool]:
-    """Whether gradients, and state that was put away, are gone after a step."""
+@on_ranks(2)
+def test_nothing_is_kept_between_steps() -> None:
     model = wrap(bf16, 2)
     optimizer = connect(model, VARIANTS["adamw"])
     backward(model, next(batches(1)))
@@ -322,18 +307,16 @@ def what_is_kept() -> list[bool]:
     optimizer.zero_grad()
     optimizer.state.clear()
     gc.collect()
-    return [state() is None, gradient() is None]
-
-
-def test_nothing_is_kept_between_steps(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, what_is_kept) == [[True, True]] * 2
+    assert [state() is None, gradient() is None] == [True, True]
 
 
 # ---- writes, and loss scaling ----------------------------------------------------------------------------------------
 
 
-def output_without_install(strategy: int, dtype: torch.dtype) -> tuple[float, float]:
-    """After a step that was told not to install: change of the next output, and distance between both paths."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+@on_ranks(2)
+def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, dtype: torch.dtype) -> None:
     outputs = []
     inputs = torch.ones(2, 5, dtype=dtype)
     for on_dtensors in (False, True):
@@ -343,21 +326,15 @@ def output_without_install(strategy: int, dtype: torch.dtype) -> tuple[float, fl
         before = model(inputs).detach().clone()
         optimizer.step(install_optimized_model_weights=False)
         outputs.append(model(inputs).detach())
-    return (outputs[0] - before).abs().max().item(), (outputs[0] - outputs[1]).abs().max().item()
+    moved = (outputs[0] - before).abs().max().item()
+    difference = (outputs[0] - outputs[1]).abs().max().item()
+    assert moved > 1e-2
+    assert difference == 0.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strategy", [0, 1, 3])
-def test_writes_of_a_local_step_are_noticed_at_the_next_forward(
-    strategy: int, dtype: torch.dtype, run_ranks: RunRanks
-) -> None:
-    for moved, difference in run_ranks(2, output_without_install, strategy, dtype):
-        assert moved > 1e-2
-        assert difference == 0.0
-
-
-def scaled(name: str) -> tuple[float, list[float], list[float]]:
-    """Four steps under a scaler, one of them with an infinite gradient on one rank: distance between both paths."""
+@pytest.mark.parametrize("name", ["adamw", "adamw fused"])
+@on_ranks(2)
+def test_loss_scaling_skips_the_step_on_all_ranks(name: str) -> None:
     runs, scales, steps = [], [], []
     for on_dtensors in (False, True):
         model = wrap(build, 2)
@@ -372,15 +349,10 @@ def scaled(name: str) -> tuple[float, list[float], list[float]]:
         runs.append(weights(model))
         scales.append(scaler.get_scale())
         steps += sorted({float(state["step"]) for state in optimizer.state.values()})
-    return largest_difference(*runs), scales, steps
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw fused"])
-def test_loss_scaling_skips_the_step_on_all_ranks(name: str, run_ranks: RunRanks) -> None:
-    for difference, scales, steps in run_ranks(2, scaled, name):
-        assert difference == 0.0
-        assert scales == [8.0, 8.0]  # halved once, doubled once
-        assert steps == [3.0, 3.0]
+    difference = largest_difference(*runs)
+    assert difference == 0.0
+    assert scales == [8.0, 8.0]  # halved once, doubled once
+    assert steps == [3.0, 3.0]
 
 
 # ---- what users do between steps -------------------------------------------------------------------------------------
@@ -531,28 +503,26 @@ def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
     assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
 
 
-def order_of_state() -> tuple[list[int], list[int]]:
+@on_ranks(3)
+def test_state_is_in_the_order_of_parameters_on_every_rank() -> None:
     """Numbers of the parameters with state in the order of the optimizer's state, and of its state dict."""
     model = wrap(odd, 3)
     optimizer: Any = connect(model, VARIANTS["adamw"])
     numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
     backward(model, next(batches(1)))
     optimizer.step()
-    return [numbers[param] for param in optimizer.state], list(optimizer.state_dict()["state"])
-
-
-def test_state_is_in_the_order_of_parameters_on_every_rank(run_ranks: RunRanks) -> None:
-    for order, saved in run_ranks(3, order_of_state):
-        assert order == sorted(order)
-        assert saved == sorted(saved)
-        assert set(order) < set(saved)  # which has blank state of the parameter that was not used
+    order = [numbers[param] for param in optimizer.state]
+    saved = list(optimizer.state_dict()["state"])
+    assert order == sorted(order)
+    assert saved == sorted(saved)
+    assert set(order) < set(saved)  # which has blank state of the parameter that was not used
 
 
 # ---- hooks, failures and what cannot be shown ------------------------------------------------------------------------
 
 
-def seen_by_an_early_hook() -> list[tuple[list[int], set[float]]]:
-    """What a hook from before connecting finds after each step: the order of state, and the numbers of steps."""
+@on_ranks(3)
+def test_hooks_from_before_connecting_find_state_in_order_and_every_step_counted() -> None:
     model = wrap(odd, 3)
     optimizer: Any = VARIANTS["adamw"]([param for param in model.parameters() if param.requires_grad])
     numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
@@ -567,13 +537,8 @@ def seen_by_an_early_hook() -> list[tuple[list[int], set[float]]]:
         optimizer.zero_grad()
         backward(model, batch)
         optimizer.step()
-    return seen
-
-
-def test_hooks_from_before_connecting_find_state_in_order_and_every_step_counted(run_ranks: RunRanks) -> None:
-    for seen in run_ranks(3, seen_by_an_early_hook):
-        assert [order for order, _ in seen] == [[0, 2, 3, 4, 5, 6]] * 2  # number 1 is never used
-        assert [steps for _, steps in seen] == [{1.0}, {2.0}]
+    assert [order for order, _ in seen] == [[0, 2, 3, 4, 5, 6]] * 2  # number 1 is never used
+    assert [steps for _, steps in seen] == [{1.0}, {2.0}]
 
 
 def make_other_gradients(model: nn.Module, _optimizer: Any = None) -> None:
@@ -620,8 +585,21 @@ def own_values(_model: nn.Module, optimizer: Any) -> None:
         optimizer.state[param].update(seen=torch.zeros(()), list=[torch.ones(2), torch.ones(2)])
 
 
-def after_trouble(trouble: Callable[[nn.Module, Any], None], at: int) -> tuple[list[bool], bool]:
-    """Whether weights and state are equal by parameter, and own values the user's, between local steps and DTensors."""
+@pytest.mark.parametrize(
+    ("trouble", "at"),
+    [
+        (fail_then_replace, 0),
+        (fail_then_replace, 2),
+        (one_group_on_dtensors, 0),
+        (listed_twice, 0),
+        (own_values, 1),
+        (make_other_gradients, 2),
+    ],
+)
+@on_ranks(2)
+def test_after_trouble_weights_and_state_are_those_of_dtensors(
+    trouble: Callable[[nn.Module, Any], None], at: int
+) -> None:
     ends, kept = [], True
     for on_dtensors in (False, True):
         model = fully_shard_model(tight(), mesh(), zero_dp_strategy=3)
@@ -641,23 +619,5 @@ def after_trouble(trouble: Callable[[nn.Module, Any], None], at: int) -> tuple[l
         left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
         for left, right in zip(*ends, strict=True)
     ]
-    return same, kept
-
-
-@pytest.mark.parametrize(
-    ("trouble", "at"),
-    [
-        (fail_then_replace, 0),
-        (fail_then_replace, 2),
-        (one_group_on_dtensors, 0),
-        (listed_twice, 0),
-        (own_values, 1),
-        (make_other_gradients, 2),
-    ],
-)
-def test_after_trouble_weights_and_state_are_those_of_dtensors(
-    trouble: Callable[[nn.Module, Any], None], at: int, run_ranks: RunRanks
-) -> None:
-    for same, kept in run_ranks(2, after_trouble, trouble, at):
-        assert all(same)
-        assert kept
+    assert all(same)
+    assert kept

@@ -20,9 +20,10 @@ from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import Arrangement
 from tests.support.expert_meshes import FLAT, Sizes, experts_of
-from tests.support.mixture import ListedExperts
+from tests.support.mixture import ListedExperts, build_with_experts
+from tests.support.models import Block, build_dense
+from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
-from tests.support.parallel_transformer import ParallelBlock, build_dense, build_with_experts
 from tests.support.parity import fixed_seed
 from tests.support.tensor_meshes import divide_tensors, hybrid_tensor_parallel, tensor_parallel
 
@@ -127,7 +128,7 @@ def matrices_of_a_transformer(build: Callable[[], nn.Module], arrangement: Arran
     def make(params: Sequence[Any]) -> torch.optim.Optimizer:
         return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.1)
 
-    sharding = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [ParallelBlock]}
+    sharding = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Block]}
     twins = Twins(model, make, {**arrangement.arguments(), **sharding})
     for step in range(2):
         twins.step(step)
@@ -187,8 +188,9 @@ def test_a_step_sends_two_bytes_per_element_each_way(run_ranks: RunRanks) -> Non
     assert sum(nbytes for nbytes, _ in sent) == 4 * sent[0][1]
 
 
-def order_of_a_step() -> list[str]:
-    """What a step in waves of one matrix does on this rank, in its order."""
+@on_ranks(2)
+def test_one_wave_is_computed_while_the_next_one_and_the_one_before_travel() -> None:
+    turns = ["send", "send compute", *["send compute receive"] * 2, "compute receive", "receive"]
     from megatron_fsdp.optim import muon
 
     twins = Twins(matrices(), VARIANTS["defaults"], {**flat(3), "fsdp_unit_modules": [nn.Linear]})
@@ -203,16 +205,16 @@ def order_of_a_step() -> list[str]:
             patch.setattr(muon._Wave, method, noted(method, getattr(muon._Wave, method)))
         twins.step(0)
     assert twins.differing() == []
-    return done
+    assert done == [*" ".join(turns).split(), *["apply"] * 4]
 
 
-def test_one_wave_is_computed_while_the_next_one_and_the_one_before_travel(run_ranks: RunRanks) -> None:
-    turns = ["send", "send compute", *["send compute receive"] * 2, "compute receive", "receive"]
-    assert run_ranks(2, order_of_a_step) == [[*" ".join(turns).split(), *["apply"] * 4]] * 2
-
-
-def fail_once(failing: int) -> tuple[tuple[str, str], bool, list[bool]]:
-    """A step in waves of one matrix whose iteration fails on one rank: what is raised, and which weights changed."""
+@on_ranks(3)
+def test_an_iteration_that_fails_on_an_owner_fails_on_all_ranks_and_changes_no_weights() -> None:
+    message = (
+        "the optimizer's step failed (rank 1: MemoryError: no room for the product); no weights were changed on any "
+        "rank"
+    )
+    failing = 1
     from megatron_fsdp.optim import muon
 
     twins = Twins(matrices(), VARIANTS["defaults"], {**flat(3), "fsdp_unit_modules": [nn.Linear]})
@@ -230,15 +232,7 @@ def fail_once(failing: int) -> tuple[tuple[str, str], bool, list[bool]]:
     kept = all(torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True))
     twins.step(1)
     changed = [not torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True)]
-    return message_of(raised.value), kept, changed
-
-
-def test_an_iteration_that_fails_on_an_owner_fails_on_all_ranks_and_changes_no_weights(run_ranks: RunRanks) -> None:
-    message = (
-        "the optimizer's step failed (rank 1: MemoryError: no room for the product); no weights were changed on any "
-        "rank"
-    )
-    assert run_ranks(3, fail_once, 1) == [(("RankError", message), True, [True] * 5)] * 3
+    assert (message_of(raised.value), kept, changed) == (("RankError", message), True, [True] * 5)
 
 
 # ---- matrices of several matrices -----------------------------------------------------------------------------------
@@ -258,7 +252,12 @@ def split_by_hand(whole: Tensor) -> list[nn.Parameter]:
     return [nn.Parameter(piece.clone()) for piece in whole.split(sizes)]  # type: ignore[no-untyped-call]
 
 
-def three_split_steps(strategy: int, folder: Path) -> list[str]:
+@pytest.mark.full(short=["3-3"])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+@on_ranks()
+def test_split_matrices_step_as_matrices_split_by_hand(tmp_path: Path, strategy: int) -> None:
+    folder = tmp_path / "saved"
     twins = Twins(matrices(), splitting, {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
     pieces = [split_by_hand(copy.detach()) for copy in twins.copies]
     reference = torch.optim.Muon(itertools.chain(*pieces), lr=0.1, adjust_lr_fn="match_rms_adamw")
@@ -280,16 +279,7 @@ def three_split_steps(strategy: int, folder: Path) -> list[str]:
             buffer = sharded.optimizer.state[param]["momentum_buffer"].full_tensor()
             if not torch.equal(buffer, torch.cat([reference.state[part]["momentum_buffer"] for part in parts])):
                 found.append(f"momentum {index}")
-    return found
-
-
-@pytest.mark.full(short=["3-3"])
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-@pytest.mark.parametrize("strategy", [0, 2, 3])
-def test_split_matrices_step_as_matrices_split_by_hand(
-    run_ranks: RunRanks, tmp_path: Path, strategy: int, ranks: int
-) -> None:
-    assert run_ranks(ranks, three_split_steps, strategy, tmp_path / "saved") == [[]] * ranks
+    assert found == []
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), 4, (9, 0), (10, -1), 0, (4.5, 4.5), ()])
@@ -331,20 +321,6 @@ def batch(step: int) -> Tensor:
     return torch.randn(12, 6, generator=torch.Generator().manual_seed(50 + step))
 
 
-def train_sharded(steps: int) -> list[dict[str, Tensor]]:
-    model = fully_shard_model(net(), mesh(), fsdp_unit_modules=[nn.Linear])
-    optimizers = [fully_shard_optimizer(made) for made in two_optimizers(list(model.parameters()))]
-    ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
-    for step in range(steps):
-        model(batch(step).chunk(ranks)[rank]).square().mean().backward()
-        model.clip_grad_norm_(0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append({name: value.clone() for name, value in model.full_parameters().items()})
-    return found
-
-
 def train_alone(steps: int) -> list[dict[str, Tensor]]:
     model, found = net(), []
     optimizers = two_optimizers(list(model.parameters()))
@@ -363,10 +339,22 @@ def close(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.allclose(left[name], right[name], atol=2e-3, rtol=0) for name in right)
 
 
-def test_muon_and_adamw_train_as_in_one_process(run_ranks: RunRanks) -> None:
+@on_ranks(3)
+def test_muon_and_adamw_train_as_in_one_process() -> None:
     expected = train_alone(3)
-    for got in run_ranks(3, train_sharded, 3):
-        assert all(close(weights, want) for weights, want in zip(got, expected, strict=True))
+    steps = 3
+    model = fully_shard_model(net(), mesh(), fsdp_unit_modules=[nn.Linear])
+    optimizers = [fully_shard_optimizer(made) for made in two_optimizers(list(model.parameters()))]
+    ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
+    for step in range(steps):
+        model(batch(step).chunk(ranks)[rank]).square().mean().backward()
+        model.clip_grad_norm_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: value.clone() for name, value in model.full_parameters().items()})
+
+    assert all(close(weights, want) for weights, want in zip(found, expected, strict=True))
 
 
 def save_after_two_steps(folder: Path, strategy: int) -> None:

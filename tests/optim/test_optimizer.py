@@ -32,6 +32,7 @@ from tests.support.api_net import (
     train,
     weights,
 )
+from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 2e-6
 """For float32 weights after a few steps: ranks add up gradients in another order than one process does."""
@@ -106,7 +107,9 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def shard_grouped(strategy: int) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strategy: int) -> None:
     model, reference = build(), build()
     expected, optimizer = grouped_optimizer(reference), grouped_optimizer(model)
     groups_before = optimizer.param_groups
@@ -124,25 +127,20 @@ def shard_grouped(strategy: int) -> dict[str, Any]:
     after = weights(wrapped)
     found["difference"] = largest_difference(after, weights(reference))
     found["left alone"] = [name for name in after if torch.equal(after[name], before[name])]
-    return found
+    assert found.pop("difference") <= TOLERANCE
+    assert sorted(found.pop("left alone")) == ["head.bias", "layers.0.linear.bias"]
+    assert found == {
+        "same optimizer": True,
+        "names": GROUP_NAMES,
+        "options": True,
+        "sharded": True,
+        "state": 0,
+    }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strategy: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, shard_grouped, strategy):
-        assert found.pop("difference") <= TOLERANCE
-        assert sorted(found.pop("left alone")) == ["head.bias", "layers.0.linear.bias"]
-        assert found == {
-            "same optimizer": True,
-            "names": GROUP_NAMES,
-            "options": True,
-            "sharded": True,
-            "state": 0,
-        }
-
-
-def decay_without_gradient(strategy: int) -> list[float]:
-    """Zero gradients under weight decay: only the group with decay may move. Largest move of each group."""
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_a_group_without_decay_stays_without_decay(strategy: int) -> None:
     model = build()
     weights_only = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
@@ -153,14 +151,9 @@ def decay_without_gradient(strategy: int) -> list[float]:
     (wrapped(torch.ones(2, 5)).sum() * 0.0).backward()
     optimizer.step()
     moves = {name: (after - before[name]).abs().max().item() for name, after in weights(wrapped).items()}
-    return [max(moves[name] for name in names) for names in names_in(wrapped, optimizer.param_groups)]
-
-
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_a_group_without_decay_stays_without_decay(strategy: int, run_ranks: RunRanks) -> None:
-    for decayed, kept in run_ranks(2, decay_without_gradient, strategy):
-        assert decayed > 1e-3
-        assert kept == 0.0
+    decayed, kept = [max(moves[name] for name in names) for names in names_in(wrapped, optimizer.param_groups)]
+    assert decayed > 1e-3
+    assert kept == 0.0
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -179,7 +172,9 @@ def state_shapes(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.state)
 
 
-def continue_after_sharding(name: str, strategy: int) -> dict[str, Any]:
+@pytest.mark.parametrize(("name", "strategy"), [("adamw", 3), ("adam_fused", 2), ("sgd", 1), ("lion", 3), ("adamw", 0)])
+@on_ranks(2)
+def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: int) -> None:
     model, reference = build(), build()
     optimizer, expected = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
     train(model, optimizer, 2)
@@ -190,22 +185,19 @@ def continue_after_sharding(name: str, strategy: int) -> dict[str, Any]:
     sharded = state_shapes(optimizer)
     train(wrapped, optimizer, 3, first=2)
     train(reference, expected, 3, first=2)
-    return {
+    found = {
         "steps": (set(steps_before), set(steps_after)),
         "sharded": sharded,
         "difference": largest_difference(weights(wrapped), weights(reference)),
     }
+    assert found["steps"] == (({2.0}, {2.0}) if name.startswith("adam") else (set(), set()))
+    assert found["sharded"]
+    assert found["difference"] <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("adamw", 3), ("adam_fused", 2), ("sgd", 1), ("lion", 3), ("adamw", 0)])
-def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, continue_after_sharding, name, strategy):
-        assert found["steps"] == (({2.0}, {2.0}) if name.startswith("adam") else (set(), set()))
-        assert found["sharded"]
-        assert found["difference"] <= TOLERANCE
-
-
-def first_update(strategy: int) -> tuple[int, list[float], float]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_sharding_makes_no_fake_step(strategy: int) -> None:
     model, reference = build(), build()
     optimizer, expected = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
     wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
@@ -213,18 +205,15 @@ def first_update(strategy: int) -> tuple[int, list[float], float]:
     train(wrapped, optimizer, 1)
     train(reference, expected, 1)
     counters = sorted({float(state["step"]) for state in optimizer.state.values()})
-    return at_first, counters, largest_difference(weights(wrapped), weights(reference))
+    states_at_first = at_first
+    difference = largest_difference(weights(wrapped), weights(reference))
+    assert (states_at_first, counters) == (0, [1.0])
+    assert difference <= 1e-6
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sharding_makes_no_fake_step(strategy: int, run_ranks: RunRanks) -> None:
-    for states_at_first, counters, difference in run_ranks(2, first_update, strategy):
-        assert (states_at_first, counters) == (0, [1.0])
-        assert difference <= 1e-6
-
-
-def state_dict_round_trip(strategy: int) -> tuple[float, float]:
-    """Save after two steps, go on for two, load, repeat the two: distance of both ends, and of the end to the start."""
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_optimizer_state_dict_round_trip_repeats_training(strategy: int) -> None:
     model = wrap(strategy)
     optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](model.parameters()))
     train(model, optimizer, 2)
@@ -240,14 +229,10 @@ def state_dict_round_trip(strategy: int) -> tuple[float, float]:
     model.load_state_dict(saved_model)
     optimizer.load_state_dict(saved)
     train(model, optimizer, 2, first=2)
-    return largest_difference(weights(model), end), largest_difference(at_save, end)
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_optimizer_state_dict_round_trip_repeats_training(strategy: int, run_ranks: RunRanks) -> None:
-    for repeated, moved in run_ranks(2, state_dict_round_trip, strategy):
-        assert repeated == 0.0
-        assert moved > 1e-3
+    repeated = largest_difference(weights(model), end)
+    moved = largest_difference(at_save, end)
+    assert repeated == 0.0
+    assert moved > 1e-3
 
 
 # ---- kinds of optimizers ---------------------------------------------------------------------------------------------
@@ -279,20 +264,19 @@ def test_optimizers_train_as_on_one_process(strategy: int, connect: bool, run_ra
         assert {name: error for name, error in found.items() if not error <= 5 * TOLERANCE} == {}
 
 
-def three_ranks(name: str) -> float:
+@pytest.mark.parametrize("name", ["lion", "adamw"])
+@on_ranks(3)
+def test_parameters_smaller_than_the_ranks_train_too(name: str) -> None:
+    """On three ranks some hold no row of `gain` or of a bias."""
     model, reference = wrap(3), build()
     train(model, fully_shard_optimizer(OPTIMIZERS[name](model.parameters())), 3)
     train(reference, OPTIMIZERS[name](reference.parameters()), 3)
-    return largest_difference(weights(model), weights(reference))
+    assert largest_difference(weights(model), weights(reference)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["lion", "adamw"])
-def test_parameters_smaller_than_the_ranks_train_too(name: str, run_ranks: RunRanks) -> None:
-    """On three ranks some hold no row of `gain` or of a bias."""
-    assert max(run_ranks(3, three_ranks, name)) <= TOLERANCE
-
-
-def optimizer_built_late(strategy: int) -> tuple[bool, float]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_an_optimizer_may_be_built_after_a_forward(strategy: int) -> None:
     model, reference = wrap(strategy), build()
     model.eval()
     with torch.no_grad():
@@ -304,17 +288,15 @@ def optimizer_built_late(strategy: int) -> tuple[bool, float]:
     optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](params))
     train(model, optimizer, 3)
     train(reference, OPTIMIZERS["adamw"](reference.parameters()), 3)
-    return all(isinstance(p, DTensor) for p in params), largest_difference(weights(model), weights(reference))
+    distributed = all(isinstance(p, DTensor) for p in params)
+    difference = largest_difference(weights(model), weights(reference))
+    assert distributed
+    assert difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_may_be_built_after_a_forward(strategy: int, run_ranks: RunRanks) -> None:
-    for distributed, difference in run_ranks(2, optimizer_built_late, strategy):
-        assert distributed
-        assert difference <= TOLERANCE
-
-
-def two_optimizers(strategy: int) -> float:
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_two_optimizers_may_share_a_model(strategy: int) -> None:
     """One for the head, one for the rest, as alternating trainings do."""
     runs = []
     for model in (wrap(strategy), build()):
@@ -328,33 +310,13 @@ def two_optimizers(strategy: int) -> float:
             backward(model, batch)
             optimizers[number % 2].step()
         runs.append(weights(model))
-    return largest_difference(*runs)
-
-
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_two_optimizers_may_share_a_model(strategy: int, run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, two_optimizers, strategy)) <= TOLERANCE
+    assert largest_difference(*runs) <= TOLERANCE
 
 
 def test_one_rank_trains_bit_for_bit_as_without_sharding(run_ranks: RunRanks) -> None:
     for connect in (True, False):
         (found,) = run_ranks(1, train_kinds, 3, connect)
         assert {name: error for name, error in found.items() if error != 0.0} == {}
-
-
-def _loads_nothing(
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], loads_weights: bool, folder: str
-) -> list[str]:
-    model = build(0)
-    sharded, optimizer = fully_shard(model, optimizer_of(model), mesh(), "dp", fsdp_unit_modules=[Layer])
-    state = {"model": sharded.state_dict(), "optimizer": optimizer.state_dict()}
-    if loads_weights:
-        dcp.save(state, checkpoint_id=folder)
-        dcp.load(state, checkpoint_id=folder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.load_state_dict(state["optimizer"])
-    return [str(warning.message) for warning in caught]
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -376,17 +338,24 @@ def _unknown(model: nn.Module) -> torch.optim.Optimizer:
     ("optimizer_of", "loads_weights", "warned"),
     [(_adamw, True, 0), (_unknown, True, 1), (_unknown, False, 0)],
 )
+@on_ranks(2)
 def test_moments_that_begin_at_zero_are_warned_of(
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
-    loads_weights: bool,
-    warned: int,
-    run_ranks: RunRanks,
-    tmp_path: Path,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], loads_weights: bool, warned: int, tmp_path: Path
 ) -> None:
     """As after `dcp.load`, which fills weights, but has no state to fill of an optimizer that it does not know."""
-    for told in run_ranks(2, _loads_nothing, optimizer_of, loads_weights, str(tmp_path)):
-        assert len(told) == warned
-        assert all("moments start from zero; load with megatron_fsdp.checkpoint.load" in text for text in told)
+    folder = str(tmp_path)
+    model = build(0)
+    sharded, optimizer = fully_shard(model, optimizer_of(model), mesh(), "dp", fsdp_unit_modules=[Layer])
+    state = {"model": sharded.state_dict(), "optimizer": optimizer.state_dict()}
+    if loads_weights:
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(state["optimizer"])
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == warned
+    assert all("moments start from zero; load with megatron_fsdp.checkpoint.load" in text for text in told)
 
 
 # ---- optimizers that would train nothing -----------------------------------------------------------------------------
@@ -398,8 +367,10 @@ class KeepsCopies(torch.optim.SGD):
         self.mine = [param for group in self.param_groups for param in group["params"]]
 
 
-def forget(strategy: int) -> tuple[str, str, bool]:
-    """What is said at the first step, and of one with copies; whether a model that was not sharded is as it was."""
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_an_optimizer_that_would_train_nothing_says_so(strategy: int) -> None:
+    name = next(iter(dict(build().named_parameters())))
     module = build()
     forgotten = torch.optim.AdamW(module.parameters())
     model = fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
@@ -413,27 +384,27 @@ def forget(strategy: int) -> tuple[str, str, bool]:
     with pytest.raises(ConfigurationError) as refused:
         fully_shard(module, KeepsCopies(module.parameters()), mesh(), fsdp_unit_modules=[Layer])
     intact = all(found is param for found, param in zip(module.parameters(), before, strict=True))
-    return str(raised.value), str(refused.value), intact
+    forgotten = str(raised.value)
+    with_copies = str(refused.value)
+    assert forgotten == (
+        f"AdamW holds {name} in its param_groups as it was before the model was sharded, where no gradient comes, "
+        "so its steps train nothing; hand model and optimizer to fully_shard together, or build the optimizer on "
+        "model.parameters() after fully_shard_model"
+    )
+    assert with_copies == (
+        f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace it, so its steps would "
+        "train nothing; shard the model by fully_shard_model, build the optimizer on its parameters, and hand it "
+        "to fully_shard_optimizer"
+    )
+    assert intact
 
 
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_an_optimizer_that_would_train_nothing_says_so(strategy: int, run_ranks: RunRanks) -> None:
-    name = next(iter(dict(build().named_parameters())))
-    for forgotten, with_copies, intact in run_ranks(2, forget, strategy):
-        assert forgotten == (
-            f"AdamW holds {name} in its param_groups as it was before the model was sharded, where no gradient comes, "
-            "so its steps train nothing; hand model and optimizer to fully_shard together, or build the optimizer on "
-            "model.parameters() after fully_shard_model"
-        )
-        assert with_copies == (
-            f"KeepsCopies keeps {name} in its attribute mine, where sharding cannot replace it, so its steps would "
-            "train nothing; shard the model by fully_shard_model, build the optimizer on its parameters, and hand it "
-            "to fully_shard_optimizer"
-        )
-        assert intact
+def wrap_module(module: nn.Module) -> MegatronFSDP:
+    return fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer])
 
 
-def step_others() -> None:
+@on_ranks(2)
+def test_optimizers_of_others_step_as_ever() -> None:
     """Optimizers that hold nothing of a sharded model, or something that somebody else trains."""
     module = build()
     average = torch.optim.swa_utils.AveragedModel(module)
@@ -452,17 +423,8 @@ def step_others() -> None:
     of_deleted.step()
 
 
-def wrap_module(module: nn.Module) -> MegatronFSDP:
-    return fully_shard_model(module, mesh(), fsdp_unit_modules=[Layer])
-
-
-def test_optimizers_of_others_step_as_ever(run_ranks: RunRanks) -> None:
-    run_ranks(2, step_others)
-
-
-def step_lbfgs() -> float:
-    """The largest difference of weights after three steps with closures, from those of one process."""
-
+@on_ranks(2)
+def test_lbfgs_trains_where_nothing_is_sharded() -> None:
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> None:
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -486,18 +448,25 @@ def step_lbfgs() -> float:
     before = weights(model)
     steps(model, optimizer, batch)
     assert largest_difference(weights(model), before) > 1e-3
-    return largest_difference(weights(model), dict(reference.named_parameters()))
-
-
-def test_lbfgs_trains_where_nothing_is_sharded(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, step_lbfgs)) < 1e-5
+    assert largest_difference(weights(model), dict(reference.named_parameters())) < 1e-5
 
 
 # ---- several models --------------------------------------------------------------------------------------------------
 
 
-def train_two(strategies: tuple[int, int], defers: bool) -> float:
-    """The largest difference of weights of two models that one optimizer trains, and of norms, from one process."""
+def adversarial_loss(models: Iterable[nn.Module], inputs: Tensor) -> Tensor:
+    generator, discriminator = models
+    made = generator(inputs)
+    return discriminator(torch.cat([made, inputs[:, :2]], dim=1)).square().mean() + made.abs().mean()
+
+
+def clip(params: list[nn.Parameter]) -> float:
+    return float(nn.utils.clip_grad_norm_(params, 0.1))
+
+
+@pytest.mark.parametrize(("strategies", "defers"), [((3, 3), False), ((3, 0), False), ((1, 3), True)])
+@on_ranks(2)
+def test_one_optimizer_trains_two_models(strategies: tuple[int, int], defers: bool) -> None:
     references = (build(0), build(1))
     models = [
         fully_shard_model(build(seed), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
@@ -534,36 +503,7 @@ def train_two(strategies: tuple[int, int], defers: bool) -> float:
         largest_difference(weights(model), dict(reference.named_parameters()))
         for model, reference in zip(models, references, strict=True)
     ]
-    return max(worst, *differences)
-
-
-def adversarial_loss(models: Iterable[nn.Module], inputs: Tensor) -> Tensor:
-    generator, discriminator = models
-    made = generator(inputs)
-    return discriminator(torch.cat([made, inputs[:, :2]], dim=1)).square().mean() + made.abs().mean()
-
-
-def clip(params: list[nn.Parameter]) -> float:
-    return float(nn.utils.clip_grad_norm_(params, 0.1))
-
-
-@pytest.mark.parametrize(("strategies", "defers"), [((3, 3), False), ((3, 0), False), ((1, 3), True)])
-def test_one_optimizer_trains_two_models(strategies: tuple[int, int], defers: bool, run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, train_two, strategies, defers)) < TOLERANCE
-
-
-def connect_late() -> str:
-    models = [wrap(3, seed) for seed in range(2)]
-    optimizer = fully_shard_optimizer(torch.optim.SGD(models[0].parameters(), lr=0.1))
-    groups = len(optimizer.param_groups)
-    for foreign in (list(models[1].parameters()), [nn.Parameter(torch.ones(2))]):
-        with pytest.raises(ConfigurationError, match=r"parameter 0 of param_groups\[1\] .* is not a parameter of the"):
-            optimizer.add_param_group({"params": foreign})
-        assert len(optimizer.param_groups) == groups
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": list(models[1].parameters())})
-    with pytest.raises(ConfigurationError) as raised:
-        fully_shard_optimizer(optimizer)
-    return str(raised.value)
+    assert max(worst, *differences) < TOLERANCE
 
 
 def copies() -> list[str]:
@@ -583,12 +523,23 @@ def test_a_connected_optimizer_is_not_copied(run_ranks: RunRanks) -> None:
         assert found[0].startswith("an optimizer of sharded parameters can be neither copied nor pickled")
 
 
-def test_an_optimizer_takes_no_second_model_later(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, connect_late):
-        assert message == (
-            "the optimizer was connected before it held parameters of another sharded model; build a new one on the "
-            "parameters of all models"
-        )
+@on_ranks(2)
+def test_an_optimizer_takes_no_second_model_later() -> None:
+    models = [wrap(3, seed) for seed in range(2)]
+    optimizer = fully_shard_optimizer(torch.optim.SGD(models[0].parameters(), lr=0.1))
+    groups = len(optimizer.param_groups)
+    for foreign in (list(models[1].parameters()), [nn.Parameter(torch.ones(2))]):
+        with pytest.raises(ConfigurationError, match=r"parameter 0 of param_groups\[1\] .* is not a parameter of the"):
+            optimizer.add_param_group({"params": foreign})
+        assert len(optimizer.param_groups) == groups
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": list(models[1].parameters())})
+    with pytest.raises(ConfigurationError) as raised:
+        fully_shard_optimizer(optimizer)
+    message = str(raised.value)
+    assert message == (
+        "the optimizer was connected before it held parameters of another sharded model; build a new one on the "
+        "parameters of all models"
+    )
 
 
 def collect_a_model_between_hooks() -> bool:

@@ -13,6 +13,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_sh
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, message_of, train
 from tests.support.api_net import weights as whole_weights
+from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 2e-6
 STRATEGIES = [0, 1, 2, 3]
@@ -42,8 +43,9 @@ def one_process_update(lr: float = 0.1) -> dict[str, Tensor]:
 # ---- keywords --------------------------------------------------------------------------------------------------------
 
 
-def sync_keyword(strategy: int) -> tuple[bool, bool, float]:
-    """Without auto-sync: moved by a step that must not sync? by one that syncs? distance to one process."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_step_syncs_gradients_unless_told_not_to(strategy: int) -> None:
     model = wrap(strategy, sync_model_each_microbatch=False)
     optimizer = connected_sgd(model)
     before = whole_weights(model)
@@ -51,21 +53,15 @@ def sync_keyword(strategy: int) -> tuple[bool, bool, float]:
     optimizer.step(sync_grad_before_optimizer_step=False)
     without = moved(model, before)
     optimizer.step()
-    return without, moved(model, before), largest_difference(whole_weights(model), one_process_update())
+    with_sync = moved(model, before)
+    difference = largest_difference(whole_weights(model), one_process_update())
+    assert (without, with_sync) == (False, True)
+    assert difference <= TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_step_syncs_gradients_unless_told_not_to(strategy: int, run_ranks: RunRanks) -> None:
-    for without, with_sync, difference in run_ranks(2, sync_keyword, strategy):
-        assert (without, with_sync) == (False, True)
-        assert difference <= TOLERANCE
-
-
-def install_keyword(strategy: int) -> list[bool]:
-    """Whether the bf16 compute weights equal the fp32 main weights: after a step that must not install, and after one.
-
-    The compute weights are read off the gathered parameters, which no forward has refreshed in between.
-    """
+@on_ranks(2)
+def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
     model = wrap(strategy, torch.bfloat16)
     optimizer = connected_sgd(model, lr=1.0)
     backward(model, next(batches(1)))
@@ -84,17 +80,12 @@ def install_keyword(strategy: int) -> list[bool]:
     backward(model, next(batches(1)))
     optimizer.step()
     states.append(installed())
-    return states
+    assert states == [True, False, True, True]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_step_installs_weights_unless_told_not_to(strategy: int, run_ranks: RunRanks) -> None:
-    for states in run_ranks(2, install_keyword, strategy):
-        assert states == [True, False, True, True]
-
-
-def zero_grad_keyword(strategy: int) -> list[float]:
-    """Without auto-sync: distance of the gradients to those of batch 1, and to the sum of batches 0 and 1."""
+@on_ranks(2)
+def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int) -> None:
     expected = []
     for numbers in ([1], [0, 1]):
         reference = build()
@@ -111,13 +102,7 @@ def zero_grad_keyword(strategy: int) -> list[float]:
         model.finish_grad_sync()
         gradients = {name: value for name, value in model.full_gradients().items() if value is not None}
         found.append(largest_difference(gradients, wanted))
-    return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int, run_ranks: RunRanks) -> None:
-    for differences in run_ranks(2, zero_grad_keyword, strategy):
-        assert max(differences) <= TOLERANCE
+    assert max(found) <= TOLERANCE
 
 
 # ---- closures --------------------------------------------------------------------------------------------------------
@@ -161,8 +146,10 @@ def test_step_runs_a_closure_and_returns_its_loss(
     assert mean == pytest.approx(expected, rel=1e-5)
 
 
-def lbfgs(strategy: int) -> float:
-    """Several closure calls in one step: each must see the weights that the optimizer has just tried."""
+@on_ranks(2)
+def test_lbfgs_calls_its_closure_several_times_on_whole_weights() -> None:
+    """Only where weights are whole: LBFGS flattens and joins tensors, which DTensor cannot do for uneven shards."""
+    strategy = 0
     runs = []
     for model in (wrap(strategy), build()):
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=5, tolerance_change=0.0)
@@ -177,12 +164,7 @@ def lbfgs(strategy: int) -> float:
         for _ in range(2):
             optimizer.step(closure)
         runs.append(whole_weights(model))
-    return largest_difference(*runs)
-
-
-def test_lbfgs_calls_its_closure_several_times_on_whole_weights(run_ranks: RunRanks) -> None:
-    """Only where weights are whole: LBFGS flattens and joins tensors, which DTensor cannot do for uneven shards."""
-    assert max(run_ranks(2, lbfgs, 0)) <= 20 * TOLERANCE
+    assert largest_difference(*runs) <= 20 * TOLERANCE
 
 
 class TwoPhase(torch.optim.Optimizer):
@@ -206,7 +188,9 @@ class TwoPhase(torch.optim.Optimizer):
         return loss
 
 
-def two_phase(strategy: int) -> float:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int) -> None:
     """`_foreach_` operations leave no mark on sharded parameters, so only the hooks can know that weights moved."""
     runs = []
     for model in (wrap(strategy), build()):
@@ -221,20 +205,15 @@ def two_phase(strategy: int) -> float:
 
             optimizer.step(closure)
         runs.append(whole_weights(model))
-    return largest_difference(*runs)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int, run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, two_phase, strategy)) <= 5 * TOLERANCE
+    assert largest_difference(*runs) <= 5 * TOLERANCE
 
 
 # ---- schedulers and copies -------------------------------------------------------------------------------------------
 
 
-def scheduled(strategy: int, scheduler_first: bool) -> tuple[list[float], float]:
-    """Learning rates seen at each step, and the distance to one process; a warning fails the test."""
-
+@pytest.mark.parametrize(("strategy", "scheduler_first"), [(1, True), (3, False), (3, True)])
+@on_ranks(2)
+def test_learning_rate_schedulers_work_without_a_warning(strategy: int, scheduler_first: bool) -> None:
     def run(model: Net | MegatronFSDP, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
         rates = []
         for batch in batches(4):
@@ -254,22 +233,17 @@ def scheduled(strategy: int, scheduler_first: bool) -> tuple[list[float], float]
     scheduler = schedule(optimizer) if scheduler_first else None
     wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
     rates = run(wrapped, optimizer, scheduler or schedule(optimizer))
-    return rates, largest_difference(whole_weights(wrapped), whole_weights(reference))
-
-
-@pytest.mark.parametrize(("strategy", "scheduler_first"), [(1, True), (3, False), (3, True)])
-def test_learning_rate_schedulers_work_without_a_warning(
-    strategy: int, scheduler_first: bool, run_ranks: RunRanks
-) -> None:
-    for rates, difference in run_ranks(2, scheduled, strategy, scheduler_first):
-        assert rates == [0.1, 0.1, 0.05, 0.05]
-        assert difference <= TOLERANCE
+    difference = largest_difference(whole_weights(wrapped), whole_weights(reference))
+    assert rates == [0.1, 0.1, 0.05, 0.05]
+    assert difference <= TOLERANCE
 
 
 # ---- connected once, and to a model that lives -----------------------------------------------------------------------
 
 
-def connected_twice(strategy: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_connecting_twice_changes_nothing() -> None:
+    strategy = 3
     model, reference = build(), build()
     built, expected = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (model, reference))
     wrapped, optimizer = fully_shard(model, built, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
@@ -283,15 +257,12 @@ def connected_twice(strategy: int) -> dict[str, Any]:
     }
     train(wrapped, optimizer, 3)
     train(reference, expected, 3)
-    return {**found, "close": largest_difference(whole_weights(wrapped), whole_weights(reference)) <= TOLERANCE}
+    found = {**found, "close": largest_difference(whole_weights(wrapped), whole_weights(reference)) <= TOLERANCE}
+    assert found == {"same": True, "hooks": True, "zero_grad": True, "close": True}
 
 
-def test_connecting_twice_changes_nothing(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, connected_twice, 3):
-        assert found == {"same": True, "hooks": True, "zero_grad": True, "close": True}
-
-
-def step_after_model_is_gone() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_an_optimizer_whose_model_is_gone_says_so() -> None:
     model = wrap(3)
     optimizer = connected_sgd(model)
     train(model, optimizer, 1)
@@ -303,26 +274,18 @@ def step_after_model_is_gone() -> list[tuple[str, str]]:
             call()
         except Exception as error:  # noqa: BLE001 - the parent looks at it
             found.append(message_of(error))
-    return found
+    assert len(found) == 2
+    for kind, message in found:
+        assert kind == "ConfigurationError"
+        assert "has been deleted; build a new optimizer for a new model" in message
 
 
-def test_an_optimizer_whose_model_is_gone_says_so(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, step_after_model_is_gone):
-        assert len(found) == 2
-        for kind, message in found:
-            assert kind == "ConfigurationError"
-            assert "has been deleted; build a new optimizer for a new model" in message
-
-
-def keeps_its_signature() -> tuple[bool, list[str]]:
+@on_ranks(2)
+def test_the_optimizer_stays_what_it_is() -> None:
+    plain = torch.optim.SGD(build().parameters(), lr=0.1)
     model = wrap(3)
     optimizer = connected_sgd(model)
     options = copy.deepcopy(optimizer.state_dict()["param_groups"])
-    return isinstance(optimizer, torch.optim.SGD), sorted(options[0])
-
-
-def test_the_optimizer_stays_what_it_is(run_ranks: RunRanks) -> None:
-    plain = torch.optim.SGD(build().parameters(), lr=0.1)
-    for is_sgd, options in run_ranks(2, keeps_its_signature):
-        assert is_sgd
-        assert options == sorted(plain.state_dict()["param_groups"][0])
+    is_sgd, options = isinstance(optimizer, torch.optim.SGD), sorted(options[0])
+    assert is_sgd
+    assert options == sorted(plain.state_dict()["param_groups"][0])

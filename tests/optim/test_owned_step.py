@@ -17,9 +17,10 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.expert_meshes import FLAT, experts_of
-from tests.support.mixture import ListedExperts
+from tests.support.mixture import ListedExperts, build_with_experts
+from tests.support.models import Block
+from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
-from tests.support.parallel_transformer import ParallelBlock, build_with_experts
 
 
 @steps_whole_tensors
@@ -184,7 +185,8 @@ def test_a_step_that_fails_on_an_owner_fails_on_all_ranks_and_changes_nothing(
     assert closure[1].startswith("Factored.step takes no closure where parameters are sharded")
 
 
-def fail_beside_experts() -> tuple[tuple[str, str] | None, list[bool]]:
+@on_ranks(4)
+def test_a_step_over_two_meshes_that_fails_on_one_rank_fails_on_all() -> None:
     """A step over two meshes, of dense parameters and of experts, that fails on rank 1 and then succeeds."""
     arrangement = experts_of(FLAT)
     model = build_with_experts(kind=ListedExperts)
@@ -195,7 +197,7 @@ def fail_beside_experts() -> tuple[tuple[str, str] | None, list[bool]]:
     def make(params: Sequence[Any]) -> torch.optim.Optimizer:
         return Factored([param for param in params if param.dim() == 2])
 
-    sharding = {"zero_dp_strategy": 3, "fsdp_unit_modules": [ParallelBlock]}
+    sharding = {"zero_dp_strategy": 3, "fsdp_unit_modules": [Block]}
     twins = Twins(model, make, {**arrangement.arguments(), **sharding})
     before = [param.full_tensor().clone() for param in twins.params]
     twins.optimizer.fails = dist.get_rank() == 1  # type: ignore[attr-defined]
@@ -207,15 +209,11 @@ def fail_beside_experts() -> tuple[tuple[str, str] | None, list[bool]]:
     same = [torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True)]
     twins.optimizer.fails = False  # type: ignore[attr-defined]
     twins.step(0)
-    return told, [*same, twins.differing() == []]
-
-
-def test_a_step_over_two_meshes_that_fails_on_one_rank_fails_on_all(run_ranks: RunRanks) -> None:
-    for told, right in run_ranks(4, fail_beside_experts):
-        assert told is not None
-        assert told[0] == "RankError"
-        assert "rank 1: MemoryError: no room for the factors" in told[1]
-        assert all(right)
+    right = [*same, twins.differing() == []]
+    assert told is not None
+    assert told[0] == "RankError"
+    assert "rank 1: MemoryError: no room for the factors" in told[1]
+    assert all(right)
 
 
 @steps_whole_tensors

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName, ScalarBlock
+from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 from tests.support.sharded_run import ONE_RANK, Run, Scenario, Setting, check_strategies
 
@@ -107,8 +108,13 @@ def test_scaling_reaches_visible_and_deferred_gradients(run_ranks: RunRanks, cas
     check_strategies(run_ranks, 3, scenario, [Setting(strategy) for strategy in range(4)])
 
 
-def nonfinite(strategy: int) -> list[object]:
-    """What is raised on a good and a bad norm, and whether the gradients are as they were."""
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) -> None:
+    message = (
+        "the total norm of order 2.0 of the gradients is inf, so they cannot be clipped; clear them and go on, or pass "
+        "error_if_nonfinite=False to scale by it all the same"
+    )
     with fixed_seed(0):
         model = MODEL_CASES["scalars"].build()
     sharded = fully_shard_model(model, zero_dp_strategy=strategy, fsdp_unit_modules=[ScalarBlock])
@@ -124,13 +130,10 @@ def nonfinite(strategy: int) -> list[object]:
     after = sharded.full_gradients()
     same = all(torch.equal(before[name], grad) for name, grad in after.items() if grad is not None)  # type: ignore[arg-type]
     clipped = sharded.clip_grad_norm_(SMALL)
-    return [good > 0.0, str(raised.value), type(raised.value).__name__, same, clipped.item()]
-
-
-@pytest.mark.parametrize("strategy", [0, 1, 3])
-def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(run_ranks: RunRanks, strategy: int) -> None:
-    message = (
-        "the total norm of order 2.0 of the gradients is inf, so they cannot be clipped; clear them and go on, or pass "
-        "error_if_nonfinite=False to scale by it all the same"
-    )
-    assert run_ranks(2, nonfinite, strategy) == [[True, message, "NonFiniteNormError", True, math.inf]] * 2
+    assert [good > 0.0, str(raised.value), type(raised.value).__name__, same, clipped.item()] == [
+        True,
+        message,
+        "NonFiniteNormError",
+        True,
+        math.inf,
+    ]

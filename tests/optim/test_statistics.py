@@ -13,6 +13,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.optim.statistics import ModelStatistics, TensorStatistics
 from tests.conftest import RunRanks
 from tests.support.models import MODEL_CASES, ModelName
+from tests.support.on_ranks import on_ranks
 from tests.support.op_counts import OpCounts
 from tests.support.parity import fixed_seed
 
@@ -64,9 +65,9 @@ def describe(name: ModelName, strategy: int, decoupled: bool = False) -> Found:
     model = wrap(name, strategy, mixed_precision_policy=policy, use_decoupled_grad=decoupled)
     batch = case.make_batch(12, torch.Generator().manual_seed(0)).part(dist.get_rank(), dist.get_world_size())
     case.loss(model, batch).backward()
-    with OpCounts(dist.get_world_size()) as counts:
+    with OpCounts() as counts:
         parameters = model.parameter_statistics()
-    with OpCounts(dist.get_world_size()) as counts_of_gradients:
+    with OpCounts() as counts_of_gradients:
         gradients = model.gradient_statistics()
     collectives = len(counts.collectives.others) + counts.collectives.reductions + counts.collectives.gathers
     of_gradients = counts_of_gradients.collectives
@@ -111,7 +112,9 @@ def test_decoupled_gradients_are_described(run_ranks: RunRanks, strategy: int) -
         assert_statistics(gradients, shown)
 
 
-def with_odd_values(strategy: int) -> tuple[ModelStatistics, dict[str, Tensor]]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(3)
+def test_values_that_are_not_finite_are_counted_and_left_out(strategy: int) -> None:
     """NaN, infinities, zeros, a huge mean, and tensors of which nothing is finite."""
     model = wrap("odd_shapes", strategy)
     bad = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 3.0])
@@ -126,24 +129,17 @@ def with_odd_values(strategy: int) -> tuple[ModelStatistics, dict[str, Tensor]]:
                 flat.add_(1e6)
             else:
                 flat[: flat.numel() // 2] = bad.repeat(flat.numel())[: flat.numel() // 2]
-    return model.parameter_statistics(), model.full_parameters()
+    found = model.parameter_statistics()
+    weights = model.full_parameters()
+    assert_statistics(found, weights)
+    assert found.total.nan_count > 0
+    assert found.total.inf_count > 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_values_that_are_not_finite_are_counted_and_left_out(run_ranks: RunRanks, strategy: int) -> None:
-    for found, weights in run_ranks(3, with_odd_values, strategy):
-        assert_statistics(found, weights)
-        assert found.total.nan_count > 0
-        assert found.total.inf_count > 0
-
-
-def without_gradients() -> ModelStatistics:
-    return wrap("odd_shapes", 3).gradient_statistics()
-
-
-def test_without_gradients_there_is_nothing_to_describe(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, without_gradients):
-        assert found.tensors == {}
-        assert found.total.numel == 0
-        assert math.isnan(found.total.mean)
-        assert found.total.norm == 0.0
+@on_ranks(2)
+def test_without_gradients_there_is_nothing_to_describe() -> None:
+    found = wrap("odd_shapes", 3).gradient_statistics()
+    assert found.tensors == {}
+    assert found.total.numel == 0
+    assert math.isnan(found.total.mean)
+    assert found.total.norm == 0.0

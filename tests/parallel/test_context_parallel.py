@@ -9,22 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, flattened, mesh_of
-from tests.support.models import Batch, ModelCase
-from tests.support.parallel_transformer import (
-    IGNORED,
-    ParallelBlock,
-    build_dense,
-    divide_context,
-    make_tokens,
-    make_tokens_with_gaps,
-    mean_loss,
-    summed_loss,
-)
+from tests.support.models import DENSE, IGNORED, Batch, build_dense, divide_context, gappy_case, make_gappy_token_batch
 from tests.support.scripts import adamw_above_noise, three_microbatches
 from tests.support.sharded_run import SAMPLES, Run, Scenario, Setting, check_strategies
 
-CASE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
-UNEVEN = ModelCase(build_dense, make_tokens_with_gaps, summed_loss, (ParallelBlock,))
+UNEVEN = gappy_case(build_dense)
 """Ranks have different numbers of tokens, so that a mean of means would be wrong."""
 
 
@@ -76,18 +65,18 @@ def two_steps(run: Run) -> None:
 def test_gradients_are_averaged_over_data_and_context_parallel_ranks(run_ranks: RunRanks) -> None:
     settings = [Setting(inner, arrangement=ARRANGEMENT) for inner in (0, 3)]
     settings += [Setting(3, average_in_collective=True, arrangement=ARRANGEMENT)]
-    check_strategies(run_ranks, 4, Scenario(two_steps, CASE, adamw_above_noise), settings)
+    check_strategies(run_ranks, 4, Scenario(two_steps, DENSE, adamw_above_noise), settings)
 
 
 def test_accumulation_equals_one_process(run_ranks: RunRanks) -> None:
     settings = [Setting(inner, one_call=False, arrangement=ARRANGEMENT) for inner in (1, 2)]
-    check_strategies(run_ranks, 4, Scenario(three_microbatches, CASE), settings)
+    check_strategies(run_ranks, 4, Scenario(three_microbatches, DENSE), settings)
 
 
 def test_hybrid_sharding_of_context_parallel_ranks_equals_one_process(run_ranks: RunRanks) -> None:
     pairs = ((1, 0), (3, 1))
     settings = [Setting(inner, outer_strategy=outer, arrangement=HYBRID) for inner, outer in pairs]
-    check_strategies(run_ranks, 4, Scenario(two_steps, CASE, adamw_above_noise), settings)
+    check_strategies(run_ranks, 4, Scenario(two_steps, DENSE, adamw_above_noise), settings)
 
 
 # ---- losses per token ------------------------------------------------------------------------------------------------
@@ -109,7 +98,7 @@ def count_of(batch: Batch) -> int:
 
 
 def counts_by_rank() -> int:
-    return count_of(part(make_tokens_with_gaps(SAMPLES, torch.Generator().manual_seed(0))))
+    return count_of(part(make_gappy_token_batch(SAMPLES, torch.Generator().manual_seed(0))))
 
 
 def test_per_token_losses_are_summed_over_uneven_ranks(run_ranks: RunRanks) -> None:

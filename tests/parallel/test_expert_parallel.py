@@ -13,19 +13,8 @@ from torch import nn
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
 from tests.support.expert_meshes import FLAT, Sizes, expert_mesh, experts_of
-from tests.support.mixture import ListedExperts, MixtureOfExperts
-from tests.support.models import ModelCase
-from tests.support.parallel_transformer import (
-    IGNORED,
-    ParallelBlock,
-    build_top1_experts,
-    build_top2_experts,
-    build_with_experts,
-    make_tokens,
-    make_tokens_with_gaps,
-    mean_loss,
-    summed_loss,
-)
+from tests.support.mixture import ListedExperts, MixtureOfExperts, build_with_experts
+from tests.support.models import IGNORED, ModelCase, gappy_case, token_case
 from tests.support.scripts import adamw_above_noise, clip_by_model, clip_by_torch, three_microbatches
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies, reference
 
@@ -39,9 +28,9 @@ HYBRID_SIZES: tuple[Sizes, ...] = (
 HYBRIDS = tuple(map(experts_of, HYBRID_SIZES))
 """In the last two the outer ranks of experts are others than those of dense parameters."""
 
-TOP1 = ModelCase(build_top1_experts, make_tokens, mean_loss, (ParallelBlock,))
-TOP2 = ModelCase(build_top2_experts, make_tokens, mean_loss, (ParallelBlock,))
-UNEVEN = ModelCase(build_top2_experts, make_tokens_with_gaps, summed_loss, (ParallelBlock,))
+TOP1 = token_case(build_with_experts)
+TOP2 = token_case(partial(build_with_experts, 2))
+UNEVEN = gappy_case(partial(build_with_experts, 2))
 
 
 def two_steps(run: Run) -> None:
@@ -190,7 +179,7 @@ def whole_list(values: Values) -> Values:
     return found
 
 
-LISTED = ModelCase(build_listed, make_tokens, mean_loss, (ParallelBlock,))
+LISTED = token_case(build_listed)
 AS_LIST = Arrangement("listed experts", EXPERTS.arguments, EXPERTS.place, whole=whole_list)
 
 

@@ -12,10 +12,9 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
 from tests.support.expert_meshes import FLAT, arguments, experts_of, place
-from tests.support.mixture import MixtureOfExperts
-from tests.support.models import ModelCase
+from tests.support.mixture import MixtureOfExperts, build_with_experts
+from tests.support.models import Block, token_case
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parallel_transformer import ParallelBlock, build_with_experts, make_tokens, mean_loss
 from tests.support.parity import fixed_seed
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 
@@ -43,7 +42,7 @@ def three_steps(run: Run) -> None:
     run.train(0, 1, 2)
 
 
-SPECIALISTS = ModelCase(build_specialists, make_tokens, mean_loss, (ParallelBlock,))
+SPECIALISTS = token_case(build_specialists)
 
 
 def test_marked_parameters_of_another_name_are_experts(run_ranks: RunRanks) -> None:
@@ -69,7 +68,7 @@ def test_experts_are_sharded_over_the_ranks_that_share_them(name: str, is_marked
     place(FLAT, model)
     if is_marked:
         mark(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], **arguments(FLAT))
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], **arguments(FLAT))
     ranks = {found: param.device_mesh.size() for found, param in model.named_parameters()}
     experts = {param for param in ranks if f".{name}." in param}
     assert len(experts) == 6

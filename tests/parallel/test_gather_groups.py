@@ -13,14 +13,14 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, hybrid_arguments, mesh_of, second_group
 from tests.support.expert_meshes import FLAT as EXPERT_MESH
 from tests.support.expert_meshes import arguments, expert_mesh, experts_of, place
-from tests.support.models import MODEL_CASES, ModelCase
+from tests.support.mixture import build_with_experts
+from tests.support.models import MODEL_CASES, Block, make_token_batch, token_case, token_loss
 from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
-from tests.support.parallel_transformer import ParallelBlock, build_top1_experts, make_tokens, mean_loss
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FLOORS, Floor, Tower, tower_loss
 
-EXPERTS = ModelCase(build_top1_experts, make_tokens, mean_loss, (ParallelBlock,))
+EXPERTS = token_case(build_with_experts)
 
 
 def flat() -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_weights_are_gathered_on_the_second_group_only(strategy: int, gathers: i
         **found,
     )
     for _ in range(2):
-        with GroupCounts() as counts:
+        with OpCounts() as counts:
             tower_loss(sharded, torch.ones(2, 16)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -92,15 +92,15 @@ def test_weights_are_gathered_on_the_second_group_only(strategy: int, gathers: i
 def test_experts_are_gathered_on_their_own_second_group() -> None:
     """Two blocks, each with experts, and a root without; both blocks stay gathered."""
     found = with_experts()
-    model = build_top1_experts()
+    model = build_with_experts()
     place(EXPERT_MESH, model)
     sharded, optimizer = fully_shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[ParallelBlock], **found
+        model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], **found
     )
-    batch = make_tokens(2, torch.Generator().manual_seed(dist.get_rank()))
+    batch = make_token_batch(2, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(2):
-        with GroupCounts() as counts:
-            mean_loss(sharded, batch).backward()
+        with OpCounts() as counts:
+            token_loss(sharded, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
     groups = (found["fsdp_group_ag"], found["expt_fsdp_group_ag"], expert_mesh(EXPERT_MESH)["dp_shard"].get_group())
@@ -113,7 +113,7 @@ def test_experts_are_gathered_on_their_own_second_group() -> None:
 def test_a_group_of_other_ranks_is_refused(argument: str) -> None:
     found = with_experts()
     found[argument] = mesh_of((2, 2), ("a", "b"))["a"].get_group()  # other pairs than those that share experts
-    model = build_top1_experts()
+    model = build_with_experts()
     said = f"{argument} is a group of 2 ranks that are not those along the mesh dimensions"
     with pytest.raises(ConfigurationError, match=said):
         fully_shard(model, torch.optim.SGD(model.parameters()), **found)

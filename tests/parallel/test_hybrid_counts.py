@@ -14,7 +14,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
 from tests.support.on_ranks import on_ranks
-from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, GroupCounts
+from tests.support.op_counts import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.tower import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
 
 UNITS = FLOORS + 1
@@ -93,7 +93,7 @@ def count_all(microbatches: int) -> dict[tuple[int, int, str], Reading]:
         for loop in LOOPS if microbatches > 1 else (plain,):
             model, optimizer = shard(inner, outer, torch.float32)
             for _ in range(2):
-                with GroupCounts() as counts:
+                with OpCounts() as counts:
                     loop(model, torch.ones(2, 16), microbatches)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -103,7 +103,7 @@ def count_all(microbatches: int) -> dict[tuple[int, int, str], Reading]:
                 counts.on(outer_group, GATHER),
                 counts.on(outer_group, EXCHANGE),
                 counts.on(outer_group, ALL_REDUCE),
-                counts.calls.total(),
+                len(counts.sent),
             )
     return readings
 
@@ -183,11 +183,11 @@ def test_outer_reductions_are_under_way_while_inner_ones_are_issued(inner: int, 
     inner_group, outer_group = (mesh[name].get_group().group_name for name in ("dp_shard", "dp_outer"))
     model, optimizer = shard(inner, outer, torch.float32)
     for _ in range(2):
-        with GroupCounts() as counts:
+        with OpCounts() as counts:
             tower_loss(model, torch.ones(2, 16)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    reductions = [group for group, name in counts.order if name in (EXCHANGE, ALL_REDUCE)]
+    reductions = [group for group, name, _ in counts.sent if name in (EXCHANGE, ALL_REDUCE)]
     assert reductions.count(outer_group) == UNITS
     last_inner = len(reductions) - 1 - reductions[::-1].index(inner_group)
     # All but those of the units that are the last to be reduced inside.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
-from tests.support.models import MODEL_CASES, ModelCase
-from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.models import DENSE, MODEL_CASES, ModelCase
 from tests.support.parity import assert_equal_tensors
 from tests.support.sharded_run import Run, Scenario, Setting, Values
 from tests.support.tensor_meshes import (
@@ -22,7 +21,6 @@ from tests.support.tensor_meshes import (
     tensor_parallel,
 )
 
-DENSE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
 ODD = MODEL_CASES["odd_shapes"]
 Saved = tuple[Values, Values, float]
 

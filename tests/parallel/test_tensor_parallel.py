@@ -10,8 +10,7 @@ from torch import nn
 
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
-from tests.support.models import ModelCase
-from tests.support.parallel_transformer import ParallelBlock, build_dense, make_tokens, mean_loss
+from tests.support.models import DENSE
 from tests.support.scripts import adamw_above_noise, clip_by_model, clip_by_torch
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tensor_meshes import (
@@ -22,7 +21,6 @@ from tests.support.tensor_meshes import (
     tensor_parallel,
 )
 
-CASE = ModelCase(build_dense, make_tokens, mean_loss, (ParallelBlock,))
 PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
 each_plan = pytest.mark.parametrize("divide", PLANS)
 
@@ -51,7 +49,7 @@ def accumulate(run: Run) -> None:
 @each_plan
 def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide, inner: int) -> None:
     setting = Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(divide))
-    check_strategies(run_ranks, 4, Scenario(two_steps, CASE, adamw_above_noise), [setting])
+    check_strategies(run_ranks, 4, Scenario(two_steps, DENSE, adamw_above_noise), [setting])
 
 
 @pytest.mark.full(short=["divide_tensors-3"])
@@ -59,7 +57,7 @@ def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide, 
 @each_plan
 def test_accumulation_equals_one_process(run_ranks: RunRanks, divide: Divide, inner: int) -> None:
     setting = Setting(inner, one_call=inner > 1, arrangement=tensor_parallel(divide))
-    check_strategies(run_ranks, 4, Scenario(accumulate, CASE), [setting])
+    check_strategies(run_ranks, 4, Scenario(accumulate, DENSE), [setting])
 
 
 @pytest.mark.full(short=["2-pairs0"])
@@ -72,7 +70,7 @@ def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
         Setting(inner, outer_strategy=outside, arrangement=hybrid_tensor_parallel(outer, PLANS[turn % 2]))
         for turn, (inner, outside) in enumerate(pairs)
     ]
-    check_strategies(run_ranks, 4, Scenario(accumulate, CASE, adamw_above_noise), settings)
+    check_strategies(run_ranks, 4, Scenario(accumulate, DENSE, adamw_above_noise), settings)
 
 
 @pytest.mark.full(short=["divide_tensors"])
@@ -80,7 +78,7 @@ def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
 def test_tensor_parallel_ranks_alone_equal_one_process(run_ranks: RunRanks, divide: Divide) -> None:
     """One data-parallel rank."""
     check_strategies(
-        run_ranks, 2, Scenario(two_steps, CASE, adamw_above_noise), [Setting(3, arrangement=tensor_parallel(divide))]
+        run_ranks, 2, Scenario(two_steps, DENSE, adamw_above_noise), [Setting(3, arrangement=tensor_parallel(divide))]
     )
 
 
@@ -90,7 +88,7 @@ def test_averaging_in_the_collective_leaves_tensor_parallel_ranks_out(run_ranks:
         Setting(inner, average_in_collective=True, arrangement=tensor_parallel(divide))
         for inner, divide in zip((0, 3), PLANS, strict=True)
     ]
-    check_strategies(run_ranks, 4, Scenario(two_steps, CASE), settings)
+    check_strategies(run_ranks, 4, Scenario(two_steps, DENSE), settings)
 
 
 def mesh_with_one_tensor_parallel_rank(is_named: bool) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def mesh_with_one_tensor_parallel_rank(is_named: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_tensor_parallel_dimension_of_one_rank_changes_nothing(run_ranks: RunRanks, is_named: bool) -> None:
     found = Arrangement("one tensor-parallel rank", partial(mesh_with_one_tensor_parallel_rank, is_named))
-    check_strategies(run_ranks, 2, Scenario(two_steps, CASE), [Setting(3, arrangement=found)])
+    check_strategies(run_ranks, 2, Scenario(two_steps, DENSE), [Setting(3, arrangement=found)])
 
 
 def divided_over_one(divide: Divide, model: nn.Module) -> None:
@@ -115,7 +113,7 @@ def test_dtensors_over_one_rank_equal_one_process(run_ranks: RunRanks, divide: D
     found = Arrangement(
         "DTensors over one rank", partial(mesh_with_one_tensor_parallel_rank, True), partial(divided_over_one, divide)
     )
-    check_strategies(run_ranks, 2, Scenario(two_steps, CASE), [Setting(3, arrangement=found)])
+    check_strategies(run_ranks, 2, Scenario(two_steps, DENSE), [Setting(3, arrangement=found)])
 
 
 # ---- clipping --------------------------------------------------------------------------------------------------------
@@ -126,4 +124,4 @@ def test_dtensors_over_one_rank_equal_one_process(run_ranks: RunRanks, divide: D
 def test_the_norm_counts_every_element_once(run_ranks: RunRanks, script: Callable[[Run], None]) -> None:
     """Parts are summed over tensor-parallel ranks; what they all hold is not."""
     settings = [Setting(inner, arrangement=tensor_parallel(divide)) for inner, divide in ((0, PLANS[0]), (3, PLANS[1]))]
-    check_strategies(run_ranks, 4, Scenario(script, CASE), settings)
+    check_strategies(run_ranks, 4, Scenario(script, DENSE), settings)

@@ -13,9 +13,8 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, mesh_of
-from tests.support.models import ModelCase, make_vector_batch, vector_loss
+from tests.support.models import Block, ModelCase, build_dense, make_vector_batch, vector_loss
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.parallel_transformer import ParallelBlock, build_dense
 from tests.support.parity import assert_equal_tensors, fixed_seed
 from tests.support.scripts import clip_by_model
 from tests.support.sharded_run import Scenario, Setting, check_strategies
@@ -51,7 +50,7 @@ def test_whole_weights_are_those_of_one_process_bit_for_bit(name: str, strategy:
     arrangement.place(model)
     sharded = fully_shard_model(
         model,
-        fsdp_unit_modules=[ParallelBlock],
+        fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
         outer_dp_sharding_strategy=int(name == "hybrid" and strategy == 3),
         **arrangement.arguments(),
@@ -77,7 +76,7 @@ def test_duplicates_that_differ_between_tensor_parallel_ranks_are_kept_and_repor
     assert len(before) > 8
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sharded = fully_shard_model(model, fsdp_unit_modules=[ParallelBlock], zero_dp_strategy=3, **tensor_arguments())
+        sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=3, **tensor_arguments())
     after = sharded.full_parameters()
     assert_equal_tensors({name: after[name] for name in before}, before)
     (message,) = (text for text in (str(found.message) for found in caught) if "tensor-parallel" in text)

@@ -18,7 +18,7 @@ from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.planning import Workload, plan_workload
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
 from tests.conftest import RunRanks
-from tests.support.live_bytes import LiveBytes, comes_and_goes, held_bytes
+from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.models import Block, TinyTransformer
 from tests.support.tower import FEATURES, Floor, Tower
 
@@ -157,7 +157,7 @@ def _measure(case: Case) -> dict[str, Any]:
     for _ in range(2):
         _step(case, model, optimizer, inputs)
     between = held_bytes() - before
-    with LiveBytes(comes_and_goes(model)) as live:
+    with LiveBytes() as live:
         _step(case, model, optimizer, inputs)
     memory = model.memory()
     states = [v for state in optimizer.state.values() for v in state.values()]

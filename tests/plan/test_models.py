@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.models import PRESETS, build_from_config, build_meta_model, preset_config, read_config
-from tests.support.small_language_models import folder_with_code
+from tests.support.language_models import folder_with_code
 from tests.support.tower import Tower
 
 transformers = pytest.importorskip("transformers")

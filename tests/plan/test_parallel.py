@@ -21,7 +21,7 @@ from megatron_fsdp.plan.parallel import (
     share_profile,
 )
 from megatron_fsdp.plan.setup import ParallelRanks, Recompute, Setup
-from tests.support.small_language_models import build_small
+from tests.support.language_models import build_small
 
 TOKENS, HIDDEN, HEADS, LAYERS = 256, 64, 8, 4
 BF16 = 2

@@ -11,6 +11,7 @@ from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
 from tests.support.api_net import mesh
 from tests.support.models import MODEL_CASES
+from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
 from tests.support.tower import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, Floor, Tower, tower_loss
@@ -176,7 +177,8 @@ def test_two_modules_are_gathered_in_place_of_two_units(run_ranks: RunRanks) -> 
     assert fine == [4 * (ROOT_NUMEL + FLOOR_NUMEL)] * 2  # a floor has two modules of equal size
 
 
-def call_a_submodule() -> tuple[float, float]:
+@on_ranks(2)
+def test_submodules_of_units_may_be_called_on_their_own() -> None:
     """The same submodule of a unit, called by itself: sharded and not."""
     torch.manual_seed(0)
     model = Ordered()
@@ -188,12 +190,8 @@ def call_a_submodule() -> tuple[float, float]:
         fsdp_unit_modules=[Layer],
         enable_fine_grained_param_gather=True,
     )
-    return wrapped.module.layers[1].up(x).sum().item(), plain  # type: ignore[union-attr, index, operator]
-
-
-def test_submodules_of_units_may_be_called_on_their_own(run_ranks: RunRanks) -> None:
-    for sharded, plain in run_ranks(2, call_a_submodule):
-        assert sharded == plain
+    sharded = wrapped.module.layers[1].up(x).sum().item()
+    assert sharded == plain
 
 
 def units_of_the_class(config: dict[str, Any], arguments: dict[str, Any]) -> list[str]:

@@ -19,8 +19,8 @@ from megatron_fsdp.sharding.accounting import (
     persistent_bytes,
     step_traffic,
 )
-from tests.conftest import RunRanks
 from tests.support.api_net import Layer, build
+from tests.support.on_ranks import on_ranks
 
 F32 = torch.float32
 GROUP = GroupFootprint(1, 96, 2, F32, F32, F32, torch.bfloat16, True, outer_ranks=3)
@@ -47,7 +47,16 @@ def test_what_crosses_the_outer_axis() -> None:
     assert pending_bytes(groups, ZERO3, deferred=True) == 5 * 48 * 4
 
 
-def _measure(strategy: int, outer: int) -> tuple[StepTraffic, StepTraffic, StepTraffic, StepTraffic]:
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 5)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.full(short=["3-0", "1-1", "3-1"])
+@pytest.mark.parametrize(("strategy", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
+@on_ranks(4)
+def test_the_engine_sends_what_the_formulas_say(strategy: int, outer: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     model = build()
     model, optimizer = fully_shard(
@@ -68,24 +77,12 @@ def _measure(strategy: int, outer: int) -> tuple[StepTraffic, StepTraffic, StepT
     after = model.traffic_by_axis()
     inside, across = (after[name].since(before[name]) for name in ("shard", "outer"))
     footprints, wanted = model.footprints(), ShardingStrategy(strategy)
-    return (
+    inside, inside_wanted, across, across_wanted = (
         StepTraffic(inside.gathers, inside.reductions, inside.gather_bytes, inside.reduce_bytes),
         step_traffic(footprints, wanted),
         StepTraffic(across.gathers, across.reductions, across.gather_bytes, across.reduce_bytes),
         outer_step_traffic(footprints, wanted),
     )
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, 5)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.full(short=["3-0", "1-1", "3-1"])
-@pytest.mark.parametrize(("strategy", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1)])
-def test_the_engine_sends_what_the_formulas_say(run_ranks: RunRanks, strategy: int, outer: int) -> None:
-    for inside, inside_wanted, across, across_wanted in run_ranks(4, _measure, strategy, outer):
-        assert inside == inside_wanted
-        assert across == across_wanted
-        assert across.reductions > 0
+    assert inside == inside_wanted
+    assert across == across_wanted
+    assert across.reductions > 0

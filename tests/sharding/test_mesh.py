@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from tests.support.on_ranks import on_ranks
 
 RunRanks = Callable[..., list[Any]]
 
@@ -31,10 +32,11 @@ def error_of(build: Callable[[], object]) -> str:
 # ---- one dimension ---------------------------------------------------------------------------------------------------
 
 
-def plain_scenario() -> dict[str, Any]:
+@on_ranks(2)
+def test_one_dimension_is_the_sharding_and_the_data_parallel_group() -> None:
     mesh = mesh_of((2,), "dp")
     index = FSDPDistributedIndex(mesh, dp_shard_dim="dp")
-    return {
+    result = {
         "use_hybrid_fsdp": index.use_hybrid_fsdp,
         "library": {key: found.mesh.tolist() for key, found in index.mesh_library.items()},
         "groups": [ranks(group) for group in (index.get_fsdp_group(), index.get_dp_group())],
@@ -51,22 +53,18 @@ def plain_scenario() -> dict[str, Any]:
         "unknown expert": error_of(lambda: index.get_submesh("dp", is_expert_parallel=True)),
         "logical rank": error_of(index.get_logical_hybrid_fsdp_rank),
     }
-
-
-def test_one_dimension_is_the_sharding_and_the_data_parallel_group(run_ranks: RunRanks) -> None:
-    for result in run_ranks(2, plain_scenario):
-        assert result == {
-            "use_hybrid_fsdp": False,
-            "library": {("dp", False): [0, 1]},
-            "groups": [[0, 1], [0, 1]],
-            "absent": [None] * 5,
-            "root is the mesh": True,
-            "same object": True,
-            "unknown": "there is no dense sub-mesh ('dp', 'tp'); the dense sub-meshes are ('dp',).",
-            "unknown expert": "there is no expert sub-mesh ('dp',); the expert sub-meshes are none.",
-            "logical rank": "a logical hybrid rank exists only with dp_outer_dim and hsdp_outer_dp_shard=True "
-            "(and with expt_device_mesh for experts); set them.",
-        }
+    assert result == {
+        "use_hybrid_fsdp": False,
+        "library": {("dp", False): [0, 1]},
+        "groups": [[0, 1], [0, 1]],
+        "absent": [None] * 5,
+        "root is the mesh": True,
+        "same object": True,
+        "unknown": "there is no dense sub-mesh ('dp', 'tp'); the dense sub-meshes are ('dp',).",
+        "unknown expert": "there is no expert sub-mesh ('dp',); the expert sub-meshes are none.",
+        "logical rank": "a logical hybrid rank exists only with dp_outer_dim and hsdp_outer_dp_shard=True "
+        "(and with expt_device_mesh for experts); set them.",
+    }
 
 
 # ---- hybrid, tensor parallel and experts -----------------------------------------------------------------------------
@@ -191,13 +189,14 @@ def test_flattened_dimensions_work_like_any_other(run_ranks: RunRanks) -> None:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def errors_scenario() -> dict[str, str]:
+@on_ranks(2)
+def test_what_does_not_fit_together_is_refused() -> None:
     mesh = mesh_of((1, 2), "outer", "shard")
     group = dist.new_group([0, 1])
     alone = [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
     index = FSDPDistributedIndex
     hybrid: dict[str, Any] = {"dp_shard_dim": "shard", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
-    return {
+    result = {
         "no shard dim": error_of(lambda: index(mesh)),
         "unknown dim": error_of(lambda: index(mesh, dp_shard_dim="dp")),
         "unknown tp": error_of(lambda: index(mesh, dp_shard_dim="shard", tp_dim="tp")),
@@ -214,31 +213,26 @@ def errors_scenario() -> dict[str, str]:
         "wrong gather ranks": error_of(lambda: index(mesh, dp_shard_dim="shard", fsdp_group_ag=alone)),
         "wrong hybrid ranks": error_of(lambda: index(mesh, **{**hybrid, "hybrid_fsdp_group": alone})),
     }
-
-
-def test_what_does_not_fit_together_is_refused(run_ranks: RunRanks) -> None:
-    for result in run_ranks(2, errors_scenario):
-        has = "is not a dimension of the device mesh, which has 'outer', 'shard'"
-        rename = "name its dimensions as those of device_mesh, and 'ep' the one along which experts differ."
-        give = "give one of these or the name of a flattened one."
-        no_names = result.pop("no names")
-        assert no_names.startswith("device_mesh=DeviceMesh(")
-        assert no_names.endswith("has no dimension names; build it with init_device_mesh(..., mesh_dim_names=(...)).")
-        assert result == {
-            "no shard dim": "dp_shard_dim is missing; name the mesh dimension to shard over.",
-            "unknown dim": f"dp_shard_dim='dp' {has}; {give}",
-            "unknown tp": f"tp_dim='tp' {has}; {give}",
-            "outer only": "dp_outer_dim is given without hybrid_fsdp_group; give both for hybrid sharding, or neither.",
-            "group only": "hybrid_fsdp_group is given without dp_outer_dim; give both for hybrid sharding, or neither.",
-            "outer shard only": "hsdp_outer_dp_shard needs dp_outer_dim, which is missing; give both or neither.",
-            "expert group only": "hybrid_fsdp_expt_group needs expt_device_mesh, which is missing; "
-            "give both or neither.",
-            "expert gather only": "expt_fsdp_group_ag needs expt_device_mesh, which is missing; give both or neither.",
-            "misspelt expert dim": f"expt_device_mesh has the dimensions 'out', 'shard' but not 'outer'; {rename}",
-            "no expert shard dim": f"expt_device_mesh has the dimensions 'outer', 'dp' but not 'shard'; {rename}",
-            "wrong gather ranks": "fsdp_group_ag is a group of 1 ranks that are not those along the mesh dimensions "
-            "('shard',), which are [[0, 1]]; pass on every rank the group of exactly the ranks along them.",
-            "wrong hybrid ranks": "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh "
-            "dimensions ('outer', 'shard'), which are [[0, 1]]; pass on every rank the group of exactly the ranks "
-            "along them.",
-        }
+    has = "is not a dimension of the device mesh, which has 'outer', 'shard'"
+    rename = "name its dimensions as those of device_mesh, and 'ep' the one along which experts differ."
+    give = "give one of these or the name of a flattened one."
+    no_names = result.pop("no names")
+    assert no_names.startswith("device_mesh=DeviceMesh(")
+    assert no_names.endswith("has no dimension names; build it with init_device_mesh(..., mesh_dim_names=(...)).")
+    assert result == {
+        "no shard dim": "dp_shard_dim is missing; name the mesh dimension to shard over.",
+        "unknown dim": f"dp_shard_dim='dp' {has}; {give}",
+        "unknown tp": f"tp_dim='tp' {has}; {give}",
+        "outer only": "dp_outer_dim is given without hybrid_fsdp_group; give both for hybrid sharding, or neither.",
+        "group only": "hybrid_fsdp_group is given without dp_outer_dim; give both for hybrid sharding, or neither.",
+        "outer shard only": "hsdp_outer_dp_shard needs dp_outer_dim, which is missing; give both or neither.",
+        "expert group only": "hybrid_fsdp_expt_group needs expt_device_mesh, which is missing; give both or neither.",
+        "expert gather only": "expt_fsdp_group_ag needs expt_device_mesh, which is missing; give both or neither.",
+        "misspelt expert dim": f"expt_device_mesh has the dimensions 'out', 'shard' but not 'outer'; {rename}",
+        "no expert shard dim": f"expt_device_mesh has the dimensions 'outer', 'dp' but not 'shard'; {rename}",
+        "wrong gather ranks": "fsdp_group_ag is a group of 1 ranks that are not those along the mesh dimensions "
+        "('shard',), which are [[0, 1]]; pass on every rank the group of exactly the ranks along them.",
+        "wrong hybrid ranks": "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh "
+        "dimensions ('outer', 'shard'), which are [[0, 1]]; pass on every rank the group of exactly the ranks "
+        "along them.",
+    }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
-from tests.support.parallel_transformer import divide_experts
+from tests.support.mixture import divide_experts
 
 Sizes = tuple[tuple[str, int], ...]
 """Name and ranks of each dimension of the expert mesh, outermost first: "ep", "dp_shard" and maybe "dp_outer"."""

@@ -2,47 +2,59 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp import MegatronFSDP
-from tests.support.seams import engine_of
 from tests.support.settling import steady
 
 
 class LiveBytes(TorchDispatchMode):
     """Follows every storage that an operator makes inside the block until it dies.
 
-    Storages from before the block are not counted, but those of `watched` tensors are as far as they grow or shrink.
-    Sizes are looked up after each operator, so that storages that are resized are followed. Operators that run inside
-    those of tensor subclasses are not seen.
-
-    Args:
-        watched: Tensors from before the block whose storages may be resized in it.
+    Storages from before the block are not counted, but those that are resized in it are as far as they grow or shrink.
+    Operators that run inside those of tensor subclasses are not seen.
 
     Attributes:
         peak_bytes: The most that was alive at a time.
     """
 
-    def __init__(self, watched: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
         self.peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for storage in _storages(list(watched)):
-            self._follow(storage)
         self._before_bytes = 0
-        self._before_bytes = self.now_bytes
 
     @property
     def now_bytes(self) -> int:
         """Alive now."""
         storages = [reference() for reference in self._known.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None) - self._before_bytes
+
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            if _key(storage) not in self._known:
+                self._before_bytes += storage.nbytes()
+                self._follow(storage)
+            resized = resize(storage, num_bytes)
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+            return resized
+
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._patch.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = {_key(storage) for storage in _storages((args, kwargs))}
@@ -68,17 +80,6 @@ def held_bytes(collect: bool = True) -> int:
         return _held_now()
     gc.collect()
     return steady(_held_now)
-
-
-def comes_and_goes(model: MegatronFSDP) -> list[torch.Tensor]:
-    """Tensors over the memory that a sharded model gives back and takes again, for `LiveBytes` to watch."""
-    executor = engine_of(model).executor
-    blocks = list(executor.weight_memory._own.values())
-    for pool in executor._pools:
-        blocks += pool._made
-    gradients = [group.gradients.main for group in model.parameter_groups() if group.gradients is not None]
-    buffers = [main._buffer.local for main in gradients if main._buffer is not None]
-    return [*(block._bytes for block in blocks), *buffers]
 
 
 def _held_now() -> int:

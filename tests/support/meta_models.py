@@ -2,28 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import MODEL_CASES, Block
+from tests.support.models import MODEL_CASES, Block, TinyTransformer
 
-VOCABULARY, FEATURES, TOKENS = 31, 16, 6
-
-
-class Positions(nn.Module):
-    """Learned positions, with a method that draws them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.empty(TOKENS, FEATURES))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.table, std=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table[: x.shape[1]]
+TOKENS = 6
 
 
 class Waves(nn.Module):
@@ -32,39 +18,29 @@ class Waves(nn.Module):
     frequencies: Tensor
     calls: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__()
-        self.register_buffer("frequencies", torch.empty(FEATURES), persistent=False)
+        self.register_buffer("frequencies", torch.empty(features), persistent=False)
         self.register_buffer("calls", torch.empty((), dtype=torch.int64))
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        self.frequencies = 100.0 ** -torch.linspace(0, 1, FEATURES)
+        self.frequencies = 100.0 ** -torch.linspace(0, 1, len(self.frequencies))
         self.calls.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.sin(torch.arange(x.shape[1]).unsqueeze(-1) * self.frequencies)
 
 
-class SmallGPT(nn.Module):
-    """Embedding, positions, waves, blocks, norm, head. int64 tokens (samples, tokens) -> logits."""
+class SmallGPT(TinyTransformer):
+    """A transformer with waves beside its learned positions."""
 
     def __init__(self, *, tied: bool = False) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, FEATURES)
-        self.positions = Positions()
-        self.waves = Waves()
-        self.blocks = nn.ModuleList(Block(FEATURES, heads=2) for _ in range(3))
-        self.norm = nn.LayerNorm(FEATURES)
-        self.head = nn.Linear(FEATURES, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
+        super().__init__(tied=tied)
+        self.waves = Waves(self.FEATURES)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.waves(self.positions(self.tokens(tokens)))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.waves(super().embed(tokens))
 
 
 class RootResetGPT(SmallGPT):
@@ -72,7 +48,7 @@ class RootResetGPT(SmallGPT):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.empty(VOCABULARY))
+        self.bias = nn.Parameter(torch.empty(self.VOCABULARY))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -95,7 +71,7 @@ class AppliedGPT(SmallGPT):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Block):
-            nn.init.normal_(module.down.weight, std=0.01)
+            nn.init.normal_(module.mlp.get_parameter("down.weight"), std=0.01)
         if module is self:
             nn.init.ones_(self.gain)
 
@@ -181,15 +157,11 @@ class MetaCase:
 
 def tokens() -> Tensor:
     """int64 (4, 6)."""
-    return torch.arange(4 * TOKENS).view(4, TOKENS) % VOCABULARY
+    return torch.arange(4 * TOKENS).view(4, TOKENS) % TinyTransformer.VOCABULARY
 
 
 def _vectors(*shape: int) -> Tensor:
     return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
-
-
-def build_tied() -> nn.Module:
-    return SmallGPT(tied=True)
 
 
 def build_partly_frozen() -> nn.Module:
@@ -198,7 +170,7 @@ def build_partly_frozen() -> nn.Module:
     model.tokens.requires_grad_(requires_grad=False)
     block = model.blocks[1]
     assert isinstance(block, Block)
-    block.up.requires_grad_(requires_grad=False)
+    block.mlp.get_submodule("up").requires_grad_(requires_grad=False)
     return model
 
 
@@ -217,7 +189,7 @@ META_CASES: dict[str, MetaCase] = {
     "bf16_fp32_norm": MetaCase(MODEL_CASES["bf16_fp32_norm"].build, lambda: _vectors(4, 7), None),
     "fp32_fp64_norm": MetaCase(MODEL_CASES["fp32_fp64_norm"].build, lambda: _vectors(4, 7).double(), None),
     "gpt": MetaCase(SmallGPT, tokens, (Block,)),
-    "tied": MetaCase(build_tied, tokens, (Block,)),
+    "tied": MetaCase(partial(SmallGPT, tied=True), tokens, (Block,)),
     "partly_frozen": MetaCase(build_partly_frozen, tokens, (Block,)),
     "root_reset": MetaCase(RootResetGPT, tokens, (Block,)),
     "applied": MetaCase(AppliedGPT, tokens, (Block,)),

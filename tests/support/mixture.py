@@ -1,11 +1,14 @@
 """A mixture of experts whose ranks may hold a part of the experts each and send tokens to the others'."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.support.models import TinyTransformer
 
 
 class Experts(nn.Module):
@@ -112,6 +115,19 @@ class MixtureOfExperts(nn.Module):
         arrived = exchange_rows(rows, sent_sizes, received_sizes, self.group)
         expert = torch.arange(by_rank.shape[1]).repeat(ranks).repeat_interleave(received)
         return exchange_rows(held(arrived, expert), received_sizes, sent_sizes, self.group)
+
+
+def build_with_experts(top_k: int = 1, name: str = "experts", kind: ExpertsKind = Experts) -> nn.Module:
+    """A transformer of two blocks with four experts each."""
+    feed_forward = partial(MixtureOfExperts, experts=4, top_k=top_k, experts_name=name, kind=kind)
+    return TinyTransformer(layers=2, feed_forward=feed_forward)
+
+
+def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Keep this rank's experts of every block, and send tokens to those of others."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.divide(group)
 
 
 class _ExchangeRows(torch.autograd.Function):

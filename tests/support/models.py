@@ -6,14 +6,18 @@ A `ModelCase` is plain data of module-level functions, so it can be sent to work
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 _ODD_FEATURES = 7
 _ODD_OUTPUTS = 5
+IGNORED = -100
+"""Target of a position without a token."""
 
 
 @dataclass(frozen=True)
@@ -49,51 +53,129 @@ class ModelCase:
     unit_classes: tuple[type[nn.Module], ...]
 
 
-class Block(nn.Module):
-    """Pre-norm causal attention and MLP. Shape (samples, tokens, features) in and out."""
+class Attention(nn.Module):
+    """Causal attention; (samples, tokens, features) in and out."""
 
-    def __init__(self, features: int, heads: int) -> None:
+    HEAD_FEATURES: ClassVar[int] = 8
+
+    def __init__(self, features: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(features)
-        self.qkv = nn.Linear(features, 3 * features)
-        self.project = nn.Linear(features, features)
-        self.mlp_norm = nn.LayerNorm(features)
-        self.up = nn.Linear(features, 4 * features)
-        self.down = nn.Linear(4 * features, features)
+        self.q = nn.Linear(features, features)
+        self.k = nn.Linear(features, features)
+        self.v = nn.Linear(features, features)
+        self.out = nn.Linear(features, features)
+        self.context: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self._qkv(x))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        first = 0
+        if self.context is not None:
+            first = dist.get_rank(self.context) * x.shape[1]
+            key, value = (gather_tokens(part, self.context) for part in (key, value))
+        positions = torch.arange(first, first + query.shape[2], device=x.device)
+        may_see = positions[:, None] >= torch.arange(key.shape[2], device=x.device)[None]
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=may_see)
+        return self.out(attended.transpose(1, 2).flatten(-2))
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.HEAD_FEATURES)).transpose(1, 2)
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All ranks' keys or values, in rank order along the tokens; backward sums what the ranks' queries say of them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part.contiguous()) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group), dim=2)[dist.get_rank(ctx.group)].contiguous(), None
+
+
+def gather_tokens(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(samples, heads, tokens of a rank, features) -> (samples, heads, all tokens, features)."""
+    gathered: Tensor = _GatherTokens.apply(part, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class Mlp(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(features, 2 * features)
+        self.down = nn.Linear(2 * features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, or mixture of experts; (samples, tokens, features) in and out."""
+
+    def __init__(self, features: int, feed_forward: Callable[[int], nn.Module] = Mlp) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(features)
+        self.attention = Attention(features)
+        self.mlp_norm = nn.LayerNorm(features)
+        self.mlp = feed_forward(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class TinyTransformer(nn.Module):
-    """Token and position embedding, blocks, final norm, head. int64 tokens (samples, tokens) -> float logits."""
+    """Embeddings, blocks, final norm, head; int64 tokens (samples, tokens) -> logits.
 
-    VOCABULARY: ClassVar[int] = 31
+    Ranks can divide heads (tests/support/tensor_meshes.py), tokens (`divide_context`) and experts (`feed_forward` of
+    tests/support/mixture.py) among them.
+
+    Args:
+        layers: Blocks.
+        tied: Whether embedding and head share their weight.
+        feed_forward: (features) -> the second half of a block.
+    """
+
+    VOCABULARY: ClassVar[int] = 31  # 2 ranks cannot divide it evenly
     FEATURES: ClassVar[int] = 16
     MAX_TOKENS: ClassVar[int] = 8
 
-    def __init__(self, *, layers: int = 3, tied: bool = False) -> None:
+    def __init__(self, *, layers: int = 3, tied: bool = False, feed_forward: Callable[[int], nn.Module] = Mlp) -> None:
         super().__init__()
         self.tokens = nn.Embedding(self.VOCABULARY, self.FEATURES)
-        self.positions = nn.Parameter(0.1 * torch.randn(self.MAX_TOKENS, self.FEATURES))
-        self.blocks = nn.ModuleList(Block(self.FEATURES, heads=2) for _ in range(layers))
+        self.positions = nn.Embedding(self.MAX_TOKENS, self.FEATURES)
+        self.blocks = nn.ModuleList(Block(self.FEATURES, feed_forward) for _ in range(layers))
         self.norm = nn.LayerNorm(self.FEATURES)
         self.head = nn.Linear(self.FEATURES, self.VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
+        self.first_position = 0
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        first = self.first_position * tokens.shape[1]
+        return self.tokens(tokens) + self.positions(
+            torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def divide_context(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group compute consecutive parts of every sequence."""
+    assert isinstance(model, TinyTransformer)
+    model.first_position = dist.get_rank(group)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.context = group
 
 
 class ScalarBlock(nn.Module):
@@ -160,71 +242,54 @@ class ScalarHead(nn.Module):
         return self.head(self.blocks(x)) / self.temperature + self.offset
 
 
-def build_transformer() -> nn.Module:
-    return TinyTransformer()
-
-
-def build_tied_transformer() -> nn.Module:
-    return TinyTransformer(tied=True)
-
-
 def build_partly_frozen_transformer() -> nn.Module:
     """Freeze the token embedding, all of block 0, and of block 1 a norm and one matrix."""
     model = TinyTransformer()
     trainable_block = model.blocks[1]
     assert isinstance(trainable_block, Block)
-    frozen = (model.tokens, model.blocks[0], trainable_block.attention_norm, trainable_block.project)
-    for module in frozen:
+    for module in (model.tokens, model.blocks[0], trainable_block.attention_norm, trainable_block.attention.out):
         module.requires_grad_(requires_grad=False)
     return model
-
-
-def build_scalars() -> nn.Module:
-    return ScalarHead()
 
 
 def build_odd_shapes() -> nn.Module:
     return nn.Sequential(OddBlock(), OddBlock(), nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS))
 
 
-def build_bf16_with_fp32_norm() -> nn.Module:
-    return _mixed(torch.bfloat16, torch.float32)
-
-
-def build_fp32_with_fp64_norm() -> nn.Module:
-    return _mixed(torch.float32, torch.float64)
+def build_mixed(linear_dtype: torch.dtype, norm_dtype: torch.dtype) -> nn.Module:
+    blocks = [MixedDtypeBlock(_ODD_FEATURES, linear_dtype, norm_dtype) for _ in range(2)]
+    return nn.Sequential(*blocks, nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS, dtype=norm_dtype))
 
 
 def build_unused() -> nn.Module:
-    blocks = nn.Sequential(UnusedBlock(_ODD_FEATURES), UnusedBlock(_ODD_FEATURES))
-    blocks.append(nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS))
-    return blocks
+    return nn.Sequential(UnusedBlock(_ODD_FEATURES), UnusedBlock(_ODD_FEATURES), nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS))
 
 
 def make_token_batch(samples: int, generator: torch.Generator) -> Batch:
-    """Return int64 tokens (samples, 6) and their successors."""
-    tokens = torch.randint(TinyTransformer.VOCABULARY, (samples, 7), generator=generator)
-    return Batch(tokens[:, :-1], tokens[:, 1:])
+    """Return int64 tokens (samples, 8) and their successors."""
+    tokens = torch.randint(TinyTransformer.VOCABULARY, (samples, 9), generator=generator)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def make_vector_batch(samples: int, generator: torch.Generator) -> Batch:
-    """Return float32 inputs (samples, 7) and targets (samples, 5)."""
-    return Batch(
-        torch.randn(samples, _ODD_FEATURES, generator=generator),
-        torch.randn(samples, _ODD_OUTPUTS, generator=generator),
-    )
+def make_gappy_token_batch(samples: int, generator: torch.Generator) -> Batch:
+    """Return the same with about a third of the targets left out, so that parts hold unequal numbers of them."""
+    batch = make_token_batch(samples, generator)
+    left_out = torch.rand(batch.targets.shape, generator=generator) < 0.33
+    return Batch(batch.inputs, batch.targets.masked_fill(left_out, IGNORED))
 
 
-def make_float64_vector_batch(samples: int, generator: torch.Generator) -> Batch:
-    """Return `make_vector_batch` in float64."""
-    batch = make_vector_batch(samples, generator)
-    return Batch(batch.inputs.double(), batch.targets.double())
+def make_vector_batch(
+    samples: int, generator: torch.Generator, dtype: torch.dtype = torch.float32, features: tuple[int, int] = (7, 5)
+) -> Batch:
+    """Return inputs (samples, 7) and targets (samples, 5), or of other numbers of features."""
+    inputs, targets = (torch.randn(samples, count, generator=generator) for count in features)
+    return Batch(inputs.to(dtype), targets.to(dtype))
 
 
-def token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy in nats per token."""
-    logits = model(batch.inputs)
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+def token_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
+    """Mean cross-entropy in nats per token of this process, or the sum."""
+    logits = model(batch.inputs).flatten(0, 1).float()
+    return F.cross_entropy(logits, batch.targets.flatten(), reduction=reduction)
 
 
 def vector_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -232,22 +297,41 @@ def vector_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch.inputs), batch.targets)
 
 
-def _mixed(linear_dtype: torch.dtype, norm_dtype: torch.dtype) -> nn.Module:
-    blocks = [MixedDtypeBlock(_ODD_FEATURES, linear_dtype, norm_dtype) for _ in range(2)]
-    return nn.Sequential(*blocks, nn.Linear(_ODD_FEATURES, _ODD_OUTPUTS, dtype=norm_dtype))
+def token_case(build: Callable[[], nn.Module]) -> ModelCase:
+    """A case of a `TinyTransformer`."""
+    return ModelCase(build, make_token_batch, token_loss, (Block,))
 
+
+def gappy_case(build: Callable[[], nn.Module]) -> ModelCase:
+    """The same with gaps among the targets, and the sum over this process' tokens as the loss."""
+    return ModelCase(build, make_gappy_token_batch, partial(token_loss, reduction="sum"), (Block,))
+
+
+def build_dense() -> nn.Module:
+    """Two blocks."""
+    return TinyTransformer(layers=2)
+
+
+DENSE = token_case(build_dense)
 
 ModelName = Literal[
     "transformer", "tied", "partly_frozen", "scalars", "odd_shapes", "bf16_fp32_norm", "fp32_fp64_norm", "unused"
 ]
 
 MODEL_CASES: dict[ModelName, ModelCase] = {
-    "transformer": ModelCase(build_transformer, make_token_batch, token_loss, (Block,)),
-    "tied": ModelCase(build_tied_transformer, make_token_batch, token_loss, (Block,)),
-    "partly_frozen": ModelCase(build_partly_frozen_transformer, make_token_batch, token_loss, (Block,)),
-    "scalars": ModelCase(build_scalars, make_vector_batch, vector_loss, (ScalarBlock,)),
+    "transformer": token_case(TinyTransformer),
+    "tied": token_case(partial(TinyTransformer, tied=True)),
+    "partly_frozen": token_case(build_partly_frozen_transformer),
+    "scalars": ModelCase(ScalarHead, make_vector_batch, vector_loss, (ScalarBlock,)),
     "odd_shapes": ModelCase(build_odd_shapes, make_vector_batch, vector_loss, (OddBlock,)),
-    "bf16_fp32_norm": ModelCase(build_bf16_with_fp32_norm, make_vector_batch, vector_loss, (MixedDtypeBlock,)),
-    "fp32_fp64_norm": ModelCase(build_fp32_with_fp64_norm, make_float64_vector_batch, vector_loss, (MixedDtypeBlock,)),
+    "bf16_fp32_norm": ModelCase(
+        partial(build_mixed, torch.bfloat16, torch.float32), make_vector_batch, vector_loss, (MixedDtypeBlock,)
+    ),
+    "fp32_fp64_norm": ModelCase(
+        partial(build_mixed, torch.float32, torch.float64),
+        partial(make_vector_batch, dtype=torch.float64),
+        vector_loss,
+        (MixedDtypeBlock,),
+    ),
     "unused": ModelCase(build_unused, make_vector_batch, vector_loss, (UnusedBlock,)),
 }

@@ -6,24 +6,63 @@ microbatches. Then a copy in the dtype of the main weights, an update of these, 
 operations are elementwise and the factors powers of two, so the values do not depend on how a tensor is cut.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
-from tests.support.models import ModelCase
+from tests.support.models import MODEL_CASES, Batch, ModelCase, OddBlock
 from tests.support.parity import fixed_seed
-from tests.support.sharded_run import SAMPLES
+from tests.support.sharded_run import (
+    SAMPLES,
+    Outcome,
+    Recording,
+    Run,
+    RunRanks,
+    Scenario,
+    Setting,
+    Tolerance,
+    assert_notes,
+    one_thread,
+    run_sharded,
+)
 
-LR, MOMENTUM = 2**-4, 0.5
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-def exact_sgd(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def build_odd_shapes(dtype: torch.dtype) -> nn.Module:
+    return MODEL_CASES["odd_shapes"].build().to(dtype)
+
+
+def loss_in_own_dtype(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean squared error, in float32, of a model that computes in the dtype of its first parameter."""
+    dtype = next(iter(model.raw_param.values() if isinstance(model, MegatronFSDP) else model.parameters())).dtype
+    return nn.functional.mse_loss(model(batch.inputs.to(dtype)).float(), batch.targets)
+
+
+CASES = {
+    dtype: ModelCase(
+        partial(build_odd_shapes, dtype), MODEL_CASES["odd_shapes"].make_batch, loss_in_own_dtype, (OddBlock,)
+    )
+    for dtype in (FP32, BF16, FP16)
+}
+MIXED = MODEL_CASES["bf16_fp32_norm"]
+"""Units whose norm is float32 and whose linear layer is bfloat16."""
+
+
+def exact_sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     """SGD whose factors are powers of two: products are exact, so fused and plain multiply-adds agree."""
-    return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
+    return torch.optim.SGD(params, lr=2**-4, momentum=0.5)
 
 
 @dataclass(frozen=True)
@@ -37,6 +76,7 @@ class Job:
         mode: "each" (reduce after every microbatch), "last" (`is_last_microbatch`) or "no_sync".
         steps: Optimizer steps.
         microbatches: Per step.
+        options: Further arguments of `fully_shard_model`, as (name, value).
     """
 
     case: ModelCase
@@ -45,6 +85,7 @@ class Job:
     mode: str = "each"
     steps: int = 2
     microbatches: int = 3
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def defers(self) -> bool:
@@ -57,23 +98,10 @@ class Job:
         return self.strategy == 0
 
 
-@dataclass
-class History:
-    """Values by step: losses of every rank and microbatch, gradients as the optimizer saw them, main weights."""
-
-    losses: list[list[float]] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    weights: list[dict[str, Tensor]] = field(default_factory=list)
-
-
-def emulate(job: Job, num_ranks: int) -> History:
-    """Train on this process as `num_ranks` ranks are to train; one thread, as they have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+def emulate(job: Job, num_ranks: int) -> Recording:
+    """Train on this process as ranks are to train; the losses of a microbatch are those of all ranks in turn."""
+    with one_thread():
         return _Emulation(job, num_ranks).run()
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Emulation:
@@ -89,20 +117,20 @@ class _Emulation:
         }
         self.optimizer = exact_sgd(list(self.main.values()))
 
-    def run(self) -> History:
-        history = History()
+    def run(self) -> Recording:
+        recording = Recording()
         for step in range(self.job.steps):
             losses, gradients = self.accumulate(step * self.job.microbatches)
+            recording.losses += losses
             for name, gradient in gradients.items():
                 self.main[name].grad = gradient.to(self.precision[name].main_params)
-            history.losses.append(losses)
-            history.gradients.append({name: self.main[name].grad.clone() for name in gradients})  # type: ignore[union-attr]
+            recording.notes.append(("gradients", {name: _copy(self.main[name].grad) for name in gradients}))
             self.optimizer.step()
             with torch.no_grad():
                 for name, param in self.compute.items():
                     param.copy_(self.main[name])
-            history.weights.append({name: param.detach().clone() for name, param in self.main.items()})
-        return history
+            recording.notes.append(("parameters", {name: _copy(param) for name, param in self.main.items()}))
+        return recording
 
     def accumulate(self, first: int) -> tuple[list[float], dict[str, Tensor]]:
         """Main gradients of one step, in `main_grads_dtype`, and the losses of rank 0, 1, ... of each microbatch."""
@@ -152,3 +180,67 @@ class _Emulation:
         for gradient in sent[1:]:
             total = total + gradient
         return total.mul(after)
+
+
+def _copy(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+# ---- training on ranks -----------------------------------------------------------------------------------------------
+
+
+def train(jobs: Sequence[Job]) -> list[Outcome]:
+    """Train each job sharded on this rank, and look whether every dtype is the one that its policy names."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*which is narrower")
+        return run_sharded([(_scenario(job), _setting(job)) for job in jobs])
+
+
+def _scenario(job: Job) -> Scenario:
+    return Scenario(partial(_accumulate, job), job.case, lambda model: exact_sgd(model.parameters()))
+
+
+def _setting(job: Job) -> Setting:
+    return Setting(job.strategy, job.policy, one_call=False, auto_sync=job.mode == "each", options=job.options)
+
+
+def _accumulate(job: Job, run: Run) -> None:
+    assert run.sharded is not None
+    for step in range(job.steps):
+        for microbatch in range(job.microbatches):
+            run.sharded.is_last_microbatch = is_last = microbatch == job.microbatches - 1
+            with run.no_sync() if job.mode == "no_sync" and not is_last else nullcontext():
+                (run.loss(step * job.microbatches + microbatch) / job.microbatches).backward()
+        assert _wrong_dtypes(job, run.sharded) == [], job
+        run.step()
+
+
+def _wrong_dtypes(job: Job, model: MegatronFSDP) -> list[str]:
+    """Live buffers and gradients that are not in the dtype that the policy names."""
+    found = []
+    for group in model.parameter_groups():
+        wanted = resolve_precision(job.policy, group.full[0].dtype)
+        assert group.gradients is not None
+        for what, tensor, dtype in (
+            ("main gradient", group.gradients.main.local, wanted.main_grads),
+            ("main weight", group.weights.main.local, wanted.main_params),
+            ("compute weight", group.weights.compute.local, wanted.compute),
+            *((".grad", p.grad, wanted.main_params) for p in group.sharded),
+        ):
+            if tensor is None or tensor.dtype != dtype:
+                found.append(f"{what} of {group.names[0]}: {tensor if tensor is None else tensor.dtype}, not {dtype}")
+    return found
+
+
+def check(run_ranks: RunRanks, num_ranks: int, jobs: Sequence[Job]) -> None:
+    """Assert that training on ranks gives bit for bit what the emulation gives."""
+    assert_emulated(num_ranks, jobs, run_ranks(num_ranks, train, jobs))
+
+
+def assert_emulated(num_ranks: int, jobs: Sequence[Job], by_rank: Sequence[list[Outcome]]) -> None:
+    """The comparison of `check`, for what `train` returned on each rank."""
+    for job, *outcomes in zip(jobs, *by_rank, strict=True):
+        expected = emulate(job, num_ranks)
+        assert_notes(outcomes, expected, Tolerance())
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.losses == expected.losses[rank::num_ranks], f"rank {rank}, {job}"

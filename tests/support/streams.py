@@ -1,31 +1,19 @@
-"""Devices with streams, simulated on the CPU with real data: models that are sharded inside run on `StreamLane`s.
+"""A device with streams, simulated on the CPU with real data: models that are sharded inside run on `StreamLane`s.
 
-`late_lanes` carries queued work out late: by the laziest schedule that is legal, where work on side streams waits until
-somebody waits for an event behind it, or by a random one. Every operation is checked, so that an error says which one
-is wrong:
-
-- queued work meets memory that was let go of before it ran, which the caching allocator may have handed out again;
-- compute writes memory that queued work uses, or reads memory that queued work writes, without waiting for it.
-
-`ordered_lanes` carries everything out at once, and keeps a vector clock per stream (Mattern, "Virtual time and global
-states of distributed systems", 1989), by which it finds, whatever the schedule and between any two streams:
+All work is carried out at once, and each stream keeps a vector clock (Mattern, "Virtual time and global states of
+distributed systems", 1989), by which is found, whatever the schedule and between any two streams:
 
 - two accesses to overlapping bytes, one of them a write, that no wait orders;
 - memory that is let go of, or resized, while another stream may still use it when the stream that it was taken on takes
   memory again, which the caching allocator may make the same.
 
-Collectives run when they are launched, on the stream that launches them; under `ordered_lanes` asynchronous ones on a
-stream of the back end, which their `wait` joins. What is made on a side stream belongs to that stream, whose own order
-protects it. Under `late_lanes` copies of a background save arrive on the host when somebody waits for them.
-
-`on_schedules` runs a program on all of these, and on the host.
+Collectives run when they are launched, on the stream that launches them; asynchronous ones on a stream of the back end,
+which their `wait` joins. Copies of a background save arrive on the host when somebody waits for them.
 """
 
 from __future__ import annotations
 
-import random
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,228 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.checkpoint import background
 from megatron_fsdp.comm.lanes import LaneWatch, StreamLane
 from megatron_fsdp.engine import executor
-
-
-class StreamOrderError(AssertionError):
-    """Memory was used in an order that no wait guarantees."""
-
-
-@dataclass
-class _Seen:
-    """A tensor as it was when work on it was queued, without a reference to its memory."""
-
-    storage: weakref.ref[torch.UntypedStorage]
-    address: int
-    first_byte: int
-    last_byte: int
-    describe: Callable[[torch.Tensor], torch.Tensor]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Seen:
-        first = tensor.data_ptr()
-        extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        geometry = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        storage, dtype = tensor.untyped_storage(), tensor.dtype
-        return cls(
-            weakref.ref(storage),
-            storage.data_ptr(),
-            first,
-            first + (extent * tensor.itemsize if tensor.numel() else 0),
-            lambda memory: torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), *geometry),
-        )
-
-    @property
-    def is_there(self) -> bool:
-        storage = self.storage()
-        return storage is not None and storage.data_ptr() == self.address
-
-    def tensor(self, operation: str) -> torch.Tensor:
-        storage = self.storage()
-        if storage is None or not self.is_there:
-            raise StreamOrderError(
-                f"{operation}, queued on a side stream, meets memory that was let go of before it ran"
-            )
-        return self.describe(torch.empty(0, dtype=torch.uint8).set_(storage))
-
-    def overlaps(self, other: _Seen) -> bool:
-        return self.is_there and self.first_byte < other.last_byte and other.first_byte < self.last_byte
-
-
-@dataclass
-class _Queued:
-    operation: str
-    run: Callable[[], None]
-    reads: list[_Seen]
-    writes: list[_Seen]
-
-
-class LateEvent:
-    """A point in the queue of a stream."""
-
-    def __init__(self, stream: LateStream) -> None:
-        self.stream = stream
-        self.position = stream.num_queued
-
-
-class LateStream:
-    """What was queued and has not run."""
-
-    def __init__(self, streams: LateStreams) -> None:
-        self._streams = streams
-        self.queue: list[_Queued] = []
-        self.num_queued = 0
-        self._num_run = 0
-        self.own: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def wait_stream(self, other: LateStream) -> None:
-        other.run_until(other.num_queued)
-
-    def wait_event(self, event: LateEvent) -> None:
-        event.stream.run_until(event.position)
-
-    def record_event(self) -> LateEvent:
-        return LateEvent(self)
-
-    def add(self, queued: _Queued) -> None:
-        self.queue.append(queued)
-        self.num_queued += 1
-
-    def run_until(self, position: int) -> None:
-        with self._streams.unchecked(), torch.no_grad():
-            while self._num_run < position:
-                self._num_run += 1
-                self.queue.pop(0).run()
-
-
-class HostCopies:
-    """An event behind copies to the host, which arrive when it is waited for; from any thread."""
-
-    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._copies = copies
-
-    def synchronize(self) -> None:
-        while self._copies:
-            target, value = self._copies.pop()
-            target.copy_(value)
-
-
-class LateStreams(TorchDispatchMode):
-    """The `StreamApi` of a late device, and, as a context, the device itself.
-
-    Args:
-        seed: Before each operation of compute some side streams get on, by chance; None: none does.
-    """
-
-    def __init__(self, seed: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
-        self._random = None if seed is None else random.Random(seed)
-        self._compute = LateStream(self)
-        self._current = self._compute
-        self._sides: list[LateStream] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to the host, not recorded by an event yet
-        self._is_checked = True
-
-    def Stream(self, _device: torch.device, priority: int) -> LateStream:  # noqa: ARG002, N802 (torch's name)
-        self._sides.append(LateStream(self))
-        return self._sides[-1]
-
-    def current_stream(self, _device: torch.device) -> LateStream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: LateStream) -> Iterator[None]:
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
-
-    def record_host_copies(self, _device: torch.device) -> HostCopies:
-        copies, self._copies = self._copies, []
-        return HostCopies(copies)
-
-    @contextmanager
-    def unchecked(self) -> Iterator[None]:
-        before, self._is_checked = self._is_checked, False
-        try:
-            yield
-        finally:
-            self._is_checked = before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not set(types) <= {torch.Tensor, torch.nn.Parameter}:
-            return NotImplemented  # a DTensor's: it comes again with the local tensors
-        if not self._is_checked or _only_describes(func):
-            return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        if self._current is self._compute:
-            self._get_on()
-            self._check(func, _tensors((args, kwargs)), written)
-            if func is torch.ops.aten.copy_.default and args[2:] == (True,):  # without blocking the host
-                with self.unchecked():
-                    self._copies.append((args[0], args[1].clone()))
-                return args[0]
-            return func(*args, **kwargs)
-        if func.namespace == "c10d":
-            self._current.run_until(self._current.num_queued)
-            return func(*args, **kwargs)
-        return self._queue(self._current, func, args, kwargs, written)
-
-    def _get_on(self) -> None:
-        chance = self._random
-        if chance is None:
-            return
-        for side in self._sides:
-            if side.queue and chance.random() < _GETS_ON:
-                side.run_until(side.num_queued - chance.randrange(len(side.queue)))
-
-    def _check(self, func: Any, used: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        seen, changed = [_Seen.of(each) for each in used], [_Seen.of(each) for each in written]
-        for queued in (queued for side in self._sides for queued in side.queue):
-            pairs = [(seen, queued.writes), (changed, queued.reads)]
-            if any(own.overlaps(other) for mine, theirs in pairs for own in theirs for other in mine):
-                raise StreamOrderError(f"compute runs {func} on memory that {queued.operation} was queued for")
-
-    def _queue(self, side: LateStream, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        name = str(func)
-
-        def note(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value.untyped_storage() in side.own:
-                return value
-            return _Seen.of(value)
-
-        later_args, later_kwargs = tree_map(note, (args, kwargs))
-        reads = [_Seen.of(each) for each in _tensors((args, kwargs))]
-
-        def call() -> Any:
-            values = tree_map(lambda x: x.tensor(name) if isinstance(x, _Seen) else x, (later_args, later_kwargs))
-            return func(*values[0], **values[1])
-
-        if written:
-            side.add(_Queued(name, lambda: _discard(call()), reads, [_Seen.of(each) for each in written]))
-            return kwargs.get("out", args[0]) if func._schema.returns else None
-        made = func(*args, **kwargs)  # its shape is right; its values come when it is waited for
-        side.own.update(each.untyped_storage() for each in _tensors(made))
-
-        def fill() -> None:
-            for each, value in zip(_tensors(made), _tensors(call()), strict=True):
-                each.copy_(value)
-
-        side.add(_Queued(name, fill, reads, [_Seen.of(each) for each in _tensors(made)]))
-        return made
-
-
-_GETS_ON = 0.1
-"""How probable it is that a side stream gets on before an operation of compute."""
-
-
-# ---- order -----------------------------------------------------------------------------------------------------------
 
 Clock = dict[int, int]
 
@@ -280,6 +51,18 @@ class OrderedStream:
 
     def record_event(self) -> Clock:
         return dict(self.clock)
+
+
+class HostCopies:
+    """An event behind copies to the host, which arrive when it is waited for; from any thread."""
+
+    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._copies = copies
+
+    def synchronize(self) -> None:
+        while self._copies:
+            target, value = self._copies.pop()
+            target.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -320,6 +103,7 @@ class OrderedStreams(TorchDispatchMode):
         self._memory: dict[int, _Memory] = {}
         self._freed: list[tuple[_Memory, str]] = []  # which their streams may take again
         self._back_ends: dict[OrderedStream, OrderedStream] = {}  # by the stream that launches on them
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to the host, not recorded by an event yet
 
     def Stream(self, _device: torch.device, priority: int) -> OrderedStream:  # noqa: ARG002, N802 (torch's name)
         self._streams.append(OrderedStream(len(self._streams), f"side stream {len(self._streams)}"))
@@ -348,6 +132,10 @@ class OrderedStreams(TorchDispatchMode):
                 return self._run(func, args, kwargs)
         return self._run(func, args, kwargs)
 
+    def record_host_copies(self, _device: torch.device) -> HostCopies:
+        copies, self._copies = self._copies, []
+        return HostCopies(copies)
+
     def wait_for_collectives(self) -> None:
         """Let the current stream wait for the asynchronous collectives that it has launched."""
         self._current.wait_stream(self._back_end())
@@ -358,7 +146,11 @@ class OrderedStreams(TorchDispatchMode):
         return self._back_ends[self._current]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        made = func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default and args[2:] == (True,):  # without blocking the host
+            self._copies.append((args[0], args[1].clone()))
+            made = args[0]
+        else:
+            made = func(*args, **kwargs)
         if _only_describes(func):
             for tensor in _tensors(made):
                 self._memory_of(tensor)
@@ -438,21 +230,17 @@ def _where() -> str:
 Values = Sequence[torch.Tensor | None]
 
 
-def on_schedules(play: Callable[[], Values], seeds: Sequence[int] = (0, 1)) -> tuple[list[str], list[str]]:
-    """Run a program on the host, on ordered streams, and on late ones: the laziest and those of some seeds.
+def on_streams(play: Callable[[], Values]) -> tuple[list[str], bool]:
+    """Run a program on the host and on ordered streams.
 
     Returns:
-        What no wait orders, and the schedules under which the program's values have other bits than on the host.
+        What no wait orders, and whether the program's values have the same bits in both.
     """
     on_host = play()
     with ordered_lanes() as streams:
-        wrong = [] if same_bits(on_host, play()) else ["ordered"]
+        same = same_bits(on_host, play())
     assert streams.num_accesses > 100
-    for seed in (None, *seeds):
-        with late_lanes(seed):
-            if not same_bits(on_host, play()):
-                wrong.append("the laziest" if seed is None else f"random {seed}")
-    return list(streams.findings), wrong
+    return list(streams.findings), same
 
 
 def same_bits(ones: Values, others: Values) -> bool:
@@ -464,23 +252,10 @@ def same_bits(ones: Values, others: Values) -> bool:
 
 
 @contextmanager
-def late_lanes(seed: int | None = None) -> Iterator[None]:
-    """Let models that are sharded inside communicate on late streams, and background saves copy to the host late."""
-    streams, places = LateStreams(seed), background.StagingBuffers._places
-    with (
-        _lanes_on(streams),
-        patch.object(background, "_is_remote", lambda _device: True),
-        patch.object(background, "_recorded", streams.record_host_copies),
-        patch.object(background.StagingBuffers, "_places", lambda self, sizes, **_: places(self, sizes, pinned=False)),
-        streams,
-    ):
-        yield
-
-
-@contextmanager
 def ordered_lanes() -> Iterator[OrderedStreams]:
-    """Let models that are sharded inside communicate on ordered streams."""
+    """Let models that are sharded inside communicate on ordered streams, and background saves copy to the host late."""
     streams = OrderedStreams()
+    places = background.StagingBuffers._places
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -493,20 +268,19 @@ def ordered_lanes() -> Iterator[OrderedStreams]:
         streams.wait_for_collectives()
         return wait(work, *timeout)
 
+    def make_lane(device: torch.device, name: str, watch: LaneWatch) -> StreamLane:
+        return StreamLane(device, name, watch, streams)
+
     with (
-        _lanes_on(streams),
+        patch.object(executor, "make_lane", make_lane),
+        patch.object(background, "_is_remote", lambda _device: True),
+        patch.object(background, "_recorded", streams.record_host_copies),
+        patch.object(background.StagingBuffers, "_places", lambda self, sizes, **_: places(self, sizes, pinned=False)),
         patch.object(torch.UntypedStorage, "resize_", resize_),
         patch.object(dist.Work, "wait", wait_for),
         streams,
     ):
         yield streams
-
-
-def _lanes_on(streams: Any) -> Any:
-    def make_lane(device: torch.device, name: str, watch: LaneWatch) -> StreamLane:
-        return StreamLane(device, name, watch, streams)
-
-    return patch.object(executor, "make_lane", make_lane)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -529,7 +303,3 @@ def _only_describes(func: Any) -> bool:
         return True
     aliases = [each.alias_info for each in func._schema.returns if each.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
-
-
-def _discard(_result: object) -> None:
-    """Let an expression stand where a function without a result is asked for."""

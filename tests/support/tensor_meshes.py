@@ -1,4 +1,4 @@
-"""Arrangements in which pairs of ranks share every sample and divide the transformer of `parallel_transformer`."""
+"""Arrangements in which pairs of ranks share every sample and divide a `TinyTransformer`."""
 
 from collections.abc import Callable
 from functools import partial

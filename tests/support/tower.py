@@ -28,10 +28,12 @@ class Tower(nn.Module):
     Other floors are asked for by their widths; a floor of width h has 32 h parameters.
     """
 
+    floor: type[Floor] = Floor
+
     def __init__(self, hidden: tuple[int, ...] = (HIDDEN,) * FLOORS) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, FEATURES, bias=False)
-        self.floors = nn.Sequential(*(Floor(width) for width in hidden))
+        self.floors = nn.Sequential(*(self.floor(width) for width in hidden))
         self.last = nn.Linear(FEATURES, FEATURES, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

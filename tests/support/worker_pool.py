@@ -9,29 +9,42 @@ copied by value. Before each call every random generator of the worker is seeded
 """
 
 import contextlib
+import faulthandler
+import gc
 import os
 import pickle
+import random
+import resource
+import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection as mp_connection
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from _pytest.assertion import install_importhook
+from _pytest.config import apply_warning_filters, get_config
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
-
-from tests.support.worker_main import STACK_SIGNAL, Reply, WorkerSpec, worker_main
 
 # Guards against waiting for ever, far above what anything takes: the machine may be busy with other things.
 DEFAULT_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 600.0
 _STACK_DUMP_TIMEOUT_S = 120.0
+_PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call may take: hangs are the pool's to report
 MAX_CALLS = 300  # long-lived gloo processes leak threads
 _MAX_THREADS = 150  # gloo leaves some behind for each group, also when it is destroyed; they wake up every 10 ms
 _SHOWN_CHARACTERS = 6000
@@ -44,7 +57,7 @@ _PRELOADED_MODULES = [
     "megatron_fsdp.sharding.mesh",
     "megatron_fsdp.megatron_fsdp",
     "megatron_fsdp.fully_shard",
-    "tests.support.worker_main",
+    "tests.support.worker_pool",
 ]
 _PRELOADED_WHERE_USED = {"accelerate", "hypothesis", "peft", "pytest", "transformers"}
 
@@ -71,12 +84,33 @@ class WorkerError(Exception):
         super().__init__(f"{task} failed on rank(s) {sorted(by_rank)}:\n" + "\n".join(parts))
 
 
+@dataclass(frozen=True)
+class _Spec:
+    """Everything one worker needs to know when it starts."""
+
+    rank: int
+    world_size: int
+    device_type: str
+    store_port: int
+    log_path: Path
+    warning_filters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """The outcome of one call on one rank: a pickled value, or the text of what was raised."""
+
+    value: bytes | None
+    error: str | None
+    threads: int
+
+
 @dataclass(eq=False)
 class _Worker:
     process: ForkServerProcess
     connection: Connection
-    spec: WorkerSpec
-    reply: Reply | None = None
+    spec: _Spec
+    reply: _Reply | None = None
 
     def finished(self) -> bool:
         """Take the reply if one has arrived; finished is who replied or ended."""
@@ -85,6 +119,19 @@ class _Worker:
             if self.reply is None and self.connection.poll():
                 self.reply = pickle.loads(self.connection.recv_bytes())
         return self.reply is not None or not alive
+
+    def failure(self) -> str | None:
+        """What this rank raised, how it died, or where it hangs, which ends it; None: it returned."""
+        if self.reply is not None:
+            return self.reply.error
+        if self.process.is_alive():
+            assert self.process.pid is not None
+            os.kill(self.process.pid, signal.SIGABRT)  # its stacks go to its log
+            self.process.join(_STACK_DUMP_TIMEOUT_S)
+            told = "still running when the time was up, or some time after another rank failed; its log, with stacks:"
+        else:
+            told = f"died, exit code {self.process.exitcode}; its log:"
+        return f"{told}\n{self.spec.log_path.read_text(errors='replace')}"
 
 
 @dataclass
@@ -119,14 +166,15 @@ class WorkerPool:
             WorkerError: if a rank raised, died or hung; the workers are then replaced before the next call.
         """
         request = pickle.dumps((fn, args))
-        self._ensure_started()
+        if not self._workers or not all(worker.process.is_alive() for worker in self._workers):
+            self._start()
         self._call_count += 1
         for worker in self._workers:
             worker.reply = None
             with contextlib.suppress(OSError):  # a worker that just died is reported below
                 worker.connection.send_bytes(request)
         replies = self._await_replies(fn.__qualname__, timeout_s)
-        if self._worn_out(replies):
+        if self._call_count >= MAX_CALLS or max(reply.threads for reply in replies) > _MAX_THREADS:
             self.stop()
         return [pickle.loads(reply.value) for reply in replies if reply.value is not None]
 
@@ -149,41 +197,29 @@ class WorkerPool:
         """Return the process id of each live worker, in rank order."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
-    def _ensure_started(self) -> None:
-        if self._workers and all(worker.process.is_alive() for worker in self._workers):
-            return
+    def _start(self) -> None:
         self.stop()
         context = get_context("forkserver")
         context.set_forkserver_preload(preloaded_modules())
         self._folder = tempfile.TemporaryDirectory(prefix="worker-pool-")
-        self._store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_TIMEOUT_S)
-        )
+        timeout = timedelta(seconds=_START_TIMEOUT_S)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         for rank in range(self.world_size):
-            spec = self._spec(rank, Path(self._folder.name), self._store.port)
+            log = Path(self._folder.name) / f"rank{rank}.log"
+            spec = _Spec(rank, self.world_size, self.device_type, self._store.port, log, self.warning_filters)
             parent_end, child_end = context.Pipe()
-            process = context.Process(target=worker_main, args=(spec, child_end), daemon=True, name=f"rank{rank}")
+            process = context.Process(target=_serve, args=(spec, child_end), daemon=True, name=f"rank{rank}")
             process.start()
             child_end.close()
             self._workers.append(_Worker(process, parent_end, spec))
         self._await_replies("start of the workers", _START_TIMEOUT_S)
 
-    def _spec(self, rank: int, folder: Path, store_port: int) -> WorkerSpec:
-        return WorkerSpec(
-            rank=rank,
-            world_size=self.world_size,
-            device_type=self.device_type,
-            store_port=store_port,
-            log_path=folder / f"rank{rank}.log",
-            stack_path=folder / f"rank{rank}.stack",
-            warning_filters=self.warning_filters,
-        )
-
-    def _await_replies(self, task: str, timeout_s: float) -> list[Reply]:
+    def _await_replies(self, task: str, timeout_s: float) -> list[_Reply]:
         """Return every rank's reply; whatever goes wrong ends the workers, which may be in the middle of anything."""
         try:
             self._wait_until_finished(timeout_s)
-            if errors := self._errors(timeout_s):
+            failures = {worker.spec.rank: worker.failure() for worker in self._workers}
+            if errors := {rank: _shorten(text) for rank, text in failures.items() if text is not None}:
                 raise WorkerError(task, errors)
         except BaseException:
             self.stop()
@@ -205,64 +241,98 @@ class WorkerPool:
             ends = [end for worker in pending for end in (worker.connection, worker.process.sentinel)]
             mp_connection.wait(ends, remaining_s)
 
-    def _errors(self, timeout_s: float) -> dict[int, str]:
-        hung = [worker for worker in self._workers if not worker.finished()]
-        stacks = _dump_stacks(hung)
-        errors: dict[int, str] = {}
-        for rank, worker in enumerate(self._workers):
-            if rank in stacks:
-                errors[rank] = f"still running (limit {timeout_s:g} s, or {self.failure_grace_s:g} s after another "
-                errors[rank] += f"rank failed), stack:\n{_shorten(stacks[rank])}"
-            elif worker.reply is None:
-                errors[rank] = f"died, exit code {worker.process.exitcode}\n{_tail(worker.spec.log_path)}"
-            elif worker.reply.error is not None:
-                errors[rank] = _shorten(worker.reply.error)
-        return errors
-
-    def _worn_out(self, replies: Sequence[Reply]) -> bool:
-        threads = max(reply.threads for reply in replies)
-        return self._call_count >= MAX_CALLS or threads > _MAX_THREADS
-
-
-def _dump_stacks(workers: Sequence[_Worker]) -> dict[int, str]:
-    """Ask each worker for its Python stacks and return them by rank."""
-    for worker in workers:
-        assert worker.process.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.process.pid, STACK_SIGNAL)
-    deadline = time.monotonic() + _STACK_DUMP_TIMEOUT_S
-    while time.monotonic() < deadline and not all(_has_whole_dump(worker.spec.stack_path) for worker in workers):
-        time.sleep(0.05)
-    return {worker.spec.rank: _test_stack(_read(worker.spec.stack_path)) for worker in workers}
-
-
-def _has_whole_dump(path: Path) -> bool:
-    # The main thread is the oldest, thus the last one written, and its outermost frame is a module: a file read
-    # while the process still writes ends elsewhere.
-    return _read(path).endswith(" in <module>\n")
-
-
-def _test_stack(dump: str) -> str:
-    """Keep the threads that run test code, and of those the lines above the worker's own frames."""
-    kept = []
-    for thread in dump.split("\n\n"):
-        lines = [line for line in thread.splitlines() if "multiprocessing" not in line]
-        if any("_die_with_parent" in line for line in lines):
-            continue
-        kept.append("\n".join(line for line in lines if worker_main.__code__.co_filename not in line))
-    return "\n".join(kept) or "(no stack: the process did not answer)"
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _tail(path: Path) -> str:
-    return _read(path)[-_SHOWN_CHARACTERS:]
-
 
 def _shorten(text: str) -> str:
-    if len(text) <= _SHOWN_CHARACTERS:
-        return text
     half = _SHOWN_CHARACTERS // 2
+    if len(text) <= 2 * half:
+        return text
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+# ---- in a worker -----------------------------------------------------------------------------------------------------
+
+
+def _serve(spec: _Spec, connection: Connection) -> None:
+    """Join the process group, then answer calls on `connection` until it closes."""
+    _prepare_process(spec)
+    _join_process_group(spec)
+    gc.freeze()  # what is alive now stays; collecting after each call need not look at it
+    environment = dict(os.environ)
+    try:
+        connection.send_bytes(pickle.dumps(_Reply(None, None, 1)))  # ready
+        while True:
+            connection.send_bytes(pickle.dumps(_answer(connection.recv_bytes(), spec, environment)))
+    except (EOFError, OSError):
+        pass
+    # Skip destructors: taking gloo down while a peer is already gone can abort the process.
+    os._exit(0)
+
+
+def _prepare_process(spec: _Spec) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, sys.stdout.fileno() if sys.stdout else 1)
+    os.dup2(log, sys.stderr.fileno() if sys.stderr else 2)
+    faulthandler.enable(file=log)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the pool aborts those that hang
+    torch.set_num_threads(1)
+    _apply_warning_filters(spec)
+    install_importhook(get_config())
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _join_process_group(spec: _Spec) -> None:
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ.update(RANK=str(spec.rank), WORLD_SIZE=str(spec.world_size), LOCAL_RANK=str(spec.rank))
+    # Ranks meet through it, and one may start much later than another: how long they may take is the pool's to say.
+    store = TCPStore("127.0.0.1", spec.store_port, is_master=False, timeout=_PROCESS_GROUP_TIMEOUT)
+    backend = "gloo"
+    if spec.device_type == "cuda":
+        torch.cuda.set_device(spec.rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=_PROCESS_GROUP_TIMEOUT
+    )
+    dist.barrier()
+
+
+def _answer(request: bytes, spec: _Spec, environment: dict[str, str]) -> _Reply:
+    """Run one pickled `(fn, args)` from a known state of all random generators, and catch whatever it raises."""
+    value, error = None, None
+    try:
+        call: tuple[Callable[..., Any], tuple[Any, ...]] = pickle.loads(request)
+        fn, args = call
+        random.seed(0)
+        torch.manual_seed(0)
+        value = pickle.dumps(fn(*args))
+    except BaseException:  # noqa: BLE001 - SystemExit and pytest outcomes must reach the parent too
+        error = traceback.format_exc()
+    _restore_process(spec, environment)
+    tasks = Path("/proc/self/task")  # threads of back ends included; none where the system does not tell
+    return _Reply(value, error, len(list(tasks.iterdir())) if tasks.is_dir() else 0)
+
+
+def _restore_process(spec: _Spec, environment: dict[str, str]) -> None:
+    """Undo what a call may have left behind, so that the next one does not depend on it."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    _apply_warning_filters(spec)
+    gc.collect()
+    gc.freeze()  # modules and caches of this call stay: collecting, and counting what lives, need not look at them
+
+
+def _apply_warning_filters(spec: _Spec) -> None:
+    warnings.resetwarnings()
+    apply_warning_filters(spec.warning_filters, ())

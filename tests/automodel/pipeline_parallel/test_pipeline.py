@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,12 +15,17 @@ from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline, build_p
 from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.small_models import batch_of, build, label_count, token_loss_sum
 from tests.automodel.training import managed, reference
 from tests.conftest import RunRanks
+from tests.support.language_models import batch_of, build, label_count, token_loss_sum
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.op_counts import OpCounts
 
 CPU = torch.device("cpu")
+
+
+def stages() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
 
 
 def pipeline_of(
@@ -47,26 +53,34 @@ def assert_gradients(pipeline: Pipeline, model: nn.Module, scale: float = 1.0) -
     assert seen
 
 
-def masks_and_positions(mesh: DeviceMesh) -> None:
-    batch = batch_of()
-    mask = torch.ones_like(batch["input_ids"])
+def padded() -> Tensor:
+    mask = torch.ones_like(batch_of()["input_ids"])
     for row, padding in enumerate((0, 3, 5, 1)):
         mask[row, 16 - padding :] = 0
-    packed = torch.cat([torch.arange(7), torch.arange(9)])
-    for kind, inputs in (
-        ("gemma3", {"attention_mask": mask}),
-        ("mistral", {"attention_mask": mask}),
-        ("qwen3", {"position_ids": packed.expand(4, -1)}),
-        ("llama", {"position_ids": packed.unsqueeze(0) + 2}),
-    ):
-        pipeline, model = pipeline_of(kind, mesh), build(kind)
+    return mask
+
+
+PACKED = torch.cat([torch.arange(7), torch.arange(9)])
+INPUTS: dict[str, dict[str, Tensor]] = {
+    "gemma3": {"attention_mask": padded()},
+    "mistral": {"attention_mask": padded()},
+    "qwen3": {"position_ids": PACKED.expand(4, -1)},
+    "llama": {"position_ids": PACKED.unsqueeze(0) + 2},
+}
+
+
+@pytest.mark.full(short=["gemma3", "qwen3"])
+@pytest.mark.parametrize("kind", INPUTS)
+@on_ranks(2)
+def test_masks_and_positions_reach_every_stage(kind: str) -> None:
+    batch, inputs = batch_of(), INPUTS[kind]
+    with groups_destroyed():
+        pipeline, model = pipeline_of(kind, stages()), build(kind)
         loss = truth_of(model, batch, **inputs)
-        torch.testing.assert_close(
-            pipeline.step(**batch, **inputs, inputs_of_others=None).item(), loss, rtol=1e-5, atol=0.0
-        )
-        assert_gradients(pipeline, model)
-        plain = build(kind)
-        assert abs(truth_of(plain, batch) - loss) > 1e-4, kind  # the inputs matter
+        found = pipeline.step(**batch, **inputs, inputs_of_others=None).item()
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0.0)
+    assert_gradients(pipeline, model)
+    assert abs(truth_of(build(kind), batch) - loss) > 1e-4  # the inputs matter
 
 
 def mean_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
@@ -164,19 +178,16 @@ def from_meta(mesh: DeviceMesh) -> None:
     assert pipeline.state_dict().keys() == {name for name, _ in pipeline.named_parameters()}
 
 
-SCENARIOS = (masks_and_positions, losses, several_batches, frozen_stage, recomputation, from_meta)
-
-
-def run_scenarios() -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    for scenario in SCENARIOS:
-        scenario(mesh)
-    return [scenario.__name__ for scenario in SCENARIOS]
-
-
-def test_steps_with_all_kinds_of_inputs_equal_one_process(run_ranks: RunRanks) -> None:
-    names = [scenario.__name__ for scenario in SCENARIOS]
-    assert run_ranks(2, run_scenarios) == [names, names]
+@pytest.mark.full(short=["losses", "several_batches", "frozen_stage", "from_meta"])
+@pytest.mark.parametrize(
+    "scenario",
+    [losses, several_batches, frozen_stage, recomputation, from_meta],
+    ids=lambda scenario: scenario.__name__,
+)
+@on_ranks(2)
+def test_steps_equal_one_process(scenario: Callable[[DeviceMesh], None]) -> None:
+    with groups_destroyed():
+        scenario(stages())
 
 
 def count_sharded() -> list[tuple[Any, ...]]:
@@ -186,7 +197,7 @@ def count_sharded() -> list[tuple[Any, ...]]:
         pipeline = managed(FSDP2Config(backend="gloo", mp_policy=policy), build("llama"), pp_size=2)
         found: list[tuple[Any, ...]] = []
         for rows in (2, 4):  # the same on all ranks
-            with OpCounts(num_ranks=2) as counts:
+            with OpCounts() as counts:
                 loss = pipeline.step(**batch_of(rows)).item()
             received = getattr(pipeline.stages[0].args_recv_info[0][0], "buffer", None)  # the first stage receives none
             sent = counts.collectives
@@ -208,49 +219,6 @@ def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
     except ConfigurationError as error:
         return str(error)
     return ""
-
-
-def refusals() -> dict[str, str]:
-    """Case -> message of this rank; then a step still works."""
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    batch = batch_of()
-    tokens, labels = batch["input_ids"], batch["labels"]
-
-    def made(kind: str = "llama", prepare: Any = _same, **options: Any) -> Any:
-        return build_pipeline(build(kind), mesh, PipelineConfig(**options), parallelize_stage=prepare, device=CPU)
-
-    pipeline = made()
-    rows = tokens[: 4 - rank], labels[: 4 - rank]
-    found = {
-        "other rows": message_of(pipeline.step, *rows),
-        "labels on one rank": message_of(pipeline.step, tokens, labels if rank else None),
-        "labels on none": message_of(pipeline.step, tokens),
-        "labels in eval": message_of(pipeline.eval_step, tokens),
-        "labels in forward": message_of(pipeline.forward, tokens, shift_labels=labels),
-        "bad labels on one rank": message_of(pipeline.step, tokens, labels[:, rank:]),
-        "mask on one rank": message_of(pipeline.step, tokens, labels, **_mask(tokens, rank)),
-        "bad mask": message_of(pipeline.step, tokens, labels, attention_mask=torch.ones(3, 16)),
-        "two kinds of labels": message_of(pipeline.step, tokens, labels, shift_labels=labels),
-        "flat tokens": message_of(pipeline.step, tokens[0], labels[0]),
-        "too few rows": message_of(pipeline.step, tokens[:1], labels[:1]),
-        "tokens of another batch": message_of(pipeline.step, **batch_of(4, seed=1 + rank)),
-        "unknown tokens": message_of(pipeline.step, tokens + 90, labels),
-        "no tensor": message_of(pipeline.step, tokens, labels, use_cache=True),
-        "dp_size alone": message_of(pipeline.step, tokens, labels, dp_size=2),
-        "no tokens": message_of(pipeline.step, tokens, labels, num_label_tokens=0),
-        "rows of a microbatch": message_of(made(pp_microbatch_size=3).step, tokens, labels),
-        "rows of a batch": message_of(made(pp_batch_size=2).step, tokens, labels),
-        "rounds": message_of(made(pp_schedule="interleaved1f1b").step, **batch_of(5)),
-        "tokens of a mean": message_of(
-            made(loss_fn=_mean, scale_grads_in_schedule=True).step, tokens, labels, num_label_tokens=5
-        ),
-        "batch too small": message_of(made, pp_microbatch_size=3, pp_batch_size=3),
-        "ends of a tie": message_of(made, "llama_tied", prepare=_half if rank else _same),
-        "uneven stages": message_of(made, pp_schedule="interleaved1f1b", layers_per_stage=2),
-    }
-    assert pipeline.step(tokens, labels).item() > 0
-    return found
 
 
 def _same(part: nn.Module) -> nn.Module:
@@ -296,9 +264,48 @@ EXPECTED = {
 }
 
 
-def test_refusals_are_sentences_that_are_the_same_on_every_rank(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refusals)
-    assert first == second
+@on_ranks(2)
+def test_refusals_are_sentences_that_are_the_same_on_every_rank() -> None:
+    """Case -> message of this rank; then a step still works."""
+    rank = dist.get_rank()
+    mesh = stages()
+    batch = batch_of()
+    tokens, labels = batch["input_ids"], batch["labels"]
+
+    def made(kind: str = "llama", prepare: Any = _same, **options: Any) -> Any:
+        return build_pipeline(build(kind), mesh, PipelineConfig(**options), parallelize_stage=prepare, device=CPU)
+
+    pipeline = made()
+    rows = tokens[: 4 - rank], labels[: 4 - rank]
+    found = {
+        "other rows": message_of(pipeline.step, *rows),
+        "labels on one rank": message_of(pipeline.step, tokens, labels if rank else None),
+        "labels on none": message_of(pipeline.step, tokens),
+        "labels in eval": message_of(pipeline.eval_step, tokens),
+        "labels in forward": message_of(pipeline.forward, tokens, shift_labels=labels),
+        "bad labels on one rank": message_of(pipeline.step, tokens, labels[:, rank:]),
+        "mask on one rank": message_of(pipeline.step, tokens, labels, **_mask(tokens, rank)),
+        "bad mask": message_of(pipeline.step, tokens, labels, attention_mask=torch.ones(3, 16)),
+        "two kinds of labels": message_of(pipeline.step, tokens, labels, shift_labels=labels),
+        "flat tokens": message_of(pipeline.step, tokens[0], labels[0]),
+        "too few rows": message_of(pipeline.step, tokens[:1], labels[:1]),
+        "tokens of another batch": message_of(pipeline.step, **batch_of(4, seed=1 + rank)),
+        "unknown tokens": message_of(pipeline.step, tokens + 90, labels),
+        "no tensor": message_of(pipeline.step, tokens, labels, use_cache=True),
+        "dp_size alone": message_of(pipeline.step, tokens, labels, dp_size=2),
+        "no tokens": message_of(pipeline.step, tokens, labels, num_label_tokens=0),
+        "rows of a microbatch": message_of(made(pp_microbatch_size=3).step, tokens, labels),
+        "rows of a batch": message_of(made(pp_batch_size=2).step, tokens, labels),
+        "rounds": message_of(made(pp_schedule="interleaved1f1b").step, **batch_of(5)),
+        "tokens of a mean": message_of(
+            made(loss_fn=_mean, scale_grads_in_schedule=True).step, tokens, labels, num_label_tokens=5
+        ),
+        "batch too small": message_of(made, pp_microbatch_size=3, pp_batch_size=3),
+        "ends of a tie": message_of(made, "llama_tied", prepare=_half if rank else _same),
+        "uneven stages": message_of(made, pp_schedule="interleaved1f1b", layers_per_stage=2),
+    }
+    assert pipeline.step(tokens, labels).item() > 0
+    first = same_on_ranks(found)
     assert first.keys() == EXPECTED.keys()
     for case, words in EXPECTED.items():
         assert words in first[case], case

@@ -11,7 +11,7 @@ from torch import nn
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.pipeline_parallel.stages import cut_stage, tied_embeddings
 from megatron_fsdp.errors import ConfigurationError
-from tests.automodel.small_models import FAMILIES, VOCABULARY, batch_of, build
+from tests.support.language_models import FAMILIES, VOCABULARY, batch_of, build
 
 PIECES = ((0, 2), (2, 3), (3, 4))
 

@@ -5,9 +5,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
-from tests.automodel.small_models import FAMILIES, batch_of, build
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.language_models import FAMILIES, batch_of, build
 from tests.support.on_ranks import on_ranks
 
 SIZES = {"num_hidden_layers": 2}
@@ -39,20 +39,17 @@ def test_every_parameter_is_a_dtensor_with_a_gradient_placed_alike(run_ranks: Ru
     assert run_ranks(2, divided, kind) == [[], []]
 
 
-def loss_of_transformers(kind: str) -> list[float]:
+@pytest.mark.parametrize("kind", ["llama_tied", "gemma2", "qwen3_moe"])
+@on_ranks(2)
+def test_the_loss_of_transformers_works_on_whole_logits(kind: str) -> None:
     losses = [build(kind, **SIZES)(**batch_of()).loss.item()]
     mesh = mesh_of((2,), ("tp",))
     for splits_tokens in (False, True):
         model = build(kind, **SIZES)
         parallelize_tensors(model, mesh, sequence_parallel=splits_tokens)
         losses.append(model(**batch_of()).loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("kind", ["llama_tied", "gemma2", "qwen3_moe"])
-def test_the_loss_of_transformers_works_on_whole_logits(run_ranks: RunRanks, kind: str) -> None:
-    for expected, *found in run_ranks(2, loss_of_transformers, kind):
-        assert found == pytest.approx([expected, expected], rel=1e-5)
+    expected, *found = losses
+    assert found == pytest.approx([expected, expected], rel=1e-5)
 
 
 @on_ranks(2)

@@ -19,10 +19,10 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
 from megatron_fsdp.automodel.tensor_parallel.plans import STYLE_NAMES
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.small_models import VOCABULARY, build
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.language_models import VOCABULARY, build
 from tests.support.on_ranks import on_ranks
 from tests.support.parity import fixed_seed
 
@@ -372,19 +372,17 @@ def test_a_mesh_of_two_dimensions_is_refused() -> None:
     assert "('dp', 'tp')" in text
 
 
-def asynchronous_on_cpus() -> tuple[bool, str, bool]:
+@on_ranks(2)
+def test_asynchronous_tensor_parallelism_says_that_cpus_cannot() -> None:
     before = inductor._micro_pipeline_tp
     with pytest.warns(UserWarning, match="asynchronous") as caught:
         is_on = enable_async_tensor_parallel(mesh_of((2,), ("tp",)))
     assert len(caught) == 1
-    return is_on, str(caught[0].message), inductor._micro_pipeline_tp == before
-
-
-def test_asynchronous_tensor_parallelism_says_that_cpus_cannot(run_ranks: RunRanks) -> None:
-    for is_on, text, is_unchanged in run_ranks(2, asynchronous_on_cpus):
-        assert not is_on
-        assert is_unchanged
-        assert text.endswith("training continues without it")
+    text = str(caught[0].message)
+    is_unchanged = inductor._micro_pipeline_tp == before
+    assert not is_on
+    assert is_unchanged
+    assert text.endswith("training continues without it")
 
 
 @on_ranks(2)

@@ -4,6 +4,8 @@
 itself. Sizes divide by 4, so that up to four tensor-parallel ranks have a head each.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,9 +97,8 @@ def build(kind: str, seed: int = 0, *, attention: str | None = None, **changes: 
         changes: Of the config.
     """
     with fixed_seed(seed):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config_of(kind, **changes), attn_implementation=attention, dtype=torch.float32
-        )
+        factory: Any = transformers.AutoModelForCausalLM
+        model = factory.from_config(config_of(kind, **changes), attn_implementation=attention, dtype=torch.float32)
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if param.ndim == 1:  # norms start at one or zero and biases at zero: a swap would not be seen
@@ -126,3 +127,51 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def label_count(labels: Tensor) -> int:
     """How many labels count towards `token_loss_sum`."""
     return int((labels[:, 1:] != -100).sum())
+
+
+# ---- for the planner -------------------------------------------------------------------------------------------------
+
+LAYERS = 3
+_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+SMALL_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama_gqa", {}, {}),
+    "llama-eager-attention": ("llama_gqa", {}, {"attn_implementation": "eager"}),
+    "llama-bf16": ("llama_gqa", {}, {"dtype": torch.bfloat16}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}, {}),
+    "gpt2-dropout": (
+        "gpt2",
+        {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "loss_type": "ForCausalLM"},
+        {},
+    ),
+    "mixtral": ("mixtral", {}, {}),
+    "mixtral-balanced-loss": ("mixtral", {"output_router_logits": True}, {}),
+    "qwen3-moe": ("qwen3_moe", {}, {}),
+    "deepseek-v3": ("deepseek_v3", {}, {}),
+}
+"""Models that compute differently: name -> kind, changes of its config, and options of `from_config`."""
+
+
+def build_small(name: str, **options: Any) -> nn.Module:
+    """A model of the table in training mode; `options` go to `from_config`."""
+    kind, changes, own = SMALL_MODELS[name]
+    config = config_of(kind, vocab_size=100, num_hidden_layers=LAYERS, use_cache=False, **changes)
+    factory: Any = transformers.AutoModelForCausalLM
+    model: nn.Module = factory.from_config(config, **{**own, **options})
+    return model.train()
+
+
+def unit_names(name: str) -> list[str]:
+    """The root and the layers of a model of the table."""
+    layers = "transformer.h" if name.startswith("gpt2") else "model.layers"
+    return ["", *(f"{layers}.{index}" for index in range(LAYERS))]
+
+
+def folder_with_code(folder: Path) -> Path:
+    """Make a folder of a model whose classes lie beside its weights; when they are imported, `has_run` appears."""
+    folder.mkdir()
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}), encoding="utf-8")
+    code = f"import pathlib, transformers\npathlib.Path({str(folder / 'has_run')!r}).touch()\n"
+    classes = "class OwnConfig(transformers.PretrainedConfig): ...\nclass OwnModel: ...\n"
+    (folder / "own.py").write_text(code + classes, encoding="utf-8")
+    return folder
