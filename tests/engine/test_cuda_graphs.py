@@ -16,9 +16,9 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.optimizer import check_capturable
 from tests.conftest import RunRanks
+from tests.engine.test_communication_pool import recorded
 from tests.optim.test_decoupled_grad import DecoupledSGD
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.recorded_collectives import recorded
 
 FP32_SUMS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 
