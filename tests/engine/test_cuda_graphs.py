@@ -94,7 +94,7 @@ def test_steps_write_the_same_gradients_and_send_from_the_same_addresses(name: s
     assert len(traces[1]) >= 7
     assert traces[1] == traces[2] == traces[3]
     assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
-    same_on_ranks([(each.name, each.places) for each in traces[1]])
+    same_on_ranks([(name, places) for name, _, places in traces[1]])
 
 
 @pytest.mark.parametrize("strategy", range(4))
