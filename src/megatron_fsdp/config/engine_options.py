@@ -226,17 +226,26 @@ def resolve_engine_options(
 ) -> EngineOptions:
     """Resolve the arguments and the configuration of `MegatronFSDP` together."""
     options = engine_options_of(config, policy)
-    if given["deterministic"] not in (None, "world"):
-        raise ConfigurationError(
-            f'deterministic={given["deterministic"]!r} does not exist; give "world" for the same bits on any number of '
-            "ranks, or None"
-        )
+    checked_deterministic(given["deterministic"])
     either = {
         name: given[name] or getattr(options, name)
         for name in ("report_nan_in_param_grad", "reduce_scatter_with_fp32_accumulation")
     }
     said = {**same_names(EngineOptions, given), **either}
     return replace(options, **said, memory=resolve_memory_options(given, config), verify_ranks_s=verify_ranks_s)
+
+
+def checked_deterministic(given: str | None) -> str | None:
+    """Return the argument `deterministic` as it was given.
+
+    Raises:
+        ConfigurationError: There is no such value.
+    """
+    if given not in (None, "world"):
+        raise ConfigurationError(
+            f'deterministic={given!r} does not exist; give "world" for the same bits on any number of ranks, or None'
+        )
+    return given
 
 
 def _user_buffers(config: DistributedDataParallelConfig) -> UserBufferOptions | None:

@@ -15,7 +15,7 @@ from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import engine_options_of
+from megatron_fsdp.config.engine_options import checked_deterministic, engine_options_of
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.bucket_plan import plan_buckets
 from megatron_fsdp.ddp.bucket_schedule import GatherMode
@@ -108,6 +108,7 @@ class DistributedDataParallel(MegatronFSDP):
         sync_model_each_microbatch: Make gradients final after every backward; False: when `finish_grad_sync` is called.
         find_unused_parameters: As in `fully_shard_model`.
         verify_ranks: As in `fully_shard_model`.
+        deterministic: As in `fully_shard_model`.
 
     Attributes:
         ddp_config: The caller's configuration; nothing reads it after wrapping.
@@ -136,6 +137,7 @@ class DistributedDataParallel(MegatronFSDP):
         sync_model_each_microbatch: bool = True,
         find_unused_parameters: bool = False,
         verify_ranks: bool | float | str | None = None,
+        deterministic: str | None = None,
     ) -> None:
         _check_types(config, module)
         mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
@@ -160,6 +162,7 @@ class DistributedDataParallel(MegatronFSDP):
                 sync_model_each_microbatch,
                 verify_ranks=verify_ranks,
                 find_unused_parameters=find_unused_parameters,
+                deterministic=deterministic,
             )
         else:
             if fsdp_unit_modules is not None:
@@ -180,6 +183,7 @@ class DistributedDataParallel(MegatronFSDP):
                 init_model_with_meta_device=init_model_with_meta_device,
                 verify_ranks_s=verify_ranks_s,
                 find_unused_parameters=find_unused_parameters,
+                deterministic=checked_deterministic(deterministic),
             )
             grouping = BucketGrouping(resolved.bucket_numel, resolved.gather_mode)
             self._wrap(module, index, resolved.engine_config, options, grouping, device, sync_model_each_microbatch)
