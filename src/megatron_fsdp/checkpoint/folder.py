@@ -186,6 +186,11 @@ def is_plain_name(name: object) -> bool:
     return PurePosixPath(name).name == name and name not in ("", "..")
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box that covers a whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Say what is wrong with boxes that should hold each element of a tensor once; None if nothing is."""
     for box in boxes:
@@ -396,8 +401,8 @@ class CheckpointFolder:
 
     def read_tensor(self, key: str) -> torch.Tensor:
         """Read a whole tensor; a CheckpointError if there is none, or its bytes are damaged."""
-        shape = self._tensor(key).shape
-        return self.read_box(key, (0,) * len(shape), shape)
+        whole = whole_box(self._tensor(key).shape)
+        return self.read_box(key, whole.offsets, whole.lengths)
 
     def read_box(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Read a box of a tensor, and nothing that it does not meet: of a chunk one stretch, if that is all of it."""

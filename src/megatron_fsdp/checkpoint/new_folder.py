@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,25 +69,15 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def new_shared_folder(target: Path, sizes: Mapping[str, int], group: dist.ProcessGroup | None) -> Iterator[Path]:
+def new_shared_folder(target: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
     """Make a folder that several ranks write to, as `new_folder`, and yield its temporary name; collective."""
     target = target.absolute()  # "." has no name of its own
     temporary = decided_by_first(lambda: _begin(target), f"saving to {target}", group)
 
-    def publish() -> None:
-        for name, size in sizes.items():
-            path = temporary / name
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                raise CheckpointError(
-                    f"{path} should have {size} bytes and has {found}; save to a folder that all ranks share"
-                )
-        _publish(temporary, target)
-
     try:
         together(f"saving to {target}", lambda: require_seen(temporary, _PATIENCE_S), group)
         yield temporary
-        decided_by_first(publish, f"publishing {target}", group)
+        decided_by_first(lambda: _publish(temporary, target), f"publishing {target}", group)
     except BaseException:
         if rank_of(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatron_fsdp.checkpoint.convert.plan import (
     make_plan,
     needed_objects,
 )
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, stretch_of
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
 from megatron_fsdp.checkpoint.new_folder import new_shared_folder, replace_text, require_apart
 from megatron_fsdp.checkpoint.safe_read import Opaque
@@ -36,7 +35,6 @@ from megatron_fsdp.checkpoint.store import POINTER, RELEASE, iteration_of, locat
 from megatron_fsdp.checkpoint.verify import require_sound, share_out
 from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.sharding.shards import Box
 
 Progress = Callable[[int, int], None]
 """(bytes written by this rank, bytes that it will have written)"""
@@ -121,7 +119,7 @@ def convert(
     opened, plan = together(doing, lambda: _prepare(source, target, options, steps, group), group)
     ranks = world_size_of(group)
     if not steps.dry_run:
-        with new_shared_folder(target, {}, group) as temporary:
+        with new_shared_folder(target, group) as temporary:
             _write(opened, plan, temporary, progress, group)
             if steps.verify:
                 _verify(temporary, group)
@@ -161,7 +159,7 @@ def _write(
 
 
 def _whole(key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> TensorSource:
-    return TensorSource(key, shape, dtype, [Box((0,) * len(shape), shape)], lambda _: read())
+    return TensorSource(key, shape, dtype, [whole_box(shape)], lambda _: read())
 
 
 def _small(values: Iterable[Value]) -> Iterator[Source]:
@@ -245,46 +243,21 @@ class Cells:
             )
         return cls(grid, block)
 
-    def meeting(self, wanted: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
-        """Yield the cells that a box of the true tensor meets, each with its share in the cell's coordinates."""
-        touched = [
-            range(start // size, (start + length - 1) // size + 1)
-            for start, length, size in zip(wanted.offsets, wanted.lengths, self.block, strict=True)
+    def read(self, read_stored: ReadBox, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box of the true tensor, out of the cells that it meets."""
+        first = [start // size for start, size in zip(offsets, self.block, strict=True)]
+        counts = [
+            -(-(start + length) // size) - cell
+            for start, length, size, cell in zip(offsets, lengths, self.block, first, strict=True)
         ]
-        for cell in product(*touched) if wanted.numel else ():
-            whole = Box(tuple(at * size for at, size in zip(cell, self.block, strict=True)), self.block)
-            shared = whole.meet(wanted)
-            assert shared is not None
-            yield cell, shared.inside(whole)
-
-
-def read_true_box(cells: Cells, read_stored: ReadBox, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Read a box of the true tensor, one contiguous range of a cell at a time; each element once, and no other."""
-    wanted, alone = Box(tuple(offsets), tuple(lengths)), (1,) * len(cells.grid)
-    if not wanted.numel:
-        return read_stored((*(0 for _ in alone), 0), (*(0 for _ in alone), 0)).reshape(wanted.lengths)
-    result: Tensor | None = None
-    for cell, inside in cells.meeting(wanted):
-        corner = [at * size - first for at, size, first in zip(cell, cells.block, wanted.offsets, strict=True)]
-        for row in _rows(cells.block, inside):
-            values = read_stored((*cell, stretch_of(cells.block, row) or 0), (*alone, row.numel)).reshape(row.lengths)
-            if row.lengths == wanted.lengths:
-                return values
-            result = torch.empty(wanted.lengths, dtype=values.dtype) if result is None else result
-            target = Box(tuple(a + b for a, b in zip(row.offsets, corner, strict=True)), row.lengths)
-            result[target.indices] = values
-            del values
-    assert result is not None
-    return result
-
-
-def _rows(shape: Sequence[int], box: Box) -> Iterator[Box]:
-    """Cut a box into boxes that are contiguous in the flattened tensor."""
-    # Up to the last axis that is not taken whole, elements are contiguous only along that axis.
-    cut = max((axis for axis, length in enumerate(box.lengths) if length != shape[axis]), default=0)
-    outer = zip(box.offsets[:cut], box.lengths[:cut], strict=True)
-    for index in product(*(range(first, first + length) for first, length in outer)):
-        yield Box((*index, *box.offsets[cut:]), (*(1 for _ in index), *box.lengths[cut:]))
+        stored = read_stored((*first, 0), (*counts, math.prod(self.block)))
+        dims = range(len(counts))
+        ordered = stored.reshape(*counts, *self.block).permute(
+            [at + len(counts) * half for at in dims for half in (0, 1)]
+        )
+        whole = ordered.reshape([count * size for count, size in zip(counts, self.block, strict=True)])
+        starts = [start - cell * size for start, cell, size in zip(offsets, first, self.block, strict=True)]
+        return whole[tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
 
 
 @dataclass(frozen=True)
@@ -317,7 +290,7 @@ class TorchDistSource:
         stored, cells = partial(self.folder.read_box, move.source), self.cells.get(move.source)
         if cells is None:
             return stored(move.offsets, move.lengths).reshape(move.shape)
-        return read_true_box(cells, stored, move.offsets, move.lengths).reshape(move.shape)
+        return cells.read(stored, move.offsets, move.lengths).reshape(move.shape)
 
 
 def without_opaque(value: Any) -> Any:

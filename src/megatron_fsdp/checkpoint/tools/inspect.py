@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry, whole_box
 from megatron_fsdp.checkpoint.kinds import (
     Kind,
     as_json,
@@ -185,11 +185,6 @@ def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """Return the box that covers a whole tensor."""
-    return Box((0,) * len(shape), shape)
-
-
 def pieces(folder: CheckpointFolder, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
     """Read the chunks of a tensor one at a time, each with its box."""
     for index, chunk in enumerate(folder.tensors[key].chunks):
@@ -267,7 +262,7 @@ def _nearest(folder: CheckpointFolder, key: str) -> str:
 
 def _corner(entry: TensorEntry) -> Box:
     if entry.numel <= SMALL:
-        return whole(entry.shape)
+        return whole_box(entry.shape)
     return Box((0,) * len(entry.shape), tuple(min(length, CORNER) for length in entry.shape))
 
 

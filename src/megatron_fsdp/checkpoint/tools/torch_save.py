@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from megatron_fsdp.checkpoint.archive import load_object_file, write_archive
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.naming import flatten
@@ -29,7 +29,7 @@ from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
 from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.safe_read import Opaque, reading, shortened
 from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, Source, TensorSource, write_sources
-from megatron_fsdp.checkpoint.tools.inspect import pieces, whole
+from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
@@ -209,7 +209,7 @@ def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[Source]:
     for key, value in leaves.items():
         if isinstance(value, torch.Tensor):
-            boxes = list(portions(whole(tuple(value.shape)), value.dtype.itemsize, chunk_bytes))
+            boxes = list(portions(whole_box(value.shape), value.dtype.itemsize, chunk_bytes))
             yield TensorSource(key, tuple(value.shape), value.dtype, boxes, partial(_part, value))
         else:
             yield ObjectSource(key, partial(_stored, value, key, notes))
