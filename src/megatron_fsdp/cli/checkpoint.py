@@ -103,7 +103,7 @@ def _write_inspection(found: Inspection, args: argparse.Namespace) -> None:
 def _facts(found: Inspection) -> list[tuple[str, str]]:
     tensors, objects = ([entry for entry in found.entries if entry.type == kind] for kind in ("tensor", "object"))
     chained = ", keys with chained_<n>." if found.kind.is_chained else ""
-    told = {
+    told: dict[str, str] = {
         "path": str(found.path),
         "format": found.kind.title,
         "optimizer": _OPTIMIZERS[found.kind.optimizer] + chained,
@@ -553,7 +553,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands for checkpoints to a parser."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for command in _COMMANDS:
-        shown = {} if command.title is None else {"help": command.title}
+        shown: dict[str, Any] = {} if command.title is None else {"help": command.title}
         added: Any = commands.add_parser(
             command.name, description=command.description, aliases=command.aliases, **shown
         )
