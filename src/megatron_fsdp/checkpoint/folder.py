@@ -21,8 +21,18 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor, load_without_elements
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
-from megatron_fsdp.checkpoint.reading_budget import ELEMENT_BYTES, MAX_DEPTH, MAX_DIMS, ReadingBudget
-from megatron_fsdp.checkpoint.safe_read import MAX_OBJECT_BYTES, load_metadata, open_file, printable, read_file, reading
+from megatron_fsdp.checkpoint.safe_read import (
+    ELEMENT_BYTES,
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_OBJECT_BYTES,
+    ReadingBudget,
+    load_metadata,
+    open_file,
+    printable,
+    read_file,
+    reading,
+)
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 

@@ -36,8 +36,7 @@ from torch.futures import Future
 
 from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.archive import load_object, write_archive
-from megatron_fsdp.checkpoint.checksum import checksum_box, combine
-from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
+from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal, checksum_box, combine
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.comm.agreement import by_value, in_short, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError

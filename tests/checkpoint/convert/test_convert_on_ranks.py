@@ -9,7 +9,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.checkpoint.checksum import checksum_box
 from megatron_fsdp.checkpoint.convert import convert as module
 from megatron_fsdp.checkpoint.convert.convert import (
     ConversionMismatchError,
@@ -19,7 +18,7 @@ from megatron_fsdp.checkpoint.convert.convert import (
 )
 from megatron_fsdp.checkpoint.convert.plan import Move
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.manifest import Manifest
+from megatron_fsdp.checkpoint.manifest import Manifest, checksum_box
 from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks

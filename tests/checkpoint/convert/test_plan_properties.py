@@ -13,10 +13,10 @@ from megatron_fsdp.checkpoint.convert.plan import (
     Content,
     ConversionPlan,
     ConvertOptions,
-    Entry,
     Move,
     make_plan,
 )
+from megatron_fsdp.checkpoint.folder import TensorEntry
 from tests.support.torch_dist.common import common_state, make_args, optimizer_state, param_groups
 from tests.support.torch_dist.expected import expected_tensors, stored_tensors
 from tests.support.torch_dist.gpt import GptSpec, Truth, make_truth
@@ -49,7 +49,7 @@ def plan_of(truth: Truth, options: ConvertOptions, *, says_swiglu: bool, singlet
     stored = stored_tensors(truth, singleton)
     args = make_args(truth.spec, True, says_swiglu, {"AttnBackend": type("E", (), {"auto": 5})})
     tree = common_state(args, optimizer_state(param_groups(truth.spec), "fully_reshardable"), "fully_reshardable")
-    entries = [Entry(key, tuple(tensor.shape), tensor.dtype) for key, tensor in stored.items()]
+    entries = [TensorEntry(key, tuple(tensor.shape), tensor.dtype, ()) for key, tensor in stored.items()]
     return make_plan(Content(entries, ["common_state/shard_0_1"], CommonState.of(tree)), options)
 
 

@@ -6,7 +6,7 @@ import argparse
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from megatron_fsdp.checkpoint.convert.plan import (
     Content,
     ConversionPlan,
     ConvertOptions,
-    Entry,
     Move,
     Value,
     make_plan,
@@ -28,10 +27,17 @@ from megatron_fsdp.checkpoint.convert.plan import (
 )
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
-from megatron_fsdp.checkpoint.new_folder import new_shared_folder, replace_text, require_apart
 from megatron_fsdp.checkpoint.safe_read import Opaque
 from megatron_fsdp.checkpoint.save import ObjectSource, Source, TensorSource, write_sources
-from megatron_fsdp.checkpoint.store import POINTER, RELEASE, iteration_of, locate
+from megatron_fsdp.checkpoint.store import (
+    POINTER,
+    RELEASE,
+    iteration_of,
+    locate,
+    new_shared_folder,
+    replace_text,
+    require_apart,
+)
 from megatron_fsdp.checkpoint.verify import require_sound, share_out
 from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError
@@ -275,8 +281,7 @@ class TorchDistSource:
         folder = CheckpointFolder(path)
         cells = _find_cells(folder)
         entries = [
-            Entry(key, cells[key].shape if key in cells else tuple(entry.shape), entry.dtype)
-            for key, entry in folder.tensors.items()
+            replace(entry, shape=cells[key].shape) if key in cells else entry for key, entry in folder.tensors.items()
         ]
         wanted = needed_objects(folder.objects)
         objects = {key: without_opaque(_only(folder.read_object(key))) for key in wanted}

@@ -24,11 +24,10 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.naming import flatten
-from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
-from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
 from megatron_fsdp.checkpoint.report import some_of
-from megatron_fsdp.checkpoint.safe_read import Opaque, reading, shortened
+from megatron_fsdp.checkpoint.safe_read import Opaque, ReadingBudget, reading, shortened
 from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, Source, TensorSource, write_sources
+from megatron_fsdp.checkpoint.store import new_file, new_folder
 from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
