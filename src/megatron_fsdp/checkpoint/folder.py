@@ -355,12 +355,9 @@ class CheckpointFolder:
     def file_problems(self) -> dict[str, str]:
         """Say what is wrong with files that are missing or too short, by name."""
         found = {}
-        told = Counter[str]()  # bytes that some element or object lies in
-        for entry in self.tensors.values():
-            for chunk in entry.chunks:
-                told[chunk.span.file] += chunk.span.length if chunk.box.numel else 0
-        for stored in self.objects.values():
-            told[stored.span.file] += stored.span.length
+        told = Counter[str]()
+        for _, span in self.spans():
+            told[span.file] += span.length
         for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,46 @@ _OPTIMIZERS = {
 _STATISTICS = ("min", "max", "mean", "norm", "non-finite", "zeros")
 _REFERENCE_RTOL, _REFERENCE_ATOL = 1e-5, 1e-8
 _SHOWN = 50
+_EQUAL = "elements are equal where |a - b| <= atol + rtol * |b|"
 _SCOPE = re.compile(r"[\w.]+(,[\w.]+)*")
+
+
+# ---- commands and their arguments ------------------------------------------------------------------------------------
+
+
+_Run = Callable[[argparse.Namespace], int]
+_Argument = tuple[tuple[str, ...], dict[str, Any]]
+_COMMANDS: list[tuple[list[str], str | None, str, tuple[_Argument, ...], _Run]] = []
+
+
+def _command(names: str, title: str | None, description: str, *arguments: _Argument) -> Callable[[_Run], _Run]:
+    """Declare the command that a function runs, with aliases behind its name; without a title it is not listed."""
+
+    def declare(run: _Run) -> _Run:
+        _COMMANDS.append((names.split(), title, description, arguments, run))
+        return run
+
+    return declare
+
+
+def _arg(*names: str, **settings: Any) -> _Argument:
+    return names, settings
+
+
+def _flag(*names: str, **settings: Any) -> _Argument:
+    return names, {"action": "store_true", **settings}
+
+
+_DIR_HELP = "folder of one checkpoint, or of a run: its latest one"
+_DIR = _arg("checkpoint_dir", metavar="DIR", help=_DIR_HELP)
+_OUTPUT = {"type": Path, "help": "the folder to make; must not exist, or be empty"}
+_FILTER = _arg("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
+_JSON = _flag("--json", help="print JSON")
+_SLICE = _arg(
+    "--slice",
+    metavar="PART",
+    help="of the tensor KEY, such as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)",
+)
 
 
 def _opened(path: str) -> CheckpointFolder:
@@ -62,6 +101,25 @@ def _opened(path: str) -> CheckpointFolder:
 # ---- inspect ---------------------------------------------------------------------------------------------------------
 
 
+@_command(
+    "inspect",
+    "kind, iteration, keys, shapes, dtypes, bytes; one tensor or object",
+    "Describe a checkpoint: torch_dist (all three generations), fsdp_dtensor, or any other of "
+    "torch.distributed.checkpoint; of a run its checkpoints, and the latest one. With KEY print one tensor or "
+    "object; only the chunks that are needed are read, and of a large tensor the first corner is shown unless "
+    "--slice says otherwise. Exit status: 0; 1 if it has problems, which are listed; 2 if it cannot be read.",
+    _DIR,
+    _arg("key", metavar="KEY", nargs="?", help="print this tensor or object"),
+    _FILTER,
+    _flag("--stats", help="read all listed tensors: smallest, largest, mean, norm, non-finite"),
+    _flag(
+        "--all",
+        "--not-ignore-param-to-group-meta",
+        help=f"also list the keys under {GROUP_META}*, which are left out of tables otherwise",
+    ),
+    _SLICE,
+    _JSON,
+)
 def _inspect(args: argparse.Namespace) -> int:
     if args.key is not None:
         return _show(args)
@@ -130,6 +188,15 @@ def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
     return [*row, *("-" if n is None else f"{n:.6g}" for n in numbers), str(found.non_finite), str(found.zeros)]
 
 
+@_command(
+    "show print-tensor",
+    None,
+    "Print one tensor or object, as inspect DIR KEY does.",
+    _DIR,
+    _arg("key", metavar="KEY", help="as `inspect` lists it"),
+    _SLICE,
+    _JSON,
+)
 def _show(args: argparse.Namespace) -> int:
     found = show(_opened(args.checkpoint_dir), args.key, args.slice)
     entry, box, size = found.entry, found.box, in_bytes(found.nbytes)
@@ -159,9 +226,28 @@ def _numbers(values: torch.Tensor) -> Any:
     return listed
 
 
-# ---- diff ------------------------------------------------------------------------------------------------------------
+# ---- diff and verify -------------------------------------------------------------------------------------------------
 
 
+def _comparison(name: str, title: str | None, rtol: float, atol: float) -> Callable[[_Run], _Run]:
+    return _command(
+        name,
+        title,
+        "Compare all tensors and objects of two checkpoints by value, however each is cut into chunks; one chunk of "
+        "each is in memory at a time. Exit status: 0 they are the same, 1 they differ, 2 one cannot be read.",
+        _arg("checkpoint_1", metavar="A", help=_DIR_HELP),
+        _arg("checkpoint_2", metavar="B", help=_DIR_HELP),
+        _arg("--rtol", type=float, default=rtol, help=f"{_EQUAL} (default %(default)s)"),
+        _arg("--atol", type=float, default=atol, help="see --rtol (default %(default)s)"),
+        _flag("--bitwise", help="equal bits: 0.0 and -0.0 differ, and so do unlike NaN"),
+        _flag("--all", help=f"list all differences, not only the first {_SHOWN}"),
+        _FILTER,
+        _JSON,
+    )
+
+
+@_comparison("diff", "compare two checkpoints", 0.0, 0.0)
+@_comparison("compare-two-checkpoint", None, _REFERENCE_RTOL, _REFERENCE_ATOL)
 def _diff(args: argparse.Namespace) -> int:
     given = (args.rtol, args.atol)
     rtol, atol = (0.0, 0.0) if args.bitwise and given == (_REFERENCE_RTOL, _REFERENCE_ATOL) else given
@@ -181,9 +267,17 @@ def _diff(args: argparse.Namespace) -> int:
     return EXIT_SAME if found.is_same else EXIT_DIFFERENT
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
+@_command(
+    "verify",
+    "find damaged, missing and unexpected tensors, objects and files",
+    "Read a checkpoint and compare every tensor and object with its manifest. One process, no GPU, one chunk in "
+    "memory at a time, and no code from the checkpoint is run. Exit status: 0 whole, 1 damaged, 2 it cannot be "
+    "looked at.",
+    _arg("checkpoint_dir", metavar="DIR", type=Path, help="an iter_* folder, or the folder of a run: then the latest"),
+    _flag("--all", help="every checkpoint of the run"),
+    _flag("--quick", help="names, shapes and files only; contents are not read"),
+    _JSON,
+)
 def _verify(args: argparse.Namespace) -> int:
     folders, pointer_problem = _to_verify(args.checkpoint_dir, every=args.all)
     reports = [verify(folder, deep=not args.quick) for folder in folders]
@@ -222,11 +316,35 @@ def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
 # ---- to other files --------------------------------------------------------------------------------------------------
 
 
+@_command(
+    "to-torch",
+    "a checkpoint as one torch.save file",
+    "Write the whole state dict of a checkpoint, nested as it was saved, as one file that "
+    "torch.load(weights_only=True) reads.",
+    _DIR,
+    _arg("file", metavar="FILE", type=Path, help="must not exist"),
+    _flag("--tensors-only", help="leave out everything that is no tensor"),
+)
 def _to_torch(args: argparse.Namespace) -> int:
     report = to_torch_save(_opened(args.checkpoint_dir), args.file, tensors_only=args.tensors_only)
     return _write_repacked(args.file, report)
 
 
+@_command(
+    "from-torch",
+    "a torch.save file as a checkpoint",
+    "Write the state dict of a torch.save file as a checkpoint that torch.distributed.checkpoint.load reads on any "
+    "number of ranks. The file is read without running code from it.",
+    _arg("file", metavar="FILE", type=Path, help="of torch.save, in the zip format (torch 1.6 and later)"),
+    _arg("output_dir", metavar="DIR", **_OUTPUT),
+    _arg(
+        "--nesting",
+        choices=("torch", "own"),
+        default="torch",
+        help="torch: keys as torch.distributed.checkpoint.save gives them (default); own: as this library's training "
+        "writes them, with lists in one piece",
+    ),
+)
 def _from_torch(args: argparse.Namespace) -> int:
     return _write_repacked(args.output_dir, from_torch_save(args.file, args.output_dir, nesting=args.nesting))
 
@@ -238,6 +356,17 @@ def _write_repacked(target: Path, found: RepackReport) -> int:
     return EXIT_SAME
 
 
+@_command(
+    "to-hf",
+    "a checkpoint as a Hugging Face folder",
+    "Write the weights of a checkpoint of a transformers model as a folder that from_pretrained loads: safetensors "
+    "files with an index, and beside them the config, generation config and tokenizer of another folder.",
+    _DIR,
+    _arg("output_dir", metavar="OUT", **_OUTPUT),
+    _arg("--config", metavar="FOLDER", type=Path, required=True, help="with config.json and tokenizer of the model"),
+    _arg("--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point weights; default: as stored"),
+    _arg("--max-shard-bytes", type=int, metavar="N", default=DEFAULT_SHARD_BYTES, help="of one file (default 5 GiB)"),
+)
 def _to_hf(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     source = _opened(args.checkpoint_dir)
@@ -247,6 +376,20 @@ def _to_hf(args: argparse.Namespace) -> int:
     return EXIT_SAME
 
 
+@_command(
+    "map print-torch-dcp-in-json",
+    "parameter groups of a run as JSON",
+    "Write the parameter group of each parameter as JSON, as `convert --param-to-param-group-map-json` reads it, "
+    "from the folder that --dump-param-to-param-group-map made in training.",
+    _arg("torch_dcp_dir", metavar="DIR", type=Path, help="the folder that training made"),
+    _arg("--out", metavar="MAP.json", type=Path, help="default: param_to_param_group_map.json in the folder"),
+    _arg(
+        "--model-prefix",
+        metavar="P",
+        default="model.module",
+        help="stands before names, instead of the module. of each wrapper (default %(default)s)",
+    ),
+)
 def _map(args: argparse.Namespace) -> int:
     """Write the map, then print it and its path in the format of Megatron-LM's inspector."""
     path = export_group_map_json(args.torch_dcp_dir, args.out, args.model_prefix)
@@ -258,6 +401,50 @@ def _map(args: argparse.Namespace) -> int:
 # ---- convert ---------------------------------------------------------------------------------------------------------
 
 
+def _conversion(name: str, title: str | None) -> Callable[[_Run], _Run]:
+    return _command(
+        name,
+        title,
+        "Convert a torch_dist checkpoint of Megatron to fsdp_dtensor. Run it as it is, or on several processes with "
+        "torchrun; it needs no GPU.",
+        _arg("source", metavar="SRC", type=Path, help="iter_* folder of torch_dist, or a run: its latest"),
+        _arg("target", metavar="DST", **_OUTPUT),
+        _arg("--from", dest="source_format", choices=["torch_dist"], default="torch_dist"),
+        _arg("--to", dest="target_format", choices=["fsdp_dtensor"], default="fsdp_dtensor"),
+        _arg("--param-to-param-group-map-json", metavar="MAP", type=Path, help="parameter groups, as map writes them"),
+        _arg("--groups", choices=["infer", "map", "none"], help="where groups come from: a map if given, else infer"),
+        _arg("--masters", choices=[FP32, MODEL], default=FP32, help="fp32 master weights (default), or the model's"),
+        _flag("--weights-only", help="leave optimizer state and random generators behind"),
+        _arg("--model-prefix", "--output-model-weight-prefix", metavar="P", default="model.module"),
+        _arg(
+            "--optimizer-prefix",
+            "--output-optimizer-state-prefix",
+            metavar="P",
+            help="default: optimizer.state and one module. for each wrapper of the run",
+        ),
+        _arg("--group-prefix", metavar="P", help="default: as the optimizer prefix, in param_to_group_meta"),
+        _flag("--rename-mtp-keys", help="transformer_layer -> mtp_model_layer"),
+        _flag("--dry-run", help="say what would be done, and write nothing"),
+        _flag("--verify", help="read the output back and compare it with the source"),
+        _flag("--write-tracker", help="point latest_checkpointed_iteration.txt beside DST to it"),
+        _flag("--json", help="print a report for scripts"),
+        _flag("--oom-traceback", help=argparse.SUPPRESS),  # nothing to trace: one tensor is held at a time
+    )
+
+
+_SCOPES = (
+    _arg(
+        "--swiglu",
+        metavar="auto|all|none|MODULE,...",
+        help="which MLPs are gated, so that fc1 becomes a gate (_w) and an up (_v) half; alone it means all; auto (the "
+        "default) goes by the checkpoint's arguments and shapes",
+    ),
+    _arg("--swiglu-modules", metavar="MODULE,...", help="the same as --swiglu MODULE,..."),
+)
+
+
+@_conversion("convert", "convert a torch_dist checkpoint to fsdp_dtensor")
+@_conversion("convert-torch-dist-to-fsdp-dtensor", None)
 def _convert(args: argparse.Namespace) -> int:
     """Convert, in one process or on every rank that torchrun has started; the first one prints."""
     is_first, started_here = os.environ.get("RANK", "0") == "0", False
@@ -349,199 +536,7 @@ def _is_scope(word: str) -> bool:
     return word in (AUTO, ALL, NONE) or (_SCOPE.fullmatch(word) is not None and not Path(word).exists())
 
 
-# ---- the commands and their arguments --------------------------------------------------------------------------------
-
-
-class _Argument(NamedTuple):
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-
-
-class _Command(NamedTuple):
-    """A command; without a title it is not listed, and those that share no work run on the first rank only."""
-
-    name: str
-    run: Callable[[argparse.Namespace], int]
-    description: str
-    title: str | None
-    arguments: tuple[_Argument, ...]
-    aliases: tuple[str, ...] = ()
-
-
-def _arg(*names: str, **settings: Any) -> _Argument:
-    return _Argument(names, settings)
-
-
-def _flag(*names: str, **settings: Any) -> _Argument:
-    return _Argument(names, {"action": "store_true", **settings})
-
-
-_DIR_HELP = "folder of one checkpoint, or of a run: its latest one"
-_DIR = _arg("checkpoint_dir", metavar="DIR", help=_DIR_HELP)
-_FILTER = _arg("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
-_JSON = _flag("--json", help="print JSON")
-_SLICE = _arg("--slice", metavar="PART", help="of the tensor KEY, such as 0:2,:8 or 3,-1 (write --slice=-1 if it "
-              "starts with -)")  # fmt: skip
-_NEW_FOLDER_HELP = "the folder to make; must not exist, or be empty"
-
-
-def _diff_arguments(rtol: float, atol: float) -> tuple[_Argument, ...]:
-    return (
-        _arg("checkpoint_1", metavar="A", help=_DIR_HELP),
-        _arg("checkpoint_2", metavar="B", help=_DIR_HELP),
-        _arg("--rtol", type=float, default=rtol,
-             help="elements are equal where |a - b| <= atol + rtol * |b| (default %(default)s)"),
-        _arg("--atol", type=float, default=atol, help="see --rtol (default %(default)s)"),
-        _flag("--bitwise", help="equal bits: 0.0 and -0.0 differ, and so do unlike NaN"),
-        _flag("--all", help=f"list all differences, not only the first {_SHOWN}"),
-        _FILTER,
-        _JSON,
-    )  # fmt: skip
-
-
-_DIFF = (
-    "Compare all tensors and objects of two checkpoints by value, however each is cut into chunks; one chunk of each "
-    "is in memory at a time. Exit status: 0 they are the same, 1 they differ, 2 one cannot be read."
-)
-_CONVERT = (
-    "Convert a torch_dist checkpoint of Megatron to fsdp_dtensor. Run it as it is, or on several processes with "
-    "torchrun; it needs no GPU."
-)
-_CONVERT_ARGUMENTS = (
-    _arg("source", metavar="SRC", type=Path,
-         help="iter_* folder of a torch_dist checkpoint, or that of a run: then its latest"),
-    _arg("target", metavar="DST", type=Path, help=_NEW_FOLDER_HELP),
-    _arg("--from", dest="source_format", choices=["torch_dist"], default="torch_dist"),
-    _arg("--to", dest="target_format", choices=["fsdp_dtensor"], default="fsdp_dtensor"),
-    _arg("--param-to-param-group-map-json", metavar="MAP", type=Path,
-         help="parameter group of each parameter, from print-torch-dcp-in-json"),
-    _arg("--groups", choices=["infer", "map", "none"],
-         help="where parameter groups come from: map where one is given, else infer"),
-    _arg("--masters", choices=[FP32, MODEL], default=FP32,
-         help="write the fp32 master weights (default), or the model's rounded ones"),
-    _flag("--weights-only", help="leave optimizer state and random generators behind"),
-    _arg("--model-prefix", "--output-model-weight-prefix", metavar="P", default="model.module"),
-    _arg("--optimizer-prefix", "--output-optimizer-state-prefix", metavar="P",
-         help="default: optimizer.state and one module. for each wrapper of the run"),
-    _arg("--group-prefix", metavar="P", help="default: as the optimizer prefix, in param_to_group_meta"),
-    _flag("--rename-mtp-keys", help="transformer_layer -> mtp_model_layer"),
-    _flag("--dry-run", help="say what would be done, and write nothing"),
-    _flag("--verify", help="read the output back and compare it with the source"),
-    _flag("--write-tracker", help="point latest_checkpointed_iteration.txt beside DST to it"),
-    _flag("--json", help="print a report for scripts"),
-    _flag("--oom-traceback", help=argparse.SUPPRESS),  # nothing to trace: one tensor is held at a time
-)  # fmt: skip
-_SCOPES = (
-    _arg("--swiglu", metavar="auto|all|none|MODULE,...", help="which MLPs are gated, so that fc1 becomes a gate (_w) "
-         "and an up (_v) half; alone it means all; auto (the default) goes by the checkpoint's arguments and shapes"),
-    _arg("--swiglu-modules", metavar="MODULE,...", help="the same as --swiglu MODULE,..."),
-)  # fmt: skip
-
-_COMMANDS = (
-    _Command(
-        "inspect",
-        _inspect,
-        "Describe a checkpoint: torch_dist (all three generations), fsdp_dtensor, or any other of "
-        "torch.distributed.checkpoint; of a run its checkpoints, and the latest one. With KEY print one tensor or "
-        "object; only the chunks that are needed are read, and of a large tensor the first corner is shown unless "
-        "--slice says otherwise. Exit status: 0; 1 if it has problems, which are listed; 2 if it cannot be read.",
-        "kind, iteration, keys, shapes, dtypes, bytes; one tensor or object",
-        (
-            _DIR,
-            _arg("key", metavar="KEY", nargs="?", help="print this tensor or object"),
-            _FILTER,
-            _flag("--stats", help="read all listed tensors: smallest, largest, mean, norm, non-finite"),
-            _flag("--all", "--not-ignore-param-to-group-meta",
-                  help=f"also list the keys under {GROUP_META}*, which are left out of tables otherwise"),
-            _SLICE,
-            _JSON,
-        ),
-    ),
-    _Command(
-        "show",
-        _show,
-        "Print one tensor or object, as inspect DIR KEY does.",
-        None,
-        (_DIR, _arg("key", metavar="KEY", help="as `inspect` lists it"), _SLICE, _JSON),
-        ("print-tensor",),
-    ),
-    _Command("diff", _diff, _DIFF, "compare two checkpoints", _diff_arguments(0.0, 0.0)),
-    _Command("compare-two-checkpoint", _diff, _DIFF, None, _diff_arguments(_REFERENCE_RTOL, _REFERENCE_ATOL)),
-    _Command(
-        "verify",
-        _verify,
-        "Read a checkpoint and compare every tensor and object with its manifest. One process, no GPU, one chunk in "
-        "memory at a time, and no code from the checkpoint is run. Exit status: 0 whole, 1 damaged, 2 it cannot be "
-        "looked at.",
-        "find damaged, missing and unexpected tensors, objects and files",
-        (
-            _arg("checkpoint_dir", metavar="DIR", type=Path,
-                 help="an iter_* folder, or the folder of a run: then the latest"),
-            _flag("--all", help="every checkpoint of the run"),
-            _flag("--quick", help="names, shapes and files only; contents are not read"),
-            _JSON,
-        ),
-    ),
-    _Command(
-        "to-torch",
-        _to_torch,
-        "Write the whole state dict of a checkpoint, nested as it was saved, as one file that "
-        "torch.load(weights_only=True) reads.",
-        "a checkpoint as one torch.save file",
-        (
-            _DIR,
-            _arg("file", metavar="FILE", type=Path, help="must not exist"),
-            _flag("--tensors-only", help="leave out everything that is no tensor"),
-        ),
-    ),
-    _Command(
-        "from-torch",
-        _from_torch,
-        "Write the state dict of a torch.save file as a checkpoint that torch.distributed.checkpoint.load reads on any "
-        "number of ranks. The file is read without running code from it.",
-        "a torch.save file as a checkpoint",
-        (
-            _arg("file", metavar="FILE", type=Path, help="of torch.save, in the zip format (torch 1.6 and later)"),
-            _arg("output_dir", metavar="DIR", type=Path, help=_NEW_FOLDER_HELP),
-            _arg("--nesting", choices=("torch", "own"), default="torch",
-                 help="torch: keys as torch.distributed.checkpoint.save gives them (default); own: as this library's "
-                 "training writes them, with lists in one piece"),
-        ),
-    ),
-    _Command(
-        "to-hf",
-        _to_hf,
-        "Write the weights of a checkpoint of a transformers model as a folder that from_pretrained loads: safetensors "
-        "files with an index, and beside them the config, generation config and tokenizer of another folder.",
-        "a checkpoint as a Hugging Face folder",
-        (
-            _DIR,
-            _arg("output_dir", metavar="OUT", type=Path, help=_NEW_FOLDER_HELP),
-            _arg("--config", metavar="FOLDER", type=Path, required=True,
-                 help="with config.json and tokenizer of the model"),
-            _arg("--dtype", choices=("float32", "bfloat16", "float16"),
-                 help="of floating-point weights; default: as stored"),
-            _arg("--max-shard-bytes", type=int, metavar="N", default=DEFAULT_SHARD_BYTES,
-                 help="of one file (default 5 GiB)"),
-        ),
-    ),
-    _Command(
-        "map",
-        _map,
-        "Write the parameter group of each parameter as JSON, as `convert --param-to-param-group-map-json` reads it, "
-        "from the folder that --dump-param-to-param-group-map made in training.",
-        "parameter groups of a run as JSON",
-        (
-            _arg("torch_dcp_dir", metavar="DIR", type=Path, help="the folder that training made"),
-            _arg("--out", metavar="MAP.json", type=Path, help="default: param_to_param_group_map.json in the folder"),
-            _arg("--model-prefix", metavar="P", default="model.module",
-                 help="stands before names, instead of the module. of each wrapper (default %(default)s)"),
-        ),
-        ("print-torch-dcp-in-json",),
-    ),
-    _Command("convert", _convert, _CONVERT, "convert a torch_dist checkpoint to fsdp_dtensor", _CONVERT_ARGUMENTS),
-    _Command("convert-torch-dist-to-fsdp-dtensor", _convert, _CONVERT, None, _CONVERT_ARGUMENTS),
-)  # fmt: skip
+# ---- the parser ------------------------------------------------------------------------------------------------------
 
 
 def add_parser(commands: Any) -> None:
@@ -552,22 +547,19 @@ def add_parser(commands: Any) -> None:
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands for checkpoints to a parser."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for command in _COMMANDS:
-        shown: dict[str, Any] = {} if command.title is None else {"help": command.title}
-        added: Any = commands.add_parser(
-            command.name, description=command.description, aliases=command.aliases, **shown
-        )
-        for names, settings in command.arguments:
+    for (name, *aliases), title, description, arguments, run in _COMMANDS:
+        shown: dict[str, Any] = {} if title is None else {"help": title}
+        added: Any = commands.add_parser(name, description=description, aliases=aliases, **shown)
+        for names, settings in arguments:
             added.add_argument(*names, **settings)
         # An option of Megatron-LM's inspector that is not supported: accepted, so that it is refused with a message.
         added.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
-        added.set_defaults(run=partial(_on_first_rank, command.run))
-        if command.run is _convert:
-            added.set_defaults(run=_convert)
+        added.set_defaults(run=run if run is _convert else partial(_on_first_rank, run))
+        if run is _convert:
             one_of = added.add_mutually_exclusive_group()
             for names, settings in _SCOPES:
                 one_of.add_argument(*names, **settings)
-            added.parse_known_args = partial(_parse, added.parse_known_args, command.title is None)
+            added.parse_known_args = partial(_parse, added.parse_known_args, title is None)
 
 
 def _parse(
@@ -576,7 +568,7 @@ def _parse(
     return parse(_with_swiglu_values(sys.argv[1:] if argv is None else argv, is_reference), namespace)
 
 
-def _on_first_rank(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def _on_first_rank(run: _Run, args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":
         return EXIT_SAME
     if args.enable_msc:

@@ -26,7 +26,7 @@ from megatron_fsdp.checkpoint.convert.plan import (
     needed_objects,
 )
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
-from megatron_fsdp.checkpoint.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
+from megatron_fsdp.checkpoint.kinds import read_common, recognise, side_file_problems
 from megatron_fsdp.checkpoint.safe_read import Opaque
 from megatron_fsdp.checkpoint.save import ObjectSource, Source, TensorSource, write_sources
 from megatron_fsdp.checkpoint.store import (
@@ -277,16 +277,18 @@ class TorchDistSource:
     @classmethod
     def open(cls, path: Path) -> TorchDistSource:
         """Open a checkpoint."""
-        _require_marker(path)
         folder = CheckpointFolder(path)
+        kind = recognise(folder)
+        if kind.format != "torch_dist":
+            raise CheckpointError(f"{path} is a checkpoint of {kind.title}; only torch_dist can be converted")
+        for problem in side_file_problems(folder):
+            raise CheckpointError(f"{path}: {problem.name} is {problem.state}: {problem.reason}")
         cells = _find_cells(folder)
         entries = [
             replace(entry, shape=cells[key].shape) if key in cells else entry for key, entry in folder.tensors.items()
         ]
         wanted = needed_objects(folder.objects)
         objects = {key: without_opaque(_only(folder.read_object(key))) for key in wanted}
-        if COMMON_KEY not in folder.objects and not (path / COMMON_FILE).is_file():
-            raise CheckpointError(f"{path} has neither {COMMON_KEY} nor {COMMON_FILE}; the checkpoint is incomplete")
         common = CommonState.of(without_opaque(read_common(folder)))
         return cls(folder, Content(entries, list(folder.objects), common, objects), cells)
 
@@ -309,22 +311,6 @@ def without_opaque(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(without_opaque(inner) for inner in value)
     return value
-
-
-def _require_marker(path: Path) -> None:
-    marker = path / MARKER
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder; give the iter_* folder of a torch_dist checkpoint")
-    if not marker.is_file():
-        inner = sorted(child.name for child in path.iterdir() if (child / MARKER).is_file())
-        hint = f"; did you mean {path / inner[-1]}?" if inner else ""
-        raise CheckpointError(
-            f"{path} has no {MARKER}, which torch_dist writes last: it is no torch_dist checkpoint, or an "
-            f"incomplete one{hint}"
-        )
-    backend = read_marker(path).get("sharded_backend")
-    if backend != "torch_dist":
-        raise CheckpointError(f"{marker} says that the format is {backend!r}; only torch_dist can be converted")
 
 
 def _only(content: Any) -> Any:

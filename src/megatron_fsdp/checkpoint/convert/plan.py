@@ -237,22 +237,22 @@ class Prefixes:
     """The prefixes of an output: the adapter, MegatronFSDP and, in half precision, one wrapper more add `module.`."""
 
     def __init__(self, options: ConvertOptions, is_fp32: bool) -> None:
-        self._model = options.model_prefix
-        self._state = options.optimizer_prefix or ".".join([_STATE, *["module"] * (2 if is_fp32 else 3)])
-        follows = _META + self._state.removeprefix(_STATE) if self._state.startswith(_STATE) else _META
-        self._meta = options.group_prefix or follows
+        self.model = options.model_prefix
+        self.state = options.optimizer_prefix or ".".join([_STATE, *["module"] * (2 if is_fp32 else 3)])
+        follows = _META + self.state.removeprefix(_STATE) if self.state.startswith(_STATE) else _META
+        self.meta = options.group_prefix or follows
 
     def of_weight(self, name: str) -> KeyPath:
         """Return the steps to a weight: the top-level key, then the name in the model's own state dict."""
-        return _steps(self._model, 1, name)
+        return _steps(self.model, 1, name)
 
     def of_state(self, name: str, slot: str) -> KeyPath:
         """Return the steps to one tensor of a parameter's optimizer state."""
-        return (*_steps(self._state, 2, name), slot)
+        return (*_steps(self.state, 2, name), slot)
 
     def of_group(self, name: str) -> KeyPath:
         """Return the steps to the fields of a parameter's group."""
-        return _steps(self._meta, 2, name)
+        return _steps(self.meta, 2, name)
 
 
 def _steps(prefix: str, nested: int, name: str) -> KeyPath:

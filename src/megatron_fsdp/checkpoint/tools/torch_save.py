@@ -156,7 +156,10 @@ def from_torch_save(
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
     with reading(str(source)):
-        _count_paths(state, ReadingBudget(source.stat().st_size))
+        places = collections.Counter(_paths(state, ReadingBudget(source.stat().st_size)))
+    twice = [path for path, count in places.items() if count > 1]  # 1 and "1" are one key
+    if nesting == "torch" and twice:
+        raise CheckpointError(f"{source}: two of its entries would be stored under {'.'.join(twice[0])}; rename one")
     leaves, paths = _flattened(state, str(source), nesting)
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes = _tied(tensors)
@@ -166,17 +169,20 @@ def from_torch_save(
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
 
 
-def _count_paths(value: Any, budget: ReadingBudget, around: int = 0) -> None:
-    """Count the flat keys of a state before they are made: each holds the names of all that is around it."""
+def _paths(value: Any, budget: ReadingBudget, around: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield where everything in dicts and lists is; each path is counted, with the names of all that is around it."""
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            names = around + len(str(key))
-            budget.spend(names)
-            _count_paths(inner, budget, names)
+        inside = list(value.items())
     elif isinstance(value, list) and any(isinstance(inner, torch.Tensor | Mapping | list) for inner in value):
-        for inner in value:
-            budget.spend(around)
-            _count_paths(inner, budget, around)
+        inside = list(enumerate(value))
+    else:
+        return
+    budget.spend(sum(map(len, around)) * len(inside))
+    for key, inner in inside:
+        path = (*around, str(key))
+        budget.spend(len(path[-1]))
+        yield path
+        yield from _paths(inner, budget, path)
 
 
 def _flattened(state: Mapping[Any, Any], where: str, nesting: str) -> tuple[dict[str, Any], Mapping[str, KeyPath]]:
@@ -186,23 +192,12 @@ def _flattened(state: Mapping[Any, Any], where: str, nesting: str) -> tuple[dict
     odd = [key for key in state if not isinstance(key, str)]
     if nesting == "own" and odd:
         raise CheckpointError(f"{where} has the key {odd[0]!r}, which is no text; use the nesting of torch")
-    twice = [path for path, count in collections.Counter(_paths(state)).items() if count > 1]  # 1 and "1" are one key
-    if nesting == "torch" and twice:
-        raise CheckpointError(f"{where}: two of its entries would be stored under {'.'.join(twice[0])}; rename one")
     try:
         return flatten(state) if nesting == "own" else flatten_state_dict(dict(state))
     except (ValueError, ConfigurationError) as error:
         raise CheckpointError(
             f"{where}: two of its entries would be stored under one key ({error}); rename one"
         ) from error
-
-
-def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where everything in dicts and lists is."""
-    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in inside:
-        yield (*path, str(key))
-        yield from _paths(inner, (*path, str(key)))
 
 
 def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[Source]:
