@@ -500,7 +500,7 @@ def _names() -> dict[tuple[str, str], Any]:
     kept = (*_DATACLASSES, metadata.TensorProperties)
     names: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in kept}
     for enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
-        names[enumeration.__module__, enumeration.__name__] = _member_of(enumeration)
+        names[enumeration.__module__, enumeration.__name__] = _of(enumeration, (int, str))
     dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
     names |= {("torch._utils", name): _rebuilt(getattr(torch._utils, name)) for name in _TENSOR_FUNCTIONS}
@@ -509,20 +509,25 @@ def _names() -> dict[tuple[str, str], Any]:
     for kind in (MCoreMetadata, MCoreSavePlan):
         names["megatron.core.dist_checkpointing.strategies.torch", kind.__name__] = kind
     names |= {
-        ("torch", "Size"): _size,
-        ("torch", "device"): _device,
+        ("torch", "Size"): _of(torch.Size, (list, tuple)),
+        ("torch", "device"): _of(torch.device, (str,), (int,)),
         ("torch", "UntypedStorage"): StorageKind(torch.uint8),
         ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
         ("torch.serialization", "_get_layout"): _layout_by_name,
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("collections", "OrderedDict"): collections.OrderedDict,
-        ("collections", "Counter"): _counter,
+        ("collections", "Counter"): _of(collections.Counter, (dict, type(None))),
         ("_codecs", "encode"): _latin1_bytes,
         ("argparse", "Namespace"): argparse.Namespace,
         ("numpy", "ndarray"): _ARRAY,
         ("numpy", "dtype"): _dtype,
     }
-    builtins: dict[str, Any] = {"slice": slice, "complex": complex, "bytearray": _bytearray, "bytes": _no_bytes}
+    builtins: dict[str, Any] = {
+        "slice": slice,
+        "complex": complex,
+        "bytearray": _bytearray,
+        "bytes": _of(bytes),
+    }  # protocol 2 stores b"" so
     builtins |= {"set": set, "frozenset": frozenset, "range": range, "xrange": range}
     for name, stands_for in builtins.items():
         names["builtins", name] = names["__builtin__", name] = stands_for
@@ -575,14 +580,15 @@ def _are_lengths(values: Any) -> bool:
     return is_shape and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
 
 
-def _size(lengths: Any = ()) -> torch.Size:
-    _require(isinstance(lengths, list | tuple), f"a {type(lengths).__name__} where a list should stand")
-    return torch.Size(lengths)
+def _of(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[..., Any]:
+    """Return a function that takes arguments of these types, and no more of them."""
 
+    def made(*arguments: Any) -> Any:
+        fits = len(arguments) <= len(kinds) and all(map(lambda given, of: type(given) in of, arguments, kinds))
+        _require(fits, f"other arguments than {getattr(make, '__name__', make)} takes")
+        return make(*arguments)
 
-def _device(*arguments: Any) -> torch.device:
-    _require(0 < len(arguments) <= 2 and type(arguments[0]) is str, "a device without a name")
-    return torch.device(*arguments)
+    return made
 
 
 def _layout_by_name(name: Any) -> torch.layout:
@@ -595,28 +601,9 @@ def _path(*parts: Any) -> pathlib.PurePosixPath:
     return pathlib.PurePosixPath(*parts)
 
 
-def _member_of(enumeration: type[enum.Enum]) -> Callable[[Any], enum.Enum]:
-    def member(value: Any) -> enum.Enum:
-        _require(type(value) in (int, str), f"a {enumeration.__name__}")
-        return enumeration(value)
-
-    return member
-
-
-def _counter(counts: Any = None) -> collections.Counter[Any]:
-    _require(counts is None or type(counts) is dict, "a Counter of something else than a dict")
-    return collections.Counter(counts)
-
-
 def _bytearray(data: Any = b"", encoding: str = "latin-1") -> bytearray:
     _require(type(data) in (bytes, str), "a bytearray of something else than bytes")
     return bytearray(data if type(data) is bytes else _latin1_bytes(data, encoding.replace("-", "")))
-
-
-def _no_bytes(*arguments: Any) -> bytes:
-    """How protocol 2 stores b""."""
-    _require(not arguments, "bytes of something")
-    return b""
 
 
 def _latin1_bytes(text: str, encoding: str = "latin1") -> bytes:

@@ -423,7 +423,7 @@ def _conversion(name: str, title: str | None) -> Callable[[_Run], _Run]:
             help="default: optimizer.state and one module. for each wrapper of the run",
         ),
         _arg("--group-prefix", metavar="P", help="default: as the optimizer prefix, in param_to_group_meta"),
-        _flag("--rename-mtp-keys", help="transformer_layer -> mtp_model_layer"),
+        _flag("--rename-mtp-keys", dest="rename_mtp", help="transformer_layer -> mtp_model_layer"),
         _flag("--dry-run", help="say what would be done, and write nothing"),
         _flag("--verify", help="read the output back and compare it with the source"),
         _flag("--write-tracker", help="point latest_checkpointed_iteration.txt beside DST to it"),
@@ -474,16 +474,11 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
     if args.enable_msc:
         raise ConfigurationError("--enable-msc asks for remote storage; give local folders, and leave it out")
     path = args.param_to_param_group_map_json
+    names = ("groups", "masters", "weights_only", "model_prefix", "optimizer_prefix", "group_prefix", "rename_mtp")
     return ConvertOptions(
         swiglu=args.swiglu or args.swiglu_modules or AUTO,
-        groups=args.groups,
         param_to_group=None if path is None else read_group_map_json(path),
-        masters=args.masters,
-        weights_only=args.weights_only,
-        model_prefix=args.model_prefix,
-        optimizer_prefix=args.optimizer_prefix,
-        group_prefix=args.group_prefix,
-        rename_mtp=args.rename_mtp_keys,
+        **{name: getattr(args, name) for name in names},
     )
 
 

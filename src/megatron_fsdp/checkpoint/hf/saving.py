@@ -235,7 +235,7 @@ def save_files(
     sources = together(doing, lambda: [_source(tensor, cut) for tensor in live], group)
     known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for of_rank in gather_objects({source.key: (source.shape, source.dtype) for source in sources}, group):
-        known = {**of_rank, **known}
+        known |= {name: described for name, described in of_rank.items() if name not in known}
 
     def lay_out() -> tuple[dict[str, FileTensor], list[FileLayout]]:
         if not known:

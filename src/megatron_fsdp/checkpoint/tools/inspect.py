@@ -31,7 +31,6 @@ SMALL = 1000
 """Tensors of up to this many elements are shown whole."""
 CORNER = 6
 """The indices of each dimension that are shown of larger tensors."""
-_INDEX = re.compile(r"(?P<one>-?\d+)|(?P<start>-?\d*)\s*:\s*(?P<stop>-?\d*)")
 BLOCK = 1 << 18
 """Elements that are converted to float64 at a time."""
 
@@ -278,18 +277,20 @@ def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
     for dim, length in enumerate(shape):
         word = words[dim].strip() if dim < len(words) else ":"
         where = f"--slice {text}: dimension {dim} of length {length}"
-        found = _INDEX.fullmatch(word)
-        if found is None:
-            raise ConfigurationError(f"{where} cannot take {word!r}; write 2:5, :8, 3: or 7 (steps are not supported)")
-        if found["one"]:
-            index = int(found["one"])
-            if not -length <= index < length:
-                raise ConfigurationError(f"{where} has no index {index}")
-            start, stop = index % length, index % length + 1
-            gone.append(dim)
-        else:
-            edges = (int(edge) if edge else None for edge in (found["start"], found["stop"]))
-            start, stop, _ = slice(*edges).indices(length)
-        offsets.append(start)
-        lengths.append(max(0, stop - start))
+        try:
+            edges = [int(edge) if edge.strip() else None for edge in word.split(":")]
+            if len(edges) == 1:
+                first = range(length)[int(word)]
+                edges = [first, first + 1]
+                gone.append(dim)
+            start, stop = edges
+        except IndexError as error:
+            raise ConfigurationError(f"{where} has no index {word}") from error
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{where} cannot take {word!r}; write 2:5, :8, 3: or 7 (steps are not supported)"
+            ) from error
+        kept = range(length)[start:stop]
+        offsets.append(kept.start)
+        lengths.append(len(kept))
     return Box(tuple(offsets), tuple(lengths)), tuple(gone)
