@@ -95,20 +95,6 @@ def check_index(folder: Path, on_disk: dict[str, Tensor], max_bytes: int) -> Non
         assert len(inside) == 1 or sum(sizes[key] for key in inside) <= max_bytes
 
 
-def save_in_small_portions(kind: str, folder: str) -> bool:
-    model = shard(build(kind))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.checkpoint.hf.files.PORTION_BYTES", 52)
-        save_hf(model, folder, max_shard_bytes=5000)
-    return same_tensors(model.full_parameters(), dict(build(kind).named_parameters()))
-
-
-def test_the_size_of_portions_does_not_matter(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(3, save_in_small_portions, "mixtral", str(tmp_path / "out")) == [True] * 3
-    build("mixtral").save_pretrained(tmp_path / "reference")
-    assert same_tensors(stored(tmp_path / "out"), stored(tmp_path / "reference"))
-
-
 # ---- dtypes and the files beside the weights -------------------------------------------------------------------------
 
 
@@ -421,7 +407,7 @@ def test_files_are_filled_in_order() -> None:
 
     def keys_by_file(max_bytes: int) -> list[tuple[str, list[str]]]:
         files = lay_out_files(tensors, dtypes, Cut(max_bytes, "m.safetensors"))
-        return [(file.name, [tensor.key for tensor in file.tensors]) for file in files]
+        return [(name, [tensor.key for tensor in inside]) for name, inside in files.items()]
 
     assert keys_by_file(8) == [
         ("m-00001-of-00004.safetensors", ["a", "b"]),
@@ -430,19 +416,20 @@ def test_files_are_filled_in_order() -> None:
         ("m-00004-of-00004.safetensors", ["e"]),
     ]
     assert keys_by_file(21) == [("m.safetensors", list(sizes))]
-    (empty,) = lay_out_files({}, {}, Cut(1, "m.safetensors"))
-    assert (empty.name, empty.tensors) == ("m.safetensors", ())
+    assert lay_out_files({}, {}, Cut(1, "m.safetensors")) == {"m.safetensors": []}
 
 
 def test_dtypes_are_cast_only_where_they_are_floating_point() -> None:
     tensors = {name: FileTensor.of(name, (2,)) for name in ("w", "n")}
     dtypes = {"w": torch.float32, "n": torch.int64}
-    (file,) = lay_out_files(tensors, dtypes, Cut(100, "m.safetensors", torch.bfloat16))
-    assert {tensor.key: tensor.dtype for tensor in file.tensors} == {"w": torch.bfloat16, "n": torch.int64}
+    (inside,) = lay_out_files(tensors, dtypes, Cut(100, "m.safetensors", torch.bfloat16)).values()
+    assert {tensor.key: tensor.dtype for tensor in inside} == {"w": torch.bfloat16, "n": torch.int64}
     with Followed({"w": (2,), "n": (2,)}) as followed:
         mixed = {"x": followed.file_tensor(torch.cat(list(followed.tensors.values())))}
     with pytest.raises(CheckpointError, match="x would be made of tensors of several dtypes"):
         lay_out_files(mixed, dtypes, Cut(100, "m.safetensors"))
+    with pytest.raises(CheckpointError, match=r"w has dtype torch\.complex128"):
+        lay_out_files(tensors, dtypes | {"w": torch.complex128}, Cut(100, "m.safetensors"))
 
 
 def save_in_a_part_of_the_group(folder: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
-from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FileLayout, lay_out_file, portions
+from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, portions, write_file
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
 from megatron_fsdp.checkpoint.safe_read import read_json
@@ -28,8 +28,9 @@ from megatron_fsdp.checkpoint.verify import share_out
 from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.sharding.shards import Box
 
+Files = Mapping[str, Sequence[StoredTensor]]
+"""The tensors of each file, by its name."""
 Naming = Callable[[Mapping[str, tuple[int, ...]]], dict[str, FileTensor]]
 
 _SHARDS = ".shards"
@@ -58,7 +59,7 @@ def save_hf(
     """Save a model as `transformers` does, so that `from_pretrained(folder)` loads it; collective.
 
     Saves the main weights, under the names that transformers stores, tied ones once. Each rank writes its shards to the
-    disk, and then some of the files from those of all, in portions of 32 MiB: meanwhile they are there twice. The
+    disk, and then some of the files from those of all, one in memory at a time: meanwhile they are there twice. The
     folder appears at once and complete, or not at all.
 
     Args:
@@ -161,11 +162,11 @@ def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dty
         generation.save_pretrained(folder)
 
 
-def _write_index(files: Sequence[FileLayout], folder: Path) -> None:
+def _write_index(files: Files, folder: Path) -> None:
     """Write which file has which tensor, where there are several files."""
     if len(files) == 1:
         return
-    tensors = [tensor for file in files for tensor in file.tensors]
+    tensors = list(itertools.chain.from_iterable(files.values()))
     metadata = {
         "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "total_size": sum(tensor.nbytes for tensor in tensors),
@@ -186,31 +187,32 @@ class Cut:
     dtype: torch.dtype | None = None
 
 
-def lay_out_files(tensors: Mapping[str, FileTensor], dtypes: Mapping[str, torch.dtype], cut: Cut) -> list[FileLayout]:
+def lay_out_files(tensors: Mapping[str, FileTensor], dtypes: Mapping[str, torch.dtype], cut: Cut) -> Files:
     """Assign tensors to files (at least one) in their order, as many to each as fit."""
-    files: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
+    files: list[list[StoredTensor]] = [[]]
     filled = 0
     for key, tensor in tensors.items():
         dtype = _stored_dtype(key, {dtypes[name] for name in tensor.names}, cut.dtype)
-        size = math.prod(tensor.shape) * dtype.itemsize
-        if files[-1] and filled + size > cut.max_bytes:
+        stored = StoredTensor(key, "", dtype, tensor.shape)
+        if files[-1] and filled + stored.nbytes > cut.max_bytes:
             files.append([])
             filled = 0
-        files[-1].append((key, dtype, tensor.shape))
-        filled += size
-    if len(files) == 1:
-        return [lay_out_file(cut.single_name, files[0])]
-    stem = cut.single_name.removesuffix(".safetensors")
-    return [
-        lay_out_file(f"{stem}-{i:05d}-of-{len(files):05d}.safetensors", inside) for i, inside in enumerate(files, 1)
-    ]
+        files[-1].append(stored)
+        filled += stored.nbytes
+    stem, count = cut.single_name.removesuffix(".safetensors"), len(files)
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    named = zip(names if count > 1 else [cut.single_name], files, strict=True)
+    return {name: [replace(stored, file=name) for stored in inside] for name, inside in named}
 
 
 def _stored_dtype(key: str, found: set[torch.dtype], wanted: torch.dtype | None) -> torch.dtype:
     if len(found) != 1:
         raise CheckpointError(f"{key} would be made of tensors of several dtypes: {sorted(map(str, found))}")
     (own,) = found
-    return wanted if wanted is not None and own.is_floating_point else own
+    dtype = wanted if wanted is not None and own.is_floating_point else own
+    if dtype not in DTYPES.values():
+        raise CheckpointError(f"{key} has dtype {dtype}, which safetensors cannot hold; give another dtype")
+    return dtype
 
 
 # ---- from live shards ------------------------------------------------------------------------------------------------
@@ -237,15 +239,16 @@ def save_files(
     for of_rank in gather_objects({source.key: (source.shape, source.dtype) for source in sources}, group):
         known |= {name: described for name, described in of_rank.items() if name not in known}
 
-    def lay_out() -> tuple[dict[str, FileTensor], list[FileLayout]]:
+    def lay_out() -> tuple[dict[str, FileTensor], Files]:
         if not known:
             raise CheckpointError("there is nothing to save: the model has no such tensors")
         tensors = naming({name: shape for name, (shape, _) in known.items()})
         return tensors, lay_out_files(tensors, {name: dtype for name, (_, dtype) in known.items()}, cut)
 
     tensors, files = together(doing, lay_out, group)
-    rank, ranks = rank_of(group), world_size_of(group)
-    mine = [files[at] for at in share_out([file.nbytes for file in files], rank, ranks)]
+    sizes = [sum(stored.nbytes for stored in inside) for inside in files.values()]
+    mine = [list(files)[at] for at in share_out(sizes, rank_of(group), world_size_of(group))]
+    own = {name: files[name] for name in mine}
 
     def write_first(temporary: Path) -> None:
         write_the_rest(temporary)
@@ -255,7 +258,7 @@ def save_files(
         shards = temporary / _SHARDS
         decided_by_first(lambda: write_first(temporary), f"saving to {folder}", group)
         write_sources(shards, sources, {}, group)
-        together(f"writing {folder}", lambda: write_files(mine, tensors, _all_shards(shards), temporary), group)
+        together(f"writing {folder}", lambda: write_files(own, tensors, _all_shards(shards), temporary), group)
         decided_by_first(lambda: shutil.rmtree(shards), f"saving to {folder}", group)
 
 
@@ -280,36 +283,30 @@ def _source(live: LiveTensor, cut: Cut) -> TensorSource:
 
 
 def write_files(
-    files: Sequence[FileLayout],
+    files: Files,
     tensors: Mapping[str, FileTensor],
     source: CheckpointFolder,
     folder: Path,
     keys: Mapping[str, str] | None = None,
 ) -> None:
-    """Write files from a checkpoint, a portion at a time; `keys` are those of names, where they are not the names."""
+    """Write files from a checkpoint, one at a time; `keys` are those of names, where they are not the names."""
     with source.kept_open():
-        for layout in files:
-            with (folder / layout.name).open("wb") as stream:
-                stream.write(layout.head)
-                for stored in layout.tensors:
-                    for box in portions(whole_box(stored.shape), stored.dtype.itemsize):
-                        values = _assembled(source, keys or {}, tensors[stored.key], box, stored.dtype)
-                        stream.write(values.reshape(-1).view(torch.uint8).numpy().data)
-                stream.flush()
-                os.fsync(stream.fileno())  # files of another machine only that machine can force to the disk
+        for name, inside in files.items():
+            write_file(
+                folder / name, {each.key: _assembled(source, keys or {}, tensors[each.key], each) for each in inside}
+            )
 
 
 def _assembled(
-    source: CheckpointFolder, keys: Mapping[str, str], tensor: FileTensor, box: Box, dtype: torch.dtype
+    source: CheckpointFolder, keys: Mapping[str, str], tensor: FileTensor, stored: StoredTensor
 ) -> torch.Tensor:
-    """Read a box of a file tensor, from the parts that it is made of."""
-    made = torch.empty(box.lengths, dtype=dtype)
+    """Read a file tensor from the parts that it is made of, a portion at a time."""
+    made = torch.empty(stored.shape, dtype=stored.dtype)
     for part in tensor.parts:
-        wanted = box.meet(part.file_box)
-        if wanted is not None:
-            inside = part.to_model(wanted)
+        for box in portions(part.file_box, stored.dtype.itemsize):
+            inside = part.to_model(box)
             values = source.read_box(keys.get(part.name, part.name), inside.offsets, inside.lengths)
-            made[wanted.inside(box).indices] = values.reshape(wanted.lengths).to(dtype)
+            made[box.indices] = values.reshape(box.lengths)
     return made
 
 
@@ -326,7 +323,7 @@ def export_hf(
 ) -> tuple[str, ...]:
     """Write the model of a checkpoint as `save_hf` writes a live one; not collective: one process reads and writes.
 
-    Memory: 32 MiB, or one chunk of the checkpoint where the file has its elements in another order.
+    Memory: one file, and one chunk of the checkpoint where a file has its elements in another order.
 
     Args:
         source: A checkpoint of a transformers model, opened; of any number of ranks.
@@ -357,11 +354,8 @@ def export_hf(
     with new_folder(folder) as temporary:
         _carry_files(config, temporary, dtype)
         _write_index(files, temporary)
-        try:
-            write_files(files, tensors, source, temporary, keys)
-        except OSError as error:
-            raise CheckpointError(f"writing {folder} failed ({type(error).__name__}: {error})") from error
-    return tuple(file.name for file in files)
+        write_files(files, tensors, source, temporary, keys)
+    return tuple(files)
 
 
 def _model_of(folder: Path) -> nn.Module:
