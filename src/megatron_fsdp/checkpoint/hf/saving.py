@@ -300,13 +300,12 @@ def write_files(
 def _assembled(
     source: CheckpointFolder, keys: Mapping[str, str], tensor: FileTensor, stored: StoredTensor
 ) -> torch.Tensor:
-    """Read a file tensor from the parts that it is made of, a portion at a time."""
+    """Read a file tensor from the parts that it is made of."""
     made = torch.empty(stored.shape, dtype=stored.dtype)
     for part in tensor.parts:
-        for box in portions(part.file_box, stored.dtype.itemsize):
-            inside = part.to_model(box)
-            values = source.read_box(keys.get(part.name, part.name), inside.offsets, inside.lengths)
-            made[box.indices] = values.reshape(box.lengths)
+        inside = part.model_box
+        values = source.read_box(keys.get(part.name, part.name), inside.offsets, inside.lengths)
+        made[part.file_box.indices] = values.reshape(part.lengths)
     return made
 
 
@@ -323,7 +322,7 @@ def export_hf(
 ) -> tuple[str, ...]:
     """Write the model of a checkpoint as `save_hf` writes a live one; not collective: one process reads and writes.
 
-    Memory: one file, and one chunk of the checkpoint where a file has its elements in another order.
+    Memory: one file, and one tensor or chunk of the checkpoint.
 
     Args:
         source: A checkpoint of a transformers model, opened; of any number of ranks.
