@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megatron_fsdp.checkpoint import checksum
-from megatron_fsdp.checkpoint.checksum import checksum_box, combine
+from megatron_fsdp.checkpoint import manifest
+from megatron_fsdp.checkpoint.manifest import checksum_box, combine
 from megatron_fsdp.sharding.shards import boxes_of_range
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -24,7 +24,7 @@ def by_definition(values: torch.Tensor) -> int:
     words = (
         values.contiguous().reshape(-1).view({1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32))
     )
-    tables = [checksum._table(level, torch.device("cpu")).tolist() for level in (0, 1)]
+    tables = [manifest._table(level, torch.device("cpu")).tolist() for level in (0, 1)]
     return sum(bits * tables[0][k & 0xFFFF] * tables[1][k >> 16] for k, bits in enumerate(words.tolist())) & (2**64 - 1)
 
 
@@ -95,7 +95,7 @@ def test_signs_of_zero_and_nan_payloads_count() -> None:
 
 def test_the_sum_is_fixed_for_good() -> None:
     """Manifests outlive versions: these numbers may never change under this name."""
-    assert checksum.NAME == "multilinear64-v1"
+    assert manifest.CHECKSUM_NAME == "multilinear64-v1"
     assert whole(torch.arange(100_000, dtype=torch.float32)) == 6577949694269529600
 
 

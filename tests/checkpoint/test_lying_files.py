@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_fsdp.checkpoint import reading_budget
+from megatron_fsdp.checkpoint import safe_read
 from megatron_fsdp.checkpoint.archive import load_object, load_object_file, load_tensor
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
 from megatron_fsdp.checkpoint.hf.files import open_folder
@@ -88,7 +88,7 @@ def refused(read: Callable[[], object], told: str = "") -> None:
 @pytest.mark.parametrize("name", sorted(hostile.multipliers()))
 @pytest.mark.parametrize("where", ["metadata", "object", "tensor"])
 def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_budget, "SPARE_BYTES", 1 << 20)
+    monkeypatch.setattr(safe_read, "SPARE_BYTES", 1 << 20)
     raw = hostile.multipliers()[name]
     archive = hostile.archive_of(raw)
     tracemalloc.start()
@@ -102,7 +102,7 @@ def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 4 * reading_budget.SPARE_BYTES + 2 * reading_budget.BYTES_PER_BYTE * len(raw)
+    assert peak < 4 * safe_read.SPARE_BYTES + 2 * safe_read.BYTES_PER_BYTE * len(raw)
 
 
 def test_the_clock_is_looked_at_where_hashes_may_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_the_clock_is_looked_at_where_hashes_may_be_equal(monkeypatch: pytest.Mo
     raw = saved_bytes(dict.fromkeys(keys))
     assert load_object(raw, "here") == dict.fromkeys(keys)
     seconds = itertools.count(step=60)
-    monkeypatch.setattr(reading_budget, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
+    monkeypatch.setattr(safe_read, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
     refused(lambda: load_object(raw, "here"), "takes far longer than its size calls for")
 
 
@@ -125,7 +125,7 @@ def test_a_storage_is_read_and_copied_once(monkeypatch: pytest.MonkeyPatch) -> N
     other = hostile.tensor_pickle(24_999, (1,), (1,))[2:-1]
     wrong = hostile.archive_of(hostile.whole(b"](" + reference[2:-1] + other + b"e"), data_0=bytes(100_000))
     refused(lambda: load_object(wrong, "here"), "not 24999 elements")
-    monkeypatch.setattr(reading_budget, "BYTES_PER_BYTE", 4)
+    monkeypatch.setattr(safe_read, "BYTES_PER_BYTE", 4)
     refused(lambda: load_object(raw, "here"), "far more memory")
 
 

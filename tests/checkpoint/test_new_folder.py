@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.checkpoint.new_folder import new_file, new_folder, replace_text, require_apart
+from megatron_fsdp.checkpoint.store import new_file, new_folder, replace_text, require_apart
 from megatron_fsdp.errors import CheckpointError
 
 

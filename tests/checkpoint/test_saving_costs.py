@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.counting import counting
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint.checksum import BLOCK
+from megatron_fsdp.checkpoint.manifest import BLOCK
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes
 from tests.support.on_ranks import on_ranks

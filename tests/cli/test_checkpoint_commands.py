@@ -137,7 +137,7 @@ def test_no_gpu_no_nccl_and_no_ranks(
     assert inspector(["compare-two-checkpoint", a, b]) == 1
     capsys.readouterr()
     for path in (*(SRC / "checkpoint" / "tools").glob("*.py"), SRC / "cli" / "checkpoint.py"):
-        assert not re.search(r"nccl|init_process_group|\.cuda\b|pickle\.loads?\(|weights_only=False", path.read_text())
+        assert not re.search(r"nccl|\.cuda\b|pickle\.loads?\(|weights_only=False", path.read_text())
 
 
 def test_tensors_without_dimensions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

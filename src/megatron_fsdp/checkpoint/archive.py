@@ -13,9 +13,9 @@ from typing import IO, Any, ClassVar, cast
 
 import torch
 
-from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
 from megatron_fsdp.checkpoint.safe_read import (
     Operations,
+    ReadingBudget,
     RestrictedUnpickler,
     StorageKind,
     open_file,

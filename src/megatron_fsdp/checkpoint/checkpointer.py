@@ -230,6 +230,6 @@ def collect(
 def _join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Let the state of a pipeline stage name the parameter groups of all stages; collective over the pipeline."""
     place = place_of(model)
-    if place is not None and OPTIMIZER in state:
+    if place.size > 1 and OPTIMIZER in state:
         section = state[OPTIMIZER]
         section[optimizer_state.GROUPS] = groups_of_all(section[optimizer_state.GROUPS], place, group)

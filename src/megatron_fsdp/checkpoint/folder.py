@@ -21,8 +21,18 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor, load_without_elements
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
-from megatron_fsdp.checkpoint.reading_budget import ELEMENT_BYTES, MAX_DEPTH, MAX_DIMS, ReadingBudget
-from megatron_fsdp.checkpoint.safe_read import MAX_OBJECT_BYTES, load_metadata, open_file, printable, read_file, reading
+from megatron_fsdp.checkpoint.safe_read import (
+    ELEMENT_BYTES,
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_OBJECT_BYTES,
+    ReadingBudget,
+    load_metadata,
+    open_file,
+    printable,
+    read_file,
+    reading,
+)
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 
@@ -186,6 +196,11 @@ def is_plain_name(name: object) -> bool:
     return PurePosixPath(name).name == name and name not in ("", "..")
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box that covers a whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Say what is wrong with boxes that should hold each element of a tensor once; None if nothing is."""
     for box in boxes:
@@ -340,12 +355,9 @@ class CheckpointFolder:
     def file_problems(self) -> dict[str, str]:
         """Say what is wrong with files that are missing or too short, by name."""
         found = {}
-        told = Counter[str]()  # bytes that some element or object lies in
-        for entry in self.tensors.values():
-            for chunk in entry.chunks:
-                told[chunk.span.file] += chunk.span.length if chunk.box.numel else 0
-        for stored in self.objects.values():
-            told[stored.span.file] += stored.span.length
+        told = Counter[str]()
+        for _, span in self.spans():
+            told[span.file] += span.length
         for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:
@@ -396,8 +408,8 @@ class CheckpointFolder:
 
     def read_tensor(self, key: str) -> torch.Tensor:
         """Read a whole tensor; a CheckpointError if there is none, or its bytes are damaged."""
-        shape = self._tensor(key).shape
-        return self.read_box(key, (0,) * len(shape), shape)
+        whole = whole_box(self._tensor(key).shape)
+        return self.read_box(key, whole.offsets, whole.lengths)
 
     def read_box(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Read a box of a tensor, and nothing that it does not meet: of a chunk one stretch, if that is all of it."""

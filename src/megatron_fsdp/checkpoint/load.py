@@ -129,7 +129,7 @@ def load_checkpoint(
     together(doing, lambda: _telling("a part of it is in memory now: load a whole one", lambda: _read(plan)), group)
     together(doing, lambda: _telling("its weights are in memory now: load a whole one", install), group)
     report = replace(report, notes=(*report.notes, *notes))
-    return report if place_of(model) is None else report_of_all(report, group)
+    return report if place_of(model).size == 1 else report_of_all(report, group)
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None, extra: Extras | None, with_rng: bool) -> dict[str, str]:

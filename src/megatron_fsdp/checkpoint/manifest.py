@@ -1,24 +1,31 @@
-"""The manifest of a checkpoint: its entries with a checksum of each, in readable JSON."""
+"""The manifest of a checkpoint: its entries with a checksum of each, in readable JSON; and that checksum."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_fsdp.checkpoint import checksum
+import torch
+
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.errors import CheckpointError
 
 FILE_NAME = "manifest.json"
 VERSION = 1
+CHECKSUM_NAME = "multilinear64-v1"
+BLOCK = 1 << 16
+_MASK = (1 << 64) - 1
+_WORDS = {1: torch.int8, 2: torch.int16}
 
 
 @dataclass(frozen=True)
 class TensorSeal:
-    """The sealed properties of a tensor; its checksum (`checksum.py`) does not depend on cut and number of ranks."""
+    """The sealed properties of a tensor; its checksum does not depend on cut and number of ranks."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,7 +40,7 @@ class Manifest:
     objects: Mapping[str, str]
     facts: Mapping[str, Any] = field(default_factory=dict)
     version: int = VERSION
-    checksum_name: str = checksum.NAME
+    checksum_name: str = CHECKSUM_NAME
 
     def __contains__(self, key: str) -> bool:
         return key in self.tensors or key in self.objects
@@ -77,3 +84,144 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{str(value)[:100]} where text should stand")
     return value
+
+
+# ---- checksums -------------------------------------------------------------------------------------------------------
+#
+# A checksum of a global tensor that does not depend on how the tensor is sharded.
+#
+#     sum over words k of  word_k * w(k)   mod 2^64,   w(k) = T0[k0] * T1[k1] * T2[k2] * ...   mod 2^64
+#
+# The words are the elements' bytes as signed integers: one per element of up to 4 bytes, the 4-byte pieces of longer
+# ones. k is a word's place in the flattened global tensor, k0, k1, ... its digits to the base 2^16, and the tables hold
+# pseudo-random odd numbers (a multilinear hash, Carter and Wegman 1979, with weights by tabulation). Parts of a tensor
+# are summed wherever they lie, in any order, and the sums added. Any change of a single word changes the sum for
+# certain, since w is odd and a word shorter than the sum; other changes go undetected with a probability of about 2^-30
+# at worst. It is no protection against deliberate manipulation.
+
+
+def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
+    """Compute the share of a box in the checksum of its global tensor.
+
+    Args:
+        values: The elements of the box, shaped as it is; any dense dtype.
+        offsets: Of the box in the global tensor.
+        shape: Of the global tensor.
+
+    Returns:
+        A number from 0 to 2^64 - 1; add those of all boxes with `combine`.
+    """
+    if values.numel() == 0:
+        return 0
+    words = _words(values)
+    shape, offsets = (*shape, words.shape[-1]), (*offsets, 0)
+    lengths = tuple(words.shape)
+    if lengths == shape:
+        return _total([_run_sum(words.reshape(-1), 0)])
+    run_dims = _contiguous_dims(lengths, shape)  # these trailing dimensions form runs of the flattened tensor
+    outer = len(lengths) - run_dims
+    run = math.prod(lengths[outer:])
+    runs = words.reshape(-1, run)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    starts = _starts(lengths[:outer], strides[:outer], first)
+    if run >= BLOCK // 16 or runs.shape[0] == 1:
+        return _total([_run_sum(runs[position], start) for position, start in enumerate(starts.tolist())])
+    rows = max(1, BLOCK // run)
+    starts, inside = starts.to(words.device), torch.arange(run, device=words.device)
+    return _total(
+        [
+            (runs[row : row + rows].to(torch.int64) * _weights(starts[row : row + rows, None] + inside)).sum()
+            for row in range(0, runs.shape[0], rows)
+        ]
+    )
+
+
+def combine(sums: Iterable[int]) -> int:
+    """Add the checksums of boxes to that of the whole tensor."""
+    return sum(sums) & _MASK
+
+
+def _total(sums: list[torch.Tensor]) -> int:
+    """Sum on the device and wait for it once."""
+    return int(sums[0] if len(sums) == 1 else torch.stack(sums).sum()) & _MASK
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    """View the bytes of the elements as words, in a new last dimension; copies only if not contiguous."""
+    values = values.detach().resolve_conj().resolve_neg().contiguous().unsqueeze(-1)
+    return values.view(_WORDS.get(values.element_size(), torch.int32))
+
+
+def _contiguous_dims(lengths: Sequence[int], shape: Sequence[int]) -> int:
+    """Count the trailing dimensions of a box that are contiguous in the flattened tensor."""
+    whole = 0
+    for length, total in zip(reversed(lengths), reversed(shape), strict=True):
+        if length != total:
+            return min(whole + 1, len(lengths))
+        whole += 1
+    return whole
+
+
+def _starts(lengths: Sequence[int], strides: Sequence[int], first: int) -> torch.Tensor:
+    """Return the flattened index of the first word of each run of a box."""
+    starts = torch.tensor([first], dtype=torch.int64)
+    for length, stride in zip(lengths, strides, strict=True):
+        starts = (starts[:, None] + torch.arange(length, dtype=torch.int64) * stride).reshape(-1)
+    return starts
+
+
+def _run_sum(words: torch.Tensor, start: int) -> torch.Tensor:
+    """Sum over consecutive words; block by block, where all but the lowest digit of the place are constant."""
+    done, numel = 0, words.shape[0]
+    low = _table(0, words.device)
+    sums = []
+    while done < numel:
+        block, inside = divmod(start + done, BLOCK)
+        count = min(BLOCK - inside, numel - done)
+        part = _dot(words[done : done + count].to(torch.int64), low[inside : inside + count])
+        sums.append(part * _high_part(block) if block else part)
+        done += count
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.dot(a, b) if a.device.type == "cpu" else (a * b).sum()  # accelerators have no dot of integers
+
+
+def _weights(places: torch.Tensor) -> torch.Tensor:
+    found = _table(0, places.device)[places & 0xFFFF]
+    for level in range(1, 4):
+        found = found * _table(level, places.device)[(places >> (16 * level)) & 0xFFFF]
+    return found
+
+
+def _high_part(block: int) -> int:
+    """Return the product of the tables' entries for all but the lowest digit of a place, as a signed number."""
+    found, level = 1, 1
+    while block:
+        found *= int(_table(level, torch.device("cpu"))[block & 0xFFFF])
+        block, level = block >> 16, level + 1
+    return _signed(found & _MASK)
+
+
+@functools.lru_cache(maxsize=16)
+def _table(level: int, device: torch.device) -> torch.Tensor:
+    """Make 2^16 pseudo-random odd numbers by splitmix64 (Steele et al. 2014); above level 0 the first is 1."""
+    x = torch.arange(1, BLOCK + 1, dtype=torch.int64) + level * BLOCK
+    x = x * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    x = (x ^ _shifted(x, 31)) | 1
+    if level:
+        x[0] = 1  # so that places below 2^16, 2^32 ... need no further tables
+    return x.to(device)
+
+
+def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift right logically; torch's shift keeps the sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

@@ -35,8 +35,8 @@ from megatron_fsdp.checkpoint.naming import (
     is_elsewhere,
     listed_names,
     model_section,
-    names_of_all,
     own_name,
+    place_of,
     saved_name,
     saved_view,
     stored_names,
@@ -249,7 +249,7 @@ class OptimizerMatch:
             self.kept = {name for group in names for name in group}
             return
         self._listed = list(chain.from_iterable(listed_names(optimizer, model, names)))  # other experts, too
-        self._of_all = names_of_all(model)
+        self._of_all = place_of(model).names
         self._known = {*self._listed, *self._of_all}
         params = {
             name: param

@@ -117,19 +117,18 @@ class PipelinePlace:
     copies: Mapping[str, str] = field(default_factory=dict)
 
 
-def place_of(model: nn.Module) -> PipelinePlace | None:
-    """Return this rank's position in a pipeline; None if the model is whole."""
+def place_of(model: nn.Module) -> PipelinePlace:
+    """Return this rank's position in a pipeline; of a model that is whole it has size 1 and no names."""
     for part in (model, getattr(model, "module", None)):
         found = getattr(part, "pipeline_place", None)
         if isinstance(found, PipelinePlace) and found.size > 1:
             return found
-    return None
+    return PipelinePlace(0, 1, 0, frozenset())
 
 
 def original_name(model: nn.Module, name: str) -> str:
     """Return the name of the parameter that a bare name is a copy of; the name itself if it is no copy."""
-    place = place_of(model)
-    return name if place is None else place.copies.get(name, name)
+    return place_of(model).copies.get(name, name)
 
 
 def is_repeated(model: nn.Module, name: str) -> bool:
@@ -139,18 +138,9 @@ def is_repeated(model: nn.Module, name: str) -> bool:
 
 def stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
     """Return the names under which a checkpoint may have a bare name, the best one first."""
-    place = place_of(model)
-    if place is None:
-        return (name,)
-    original = place.copies.get(name, name)
-    copies = [copy for copy, source in place.copies.items() if source == original]
+    original = original_name(model, name)
+    copies = [copy for copy, source in place_of(model).copies.items() if source == original]
     return tuple(dict.fromkeys((original, name, *copies)))
-
-
-def names_of_all(model: nn.Module) -> frozenset[str]:
-    """Return the names of all ranks of the pipeline; empty if the model is whole."""
-    place = place_of(model)
-    return frozenset() if place is None else place.names
 
 
 def groups_of_all(own: Groups, place: PipelinePlace, group: dist.ProcessGroup | None = None) -> Groups:
@@ -203,9 +193,8 @@ def own_name(model: nn.Module, name: str) -> str:
 
 def saved_name(model: nn.Module, name: str) -> str:
     """Return the checkpoint name of a parameter or buffer of `named_parameters()`, without a prefix."""
-    translate: Callable[[str], str] | None = getattr(model, "checkpoint_name", None)
-    inner = own_name(model, name)
-    return inner if translate is None else translate(inner)
+    translate: Callable[[str], str] = getattr(model, "checkpoint_name", str)
+    return translate(own_name(model, name))
 
 
 def unwrapped(
@@ -231,10 +220,8 @@ def _prefixes(name: str) -> int:
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
     """Return whether a bare name of a checkpoint belongs to an expert or a pipeline stage of another rank."""
-    if name in names_of_all(model):
-        return True
-    translate: Callable[[str], str | None] | None = getattr(model, "held_name", None)
-    return translate is not None and translate(name) is None
+    translate: Callable[[str], str | None] = getattr(model, "held_name", lambda name: name)
+    return name in place_of(model).names or translate(name) is None
 
 
 def saved_view(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:

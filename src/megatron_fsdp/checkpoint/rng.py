@@ -53,7 +53,7 @@ def logical_rank_of(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     """Return this rank's place; in a pipeline, whole pipelines are counted as data-parallel ranks."""
     rank, size = rank_of(group), world_size_of(group)
     pipeline = place_of(model)
-    if pipeline is not None:
+    if pipeline.size > 1:
         return LogicalRank(0, 1, pipeline.number, size // pipeline.size, pipeline.index, pipeline.size)
     index = getattr(model, "dist_index", None)
     mesh, tp_dim = getattr(index, "device_mesh", None), getattr(index, "tp_dim", None)

@@ -4,7 +4,8 @@ A pickle names classes and functions that the reader imports and calls; whoever 
 name is looked up in a table instead, and one that is not there is refused by name, before anything is called.
 `torch.load(weights_only=True)` would refuse what objects and the `.metadata` of torch.distributed.checkpoint hold
 (NumPy's arrays, `argparse.Namespace`, classes of Megatron that are not installed), and it lets a file of a kilobyte ask
-for any memory (`bytearray(10**11)`): what reading may cost is counted here (see `reading_budget`).
+for any memory (`bytearray(10**11)`): what reading may cost, in memory and time, is counted here, and bounded in
+proportion to the size of the file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import pathlib
 import pickle
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -32,13 +34,6 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megatron_fsdp.checkpoint.reading_budget import (
-    ELEMENT_BYTES,
-    MAX_DIMS,
-    OverBudgetError,
-    ReadingBudget,
-    text_cost,
-)
 from megatron_fsdp.errors import CheckpointError
 
 FOREIGN_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelopt", "nvidia_resiliency_ext", "nemo"})
@@ -136,6 +131,108 @@ def _refusal(where: str, name: str) -> CheckpointError:
         f"{where} asks to import {printable(name)}, which no checkpoint needs; it was not imported, and the file is "
         "refused: do not use it unless you know who wrote it"
     )
+
+
+# ---- what reading may cost -------------------------------------------------------------------------------------------
+
+# Files of others can be small and stand for much: a pickle that copies one list a thousand times, lists that hold each
+# other, keys whose hashes are equal. Readers count what they make beyond the bytes themselves.
+
+SPARE_BYTES = 8 << 20
+BYTES_PER_BYTE = 64
+"""A file of n bytes may make SPARE_BYTES + n * BYTES_PER_BYTE bytes besides the objects that it names one by one."""
+ELEMENT_BYTES = 32
+"""What an element of a list or dict counts."""
+
+SPARE_SECONDS = 5.0
+SECONDS_PER_BYTE = 10e-6
+"""The same for the time of the processor; honest files take up to 0.6 us for a byte."""
+
+MAX_DEPTH = 100
+"""How deep the names in a key of a checkpoint may nest."""
+MAX_DIMS = 64
+"""What torch allows a tensor."""
+
+_BETWEEN_LOOKS = 1 << 16  # what is spent between two looks at the clock
+_SHORT = 64  # characters that count as no more than an element
+_MAX_KEY_ITEMS, _MAX_KEY_DEPTH, _MAX_KEY_NUMBER = 64, 2, 1 << 64
+_PLAIN_KEYS = frozenset({float, bool, type(None), torch.dtype, torch.device})
+_TEXTS = {str, bytes, bytearray}
+_CONTAINERS = (list, tuple, set, frozenset, dict, torch.Size, collections.OrderedDict, collections.Counter)
+_ELEMENT_COSTS: dict[type, int] = {**dict.fromkeys(_TEXTS, 1), **dict.fromkeys(_CONTAINERS, ELEMENT_BYTES)}
+
+
+class OverBudgetError(Exception):
+    """A file asks for more memory or time than files of its size need."""
+
+
+class ReadingBudget:
+    """Counts what reading some bytes makes, and its time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = SPARE_BYTES + BYTES_PER_BYTE * nbytes
+        self._until_look = _BETWEEN_LOOKS
+        self._seconds = SPARE_SECONDS + SECONDS_PER_BYTE * nbytes
+        self._begun: float | None = None  # at the first look, which small files do not come to
+
+    def spend(self, nbytes: int) -> None:
+        """Count something that is about to be made, copied, hashed or written out."""
+        self._left -= nbytes
+        if self._left < 0:
+            raise OverBudgetError(
+                "reading it would take far more memory than its size calls for, as where parts are copied, or contain "
+                "each other, again and again; no checkpoint needs that"
+            )
+        self._until_look -= nbytes
+        if self._until_look < 0:
+            self._until_look = _BETWEEN_LOOKS
+            now = time.thread_time()
+            self._begun = now if self._begun is None else self._begun
+            if now - self._begun > self._seconds:
+                raise OverBudgetError("reading it takes far longer than its size calls for; no checkpoint needs that")
+
+    def spend_on(self, given: Collection[Any]) -> None:
+        """Count what is handed to a function that may copy it: elements of containers, characters of text."""
+        cost = ELEMENT_BYTES * len(given)
+        for part in given:
+            each = _ELEMENT_COSTS.get(type(part))
+            if each is not None:
+                cost += each * len(part)
+        self.spend(cost)
+
+    def spend_on_keys(self, keys: Iterable[Any]) -> Iterator[Any]:
+        """Yield keys one by one, each counted before it is hashed and compared with others of its hash."""
+        for key in keys:
+            if type(key) is not str or len(key) > _SHORT:  # nobody can choose texts of one hash
+                self.spend(key_cost(key))
+            yield key
+
+
+def key_cost(key: Any, depth: int = 0) -> int:
+    """Return what hashing and comparing something counts, which may be asked for again and again.
+
+    Tuples of tuples that name each other take time exponential in the length of their pickle to hash, deep ones end the
+    process, and of large numbers and complex ones endless many have one hash.
+    """
+    kind = type(key)
+    if kind is int and -_MAX_KEY_NUMBER < key < _MAX_KEY_NUMBER:
+        return ELEMENT_BYTES
+    if kind is str or kind is bytes:
+        return ELEMENT_BYTES + len(key)
+    if kind is metadata.MetadataIndex:
+        return key_cost((key.fqn, key.offset), depth)
+    if isinstance(key, pathlib.PurePath):
+        return ELEMENT_BYTES + len(str(key))
+    if (kind is tuple or kind is torch.Size) and depth < _MAX_KEY_DEPTH and len(key) <= _MAX_KEY_ITEMS:
+        return ELEMENT_BYTES + sum(key_cost(item, depth + 1) for item in key)
+    if kind in _PLAIN_KEYS or isinstance(key, enum.Enum):
+        return ELEMENT_BYTES
+    raise pickle.UnpicklingError(f"a key of type {kind.__name__}, or one that is too large or nests too deep")
+
+
+def text_cost(value: Any) -> int:
+    """Return what a text counts where it is met again; 0 for short ones and for what is no text."""
+    return len(value) if type(value) in _TEXTS and len(value) > _SHORT else 0
 
 
 # ---- pickles ---------------------------------------------------------------------------------------------------------
@@ -390,7 +487,6 @@ _DATACLASSES: tuple[Any, ...] = (
 _DICTS = (collections.OrderedDict, collections.Counter)
 _KEYED = {set, frozenset, collections.OrderedDict}
 _SEQUENCES = {list, tuple, set, frozenset, torch.Size}
-_TEXTS = {str, bytes, bytearray}
 _ATOMS = {int, float, complex, bool, type(None), torch.dtype, torch.device, torch.layout}
 _ATOMS |= {torch.Tensor, torch.nn.Parameter}
 _FILLED_BY_THEMSELVES = {metadata.TensorProperties}
@@ -404,7 +500,7 @@ def _names() -> dict[tuple[str, str], Any]:
     kept = (*_DATACLASSES, metadata.TensorProperties)
     names: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in kept}
     for enumeration in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType):
-        names[enumeration.__module__, enumeration.__name__] = _member_of(enumeration)
+        names[enumeration.__module__, enumeration.__name__] = _of(enumeration, (int, str))
     dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     names |= {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
     names |= {("torch._utils", name): _rebuilt(getattr(torch._utils, name)) for name in _TENSOR_FUNCTIONS}
@@ -413,20 +509,25 @@ def _names() -> dict[tuple[str, str], Any]:
     for kind in (MCoreMetadata, MCoreSavePlan):
         names["megatron.core.dist_checkpointing.strategies.torch", kind.__name__] = kind
     names |= {
-        ("torch", "Size"): _size,
-        ("torch", "device"): _device,
+        ("torch", "Size"): _of(torch.Size, (list, tuple)),
+        ("torch", "device"): _of(torch.device, (str,), (int,)),
         ("torch", "UntypedStorage"): StorageKind(torch.uint8),
         ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
         ("torch.serialization", "_get_layout"): _layout_by_name,
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("collections", "OrderedDict"): collections.OrderedDict,
-        ("collections", "Counter"): _counter,
+        ("collections", "Counter"): _of(collections.Counter, (dict, type(None))),
         ("_codecs", "encode"): _latin1_bytes,
         ("argparse", "Namespace"): argparse.Namespace,
         ("numpy", "ndarray"): _ARRAY,
         ("numpy", "dtype"): _dtype,
     }
-    builtins: dict[str, Any] = {"slice": slice, "complex": complex, "bytearray": _bytearray, "bytes": _no_bytes}
+    builtins: dict[str, Any] = {
+        "slice": slice,
+        "complex": complex,
+        "bytearray": _bytearray,
+        "bytes": _of(bytes),
+    }  # protocol 2 stores b"" so
     builtins |= {"set": set, "frozenset": frozenset, "range": range, "xrange": range}
     for name, stands_for in builtins.items():
         names["builtins", name] = names["__builtin__", name] = stands_for
@@ -479,14 +580,15 @@ def _are_lengths(values: Any) -> bool:
     return is_shape and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
 
 
-def _size(lengths: Any = ()) -> torch.Size:
-    _require(isinstance(lengths, list | tuple), f"a {type(lengths).__name__} where a list should stand")
-    return torch.Size(lengths)
+def _of(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[..., Any]:
+    """Return a function that takes arguments of these types, and no more of them."""
 
+    def made(*arguments: Any) -> Any:
+        fits = len(arguments) <= len(kinds) and all(map(lambda given, of: type(given) in of, arguments, kinds))
+        _require(fits, f"other arguments than {getattr(make, '__name__', make)} takes")
+        return make(*arguments)
 
-def _device(*arguments: Any) -> torch.device:
-    _require(0 < len(arguments) <= 2 and type(arguments[0]) is str, "a device without a name")
-    return torch.device(*arguments)
+    return made
 
 
 def _layout_by_name(name: Any) -> torch.layout:
@@ -499,28 +601,9 @@ def _path(*parts: Any) -> pathlib.PurePosixPath:
     return pathlib.PurePosixPath(*parts)
 
 
-def _member_of(enumeration: type[enum.Enum]) -> Callable[[Any], enum.Enum]:
-    def member(value: Any) -> enum.Enum:
-        _require(type(value) in (int, str), f"a {enumeration.__name__}")
-        return enumeration(value)
-
-    return member
-
-
-def _counter(counts: Any = None) -> collections.Counter[Any]:
-    _require(counts is None or type(counts) is dict, "a Counter of something else than a dict")
-    return collections.Counter(counts)
-
-
 def _bytearray(data: Any = b"", encoding: str = "latin-1") -> bytearray:
     _require(type(data) in (bytes, str), "a bytearray of something else than bytes")
     return bytearray(data if type(data) is bytes else _latin1_bytes(data, encoding.replace("-", "")))
-
-
-def _no_bytes(*arguments: Any) -> bytes:
-    """How protocol 2 stores b""."""
-    _require(not arguments, "bytes of something")
-    return b""
 
 
 def _latin1_bytes(text: str, encoding: str = "latin1") -> bytes:

@@ -36,8 +36,7 @@ from torch.futures import Future
 
 from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.archive import load_object, write_archive
-from megatron_fsdp.checkpoint.checksum import checksum_box, combine
-from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal
+from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal, checksum_box, combine
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.comm.agreement import by_value, in_short, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -247,7 +246,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to write: its chunks are the boxes, each element once, whose values `read` gives in its dtype."""
+    """A tensor to write: its chunks here are the boxes, whose values `read` gives in its dtype."""
 
     key: str
     shape: tuple[int, ...]
@@ -280,7 +279,7 @@ def write_sources(
 
     Args:
         folder: Exists; to be published by the caller.
-        sources: What this rank writes, each key once among all ranks.
+        sources: What this rank has; boxes that several ranks have are written once.
         paths: Where each key is in the nested state dict; empty where keys are not nested.
         group: The ranks; None: all.
         progress: As of `SealingWriter`.
@@ -294,11 +293,18 @@ class _SourcePlanner(SealingPlanner):
 
     def __init__(self, sources: Iterable[Source], paths: Mapping[str, KeyPath]) -> None:
         super().__init__()
+        self.dedup_save_to_lowest_rank = True  # what ranks should hold alike is that of the first
         self._sources = {source.key: source for source in sources}
         self._paths = paths
 
     def create_local_plan(self) -> SavePlan:
         items = [item for source in self._sources.values() for item in _items(source)]
+        self._boxes = {
+            MetadataIndex(source.key, torch.Size(box.offsets)): box
+            for source in self._sources.values()
+            if isinstance(source, TensorSource)
+            for box in source.boxes
+        }
         self.plan = SavePlan(items, None, dict(self._paths))
         return self.plan
 
@@ -306,8 +312,7 @@ class _SourcePlanner(SealingPlanner):
         source = self._sources[index.fqn]
         if isinstance(source, ObjectSource):
             return io.BytesIO(source.read())
-        assert index.index is not None, "given in the plan"
-        return source.read(source.boxes[index.index])
+        return source.read(self._boxes[index])
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 (torch's names)
         return object

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fsdp.checkpoint import checksum, manifest
-from megatron_fsdp.checkpoint.checksum import checksum_box, combine
+from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.kinds import COMMON_FILE, MARKER, read_common_file, side_file_problems
-from megatron_fsdp.checkpoint.manifest import Manifest
+from megatron_fsdp.checkpoint.manifest import CHECKSUM_NAME, Manifest, checksum_box, combine
 from megatron_fsdp.checkpoint.report import listed
 from megatron_fsdp.checkpoint.safe_read import printable, reading, shortened
 from megatron_fsdp.errors import CheckpointError
@@ -96,10 +95,10 @@ def require_sound(folder: CheckpointFolder, rank: int, ranks: int, without: Coll
     """Verify this rank's share of a checkpoint, whose names were compared when it was opened; say what was done."""
     if folder.manifest is None:
         raise CheckpointError(f"{folder.path} has no manifest to compare with; load it without verify=True")
-    if folder.manifest.checksum_name != checksum.NAME:
+    if folder.manifest.checksum_name != CHECKSUM_NAME:
         raise CheckpointError(
             f"{folder.path}: the manifest has checksums of kind {folder.manifest.checksum_name!r}, and this version "
-            f"knows {checksum.NAME!r}; use the version that wrote it"
+            f"knows {CHECKSUM_NAME!r}; use the version that wrote it"
         )
     problems = _content_problems(folder, folder.manifest, _share_of(folder, rank, ranks, without))
     if problems:
@@ -207,7 +206,7 @@ def verify(folder: str | Path, *, deep: bool = True) -> VerifyReport:
         if key in keys and span.file in files:
             problems[key] = f"{span.file} {files[span.file]}"
     if deep:
-        same_kind = sealed if sealed is not None and sealed.checksum_name == checksum.NAME else Manifest({}, {})
+        same_kind = sealed if sealed is not None and sealed.checksum_name == CHECKSUM_NAME else Manifest({}, {})
         rest = [key for key in keys if key not in problems]
         problems |= _content_problems(opened, same_kind, rest, thorough=True)
         report.nbytes = sum(entry.nbytes for entry in opened.tensors.values())
@@ -268,6 +267,6 @@ def _why_unverified(sealed: Manifest | None, key: str) -> str | None:
     """Return why there is nothing to compare a tensor or object with; None if there is."""
     if sealed is None:
         return NO_MANIFEST
-    if sealed.checksum_name != checksum.NAME:
+    if sealed.checksum_name != CHECKSUM_NAME:
         return f"the manifest has checksums of another kind, {printable(sealed.checksum_name):.50}"
     return None if key in sealed else "the manifest does not know it"

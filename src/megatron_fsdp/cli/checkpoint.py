@@ -1,43 +1,44 @@
-"""`mfsdp checkpoint ...`; the names of Megatron-LM's inspector are aliases of the commands."""
+"""`mfsdp checkpoint ...`: what its commands take and print; the names of Megatron-LM's inspector are aliases.
+
+One process on the CPU does all of it; `convert` also shares its work among the ranks that torchrun starts.
+"""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import os
 import pprint
+import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
-from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder, TensorEntry
+from megatron_fsdp.checkpoint.convert.convert import ConversionMismatchError, ConversionReport, Steps, convert
+from megatron_fsdp.checkpoint.convert.groups import export_group_map_json, read_group_map_json
+from megatron_fsdp.checkpoint.convert.names import ALL, AUTO, NONE
+from megatron_fsdp.checkpoint.convert.plan import FP32, MODEL, ConvertOptions
+from megatron_fsdp.checkpoint.folder import METADATA, CheckpointFolder
 from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
-from megatron_fsdp.checkpoint.tools.inspect import (
-    Inspection,
-    ListedEntry,
-    Shown,
-    inspect_folder,
-    list_checkpoints,
-    show,
-)
+from megatron_fsdp.checkpoint.tools.inspect import Inspection, ListedEntry, inspect_folder, list_checkpoints, show
 from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_save, to_torch_save
 from megatron_fsdp.checkpoint.verify import verify
-from megatron_fsdp.cli import checkpoint_convert
 from megatron_fsdp.cli.main import run_guarded
-from megatron_fsdp.cli.output import add_json, in_bytes, write_facts, write_json, write_line, write_table
-from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME, Parser
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.cli.output import in_bytes, write_error, write_facts, write_json, write_line, write_table
+from megatron_fsdp.comm.agreement import rank_of, together
+from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME, Parser
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 from megatron_fsdp.package_info import __version__
 
 _DESCRIPTION = "Look into checkpoints, compare and convert them. One process on the CPU is enough for all of it."
@@ -48,126 +49,77 @@ _OPTIMIZERS = {
     "bucket_space": "flat buckets (dp_reshardable), which only the run that wrote them understands",
     "per_parameter": "one tensor per parameter and slot",
 }
-_ARGUMENTS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "seq_length",
-    "padded_vocab_size", "swiglu", "bf16", "fp16", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "expert_model_parallel_size", "world_size",
-)  # fmt: skip
 _STATISTICS = ("min", "max", "mean", "norm", "non-finite", "zeros")
 _REFERENCE_RTOL, _REFERENCE_ATOL = 1e-5, 1e-8
 _SHOWN = 50
-
-Run = Callable[[argparse.Namespace], int]
-
-
-def add_parser(commands: Any) -> None:
-    """Add `checkpoint` and all below it to the sub-commands of a parser."""
-    parser = commands.add_parser("checkpoint", help="inspect, compare and convert", description=_DESCRIPTION)
-    add_commands(parser)
+_EQUAL = "elements are equal where |a - b| <= atol + rtol * |b|"
+_SCOPE = re.compile(r"[\w.]+(,[\w.]+)*")
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the commands for checkpoints to a parser."""
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for add in (
-        _add_inspect,
-        _add_diff,
-        _add_verify,
-        _add_torch,
-        _add_hf,
-        _add_map,
-        checkpoint_convert.add_parser,
-    ):
-        add(commands)
+# ---- commands and their arguments ------------------------------------------------------------------------------------
 
 
-def inspector(argv: Sequence[str] | None = None) -> int:
-    """Run the commands of `mfsdp checkpoint` as a separate program, `tools/checkpoint/checkpoint_inspector.py`."""
-    parser = Parser(prog="checkpoint_inspector.py", description=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    add_commands(parser)
-    return run_guarded(parser, sys.argv[1:] if argv is None else argv)
+_Run = Callable[[argparse.Namespace], int]
+_Argument = tuple[tuple[str, ...], dict[str, Any]]
+_COMMANDS: list[tuple[list[str], str | None, str, tuple[_Argument, ...], _Run]] = []
 
 
-def _add(
-    commands: Any, name: str, run: Run, description: str, title: str | None = None, aliases: Sequence[str] = ()
-) -> argparse.ArgumentParser:
-    """Add a command that runs on torchrun's first rank only; without a title it is not listed."""
-    shown = {} if title is None else {"help": title}
-    parser: argparse.ArgumentParser = commands.add_parser(name, description=description, aliases=aliases, **shown)
-    parser.set_defaults(run=functools.partial(_on_first_rank, run))
-    # An option of Megatron-LM's inspector that is not supported: accepted, so that it is refused with a message.
-    parser.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
-    return parser
+def _command(names: str, title: str | None, description: str, *arguments: _Argument) -> Callable[[_Run], _Run]:
+    """Declare the command that a function runs, with aliases behind its name; without a title it is not listed."""
+
+    def declare(run: _Run) -> _Run:
+        _COMMANDS.append((names.split(), title, description, arguments, run))
+        return run
+
+    return declare
 
 
-def _on_first_rank(run: Run, args: argparse.Namespace) -> int:
-    if os.environ.get("RANK", "0") != "0":
-        return EXIT_SAME
-    if args.enable_msc:
-        raise ConfigurationError(
-            "--enable-msc is not supported: only folders of the file system can be read; mount or copy the checkpoint, "
-            "and leave the option out"
-        )
-    return run(args)
+def _arg(*names: str, **settings: Any) -> _Argument:
+    return names, settings
 
 
-def _add_folder(parser: argparse.ArgumentParser, name: str = "checkpoint_dir", metavar: str = "DIR") -> None:
-    parser.add_argument(name, metavar=metavar, help="folder of one checkpoint, or of a run: its latest one")
+def _flag(*names: str, **settings: Any) -> _Argument:
+    return names, {"action": "store_true", **settings}
+
+
+_DIR_HELP = "folder of one checkpoint, or of a run: its latest one"
+_DIR = _arg("checkpoint_dir", metavar="DIR", help=_DIR_HELP)
+_OUTPUT = {"type": Path, "help": "the folder to make; must not exist, or be empty"}
+_FILTER = _arg("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
+_JSON = _flag("--json", help="print JSON")
+_SLICE = _arg(
+    "--slice",
+    metavar="PART",
+    help="of the tensor KEY, such as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)",
+)
 
 
 def _opened(path: str) -> CheckpointFolder:
     return CheckpointFolder(locate(path))
 
 
-def _add_filter(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--filter", metavar="REGEX", help="only keys that contain a match of this regular expression")
-
-
 # ---- inspect ---------------------------------------------------------------------------------------------------------
 
 
-def _add_inspect(commands: Any) -> None:
-    parser = _add(
-        commands,
-        "inspect",
-        _inspect,
-        "Describe a checkpoint: torch_dist (all three generations), fsdp_dtensor, or any other of "
-        "torch.distributed.checkpoint; of a run its checkpoints, and the latest one. With KEY print one tensor or "
-        "object; only the chunks that are needed are read, and of a large tensor the first corner is shown unless "
-        "--slice says otherwise. Exit status: 0; 1 if it has problems, which are listed; 2 if it cannot be read.",
-        "kind, iteration, keys, shapes, dtypes, bytes; one tensor or object",
-    )
-    _add_folder(parser)
-    parser.add_argument("key", metavar="KEY", nargs="?", help="print this tensor or object")
-    _add_filter(parser)
-    parser.add_argument(
-        "--stats", action="store_true", help="read all listed tensors: smallest, largest, mean, norm, non-finite"
-    )
-    parser.add_argument(
+@_command(
+    "inspect",
+    "kind, iteration, keys, shapes, dtypes, bytes; one tensor or object",
+    "Describe a checkpoint: torch_dist (all three generations), fsdp_dtensor, or any other of "
+    "torch.distributed.checkpoint; of a run its checkpoints, and the latest one. With KEY print one tensor or "
+    "object; only the chunks that are needed are read, and of a large tensor the first corner is shown unless "
+    "--slice says otherwise. Exit status: 0; 1 if it has problems, which are listed; 2 if it cannot be read.",
+    _DIR,
+    _arg("key", metavar="KEY", nargs="?", help="print this tensor or object"),
+    _FILTER,
+    _flag("--stats", help="read all listed tensors: smallest, largest, mean, norm, non-finite"),
+    _flag(
         "--all",
         "--not-ignore-param-to-group-meta",
-        action="store_true",
         help=f"also list the keys under {GROUP_META}*, which are left out of tables otherwise",
-    )
-    _add_show_options(parser)
-    alias = _add(
-        commands, "show", _show, "Print one tensor or object, as inspect DIR KEY does.", aliases=["print-tensor"]
-    )
-    _add_folder(alias)
-    alias.add_argument("key", metavar="KEY", help="as `inspect` lists it")
-    _add_show_options(alias)
-
-
-def _add_show_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--slice",
-        metavar="PART",
-        help="of the tensor KEY, such as 0:2,:8 or 3,-1 (write --slice=-1 if it starts with -)",
-    )
-    add_json(parser)
-
-
+    ),
+    _SLICE,
+    _JSON,
+)
 def _inspect(args: argparse.Namespace) -> int:
     if args.key is not None:
         return _show(args)
@@ -209,25 +161,19 @@ def _write_inspection(found: Inspection, args: argparse.Namespace) -> None:
 def _facts(found: Inspection) -> list[tuple[str, str]]:
     tensors, objects = ([entry for entry in found.entries if entry.type == kind] for kind in ("tensor", "object"))
     chained = ", keys with chained_<n>." if found.kind.is_chained else ""
-    facts = [
-        ("path", str(found.path)),
-        ("format", found.kind.title),
-        ("optimizer", _OPTIMIZERS[found.kind.optimizer] + chained),
-    ]
-    facts += [(name, str(found.common[name])) for name in ("iteration", "checkpoint_version") if name in found.common]
-    arguments = found.common.get("args")
-    if isinstance(arguments, dict):
-        known = [f"{name}={arguments[name]}" for name in _ARGUMENTS if name in arguments]
-        facts.append(("args", f"{len(arguments)}: {', '.join(known)}" if known else str(len(arguments))))
-    others = sorted(found.common.keys() - {"args", "iteration", "checkpoint_version"})
-    facts += [("common state", ", ".join(others))] if others else []
-    elements = sum(math.prod(entry.shape or ()) for entry in tensors)
-    facts += [
-        ("tensors", f"{len(tensors)}, {elements:,} elements, {in_bytes(sum(entry.nbytes for entry in tensors))}"),
-        ("objects", f"{len(objects)}, {in_bytes(sum(entry.nbytes for entry in objects))}"),
-        ("files", f"{len(found.files)}, {in_bytes(sum(found.files.values()))}"),
-    ]
-    return facts + ([("flattened", f"{len(found.mcore_data)} tensors (mcore_data)")] if found.mcore_data else [])
+    told: dict[str, str] = {
+        "path": str(found.path),
+        "format": found.kind.title,
+        "optimizer": _OPTIMIZERS[found.kind.optimizer] + chained,
+        **{name: str(found.common[name]) for name in ("iteration", "checkpoint_version") if name in found.common},
+        "common state": ", ".join(sorted(found.common.keys() - {"iteration", "checkpoint_version"})),
+        "tensors": f"{len(tensors)}, {sum(math.prod(entry.shape or ()) for entry in tensors):,} elements, "
+        f"{in_bytes(sum(entry.nbytes for entry in tensors))}",
+        "objects": f"{len(objects)}, {in_bytes(sum(entry.nbytes for entry in objects))}",
+        "files": f"{len(found.files)}, {in_bytes(sum(found.files.values()))}",
+        "flattened": f"{len(found.mcore_data)} tensors (mcore_data)" if found.mcore_data else "",
+    }
+    return [(name, text) for name, text in told.items() if text]
 
 
 def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
@@ -242,32 +188,35 @@ def _row(entry: ListedEntry, *, with_statistics: bool) -> list[str]:
     return [*row, *("-" if n is None else f"{n:.6g}" for n in numbers), str(found.non_finite), str(found.zeros)]
 
 
+@_command(
+    "show print-tensor",
+    None,
+    "Print one tensor or object, as inspect DIR KEY does.",
+    _DIR,
+    _arg("key", metavar="KEY", help="as `inspect` lists it"),
+    _SLICE,
+    _JSON,
+)
 def _show(args: argparse.Namespace) -> int:
     found = show(_opened(args.checkpoint_dir), args.key, args.slice)
-    if found.entry is not None:
-        _write_tensor(found, found.entry, as_data=args.json)
-    elif args.json:
-        write_json({"key": found.key, "type": "object", "bytes": found.nbytes, "value": as_json(found.value)})
+    entry, box, size = found.entry, found.box, in_bytes(found.nbytes)
+    if entry is None or box is None:
+        if args.json:
+            write_json({"key": found.key, "type": "object", "bytes": found.nbytes, "value": as_json(found.value)})
+        else:
+            write_facts([("key", found.key), ("type", f"object, {size}")])
+            write_line(pprint.pformat(found.value, width=120, compact=True))
+        return EXIT_SAME
+    dtype, chunks = dtype_name(entry.dtype), len(entry.chunks)
+    part = f"[{', '.join(f'{index.start}:{index.stop}' for index in box.indices)}]"
+    if args.json:
+        told = {"key": entry.key, "type": "tensor", "shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes}
+        write_json({**told, "chunks": chunks, "part": part, "values": as_json(_numbers(found.value))})
     else:
-        write_facts([("key", found.key), ("type", f"object, {in_bytes(found.nbytes)}")])
-        write_line(pprint.pformat(found.value, width=120, compact=True))
+        facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {size}"), ("chunks", str(chunks))]
+        write_facts([*facts, *([] if box.lengths == entry.shape else [("part", part)])])
+        write_line(str(found.value))
     return EXIT_SAME
-
-
-def _write_tensor(found: Shown, entry: TensorEntry, *, as_data: bool) -> None:
-    assert found.box is not None, "tensors are shown in part"
-    dtype = dtype_name(entry.dtype)
-    part = f"[{', '.join(f'{index.start}:{index.stop}' for index in found.box.indices)}]"
-    if as_data:
-        told = {"key": entry.key, "type": "tensor", "shape": list(entry.shape), "dtype": dtype, "bytes": entry.nbytes,
-                "chunks": len(entry.chunks), "part": part}  # fmt: skip
-        write_json({**told, "values": as_json(_numbers(found.value))})
-        return
-    facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {in_bytes(entry.nbytes)}")]
-    facts.append(("chunks", str(len(entry.chunks))))
-    facts += [] if found.box.lengths == entry.shape else [("part", part)]
-    write_facts(facts)
-    write_line(str(found.value))
 
 
 def _numbers(values: torch.Tensor) -> Any:
@@ -277,31 +226,28 @@ def _numbers(values: torch.Tensor) -> Any:
     return listed
 
 
-# ---- diff ------------------------------------------------------------------------------------------------------------
+# ---- diff and verify -------------------------------------------------------------------------------------------------
 
 
-def _add_diff(commands: Any) -> None:
-    text = (
+def _comparison(name: str, title: str | None, rtol: float, atol: float) -> Callable[[_Run], _Run]:
+    return _command(
+        name,
+        title,
         "Compare all tensors and objects of two checkpoints by value, however each is cut into chunks; one chunk of "
-        "each is in memory at a time. Exit status: 0 they are the same, 1 they differ, 2 one cannot be read."
+        "each is in memory at a time. Exit status: 0 they are the same, 1 they differ, 2 one cannot be read.",
+        _arg("checkpoint_1", metavar="A", help=_DIR_HELP),
+        _arg("checkpoint_2", metavar="B", help=_DIR_HELP),
+        _arg("--rtol", type=float, default=rtol, help=f"{_EQUAL} (default %(default)s)"),
+        _arg("--atol", type=float, default=atol, help="see --rtol (default %(default)s)"),
+        _flag("--bitwise", help="equal bits: 0.0 and -0.0 differ, and so do unlike NaN"),
+        _flag("--all", help=f"list all differences, not only the first {_SHOWN}"),
+        _FILTER,
+        _JSON,
     )
-    for parser, rtol, atol in (
-        (_add(commands, "diff", _diff, text, "compare two checkpoints"), 0.0, 0.0),
-        (_add(commands, "compare-two-checkpoint", _diff, text), _REFERENCE_RTOL, _REFERENCE_ATOL),
-    ):
-        _add_folder(parser, "checkpoint_1", "A")
-        _add_folder(parser, "checkpoint_2", "B")
-        what = "elements are equal where |a - b| <= atol + rtol * |b|"
-        parser.add_argument("--rtol", type=float, default=rtol, help=f"{what} (default %(default)s)")
-        parser.add_argument("--atol", type=float, default=atol, help="see --rtol (default %(default)s)")
-        parser.add_argument(
-            "--bitwise", action="store_true", help="equal bits: 0.0 and -0.0 differ, and so do unlike NaN"
-        )
-        parser.add_argument("--all", action="store_true", help=f"list all differences, not only the first {_SHOWN}")
-        _add_filter(parser)
-        add_json(parser)
 
 
+@_comparison("diff", "compare two checkpoints", 0.0, 0.0)
+@_comparison("compare-two-checkpoint", None, _REFERENCE_RTOL, _REFERENCE_ATOL)
 def _diff(args: argparse.Namespace) -> int:
     given = (args.rtol, args.atol)
     rtol, atol = (0.0, 0.0) if args.bitwise and given == (_REFERENCE_RTOL, _REFERENCE_ATOL) else given
@@ -321,27 +267,17 @@ def _diff(args: argparse.Namespace) -> int:
     return EXIT_SAME if found.is_same else EXIT_DIFFERENT
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
-def _add_verify(commands: Any) -> None:
-    parser = _add(
-        commands,
-        "verify",
-        _verify,
-        "Read a checkpoint and compare every tensor and object with its manifest. One process, no GPU, one "
-        "chunk in memory at a time, and no code from the checkpoint is run. Exit status: 0 whole, 1 damaged, 2 it "
-        "cannot be looked at.",
-        "find damaged, missing and unexpected tensors, objects and files",
-    )
-    parser.add_argument(
-        "checkpoint_dir", metavar="DIR", type=Path, help="an iter_* folder, or the folder of a run: then the latest"
-    )
-    parser.add_argument("--all", action="store_true", help="every checkpoint of the run")
-    parser.add_argument("--quick", action="store_true", help="names, shapes and files only; contents are not read")
-    add_json(parser)
-
-
+@_command(
+    "verify",
+    "find damaged, missing and unexpected tensors, objects and files",
+    "Read a checkpoint and compare every tensor and object with its manifest. One process, no GPU, one chunk in "
+    "memory at a time, and no code from the checkpoint is run. Exit status: 0 whole, 1 damaged, 2 it cannot be "
+    "looked at.",
+    _arg("checkpoint_dir", metavar="DIR", type=Path, help="an iter_* folder, or the folder of a run: then the latest"),
+    _flag("--all", help="every checkpoint of the run"),
+    _flag("--quick", help="names, shapes and files only; contents are not read"),
+    _JSON,
+)
 def _verify(args: argparse.Namespace) -> int:
     folders, pointer_problem = _to_verify(args.checkpoint_dir, every=args.all)
     reports = [verify(folder, deep=not args.quick) for folder in folders]
@@ -356,16 +292,16 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
     """Return the folders to verify, and what is wrong with the pointer to the latest."""
-    is_named_so = given.is_dir() and iteration_of(given.name) is not None
-    if is_named_so or any((given / name).exists() for name in (METADATA, FILE_NAME)):  # one of them may be missing
+    if not given.is_dir():
+        raise CheckpointError(f"{given} is not a folder; give a checkpoint or the folder of a run")
+    beside = (given / METADATA, given / FILE_NAME)  # one of them may be missing
+    if iteration_of(given.name) is not None or any(path.exists() for path in beside):
         if every:
             raise CheckpointError(f"{given} is one checkpoint; --all takes the folder of a run")
         return [given], None
-    if not given.is_dir():
-        raise CheckpointError(f"{given} is not a folder; give a checkpoint or the folder of a run")
-    run_folder, problem, latest = RunFolder(given), None, None
+    problem, latest = None, None
     try:
-        latest = run_folder.latest()
+        latest = RunFolder(given).latest()
     except CheckpointError as error:
         problem = str(error)
     inside = sorted(path for path in given.iterdir() if iteration_of(path.name) is not None and path.is_dir())
@@ -377,45 +313,38 @@ def _to_verify(given: Path, *, every: bool) -> tuple[list[Path], str | None]:
     return chosen, problem
 
 
-# ---- to-torch and from-torch -----------------------------------------------------------------------------------------
+# ---- to other files --------------------------------------------------------------------------------------------------
 
 
-def _add_torch(commands: Any) -> None:
-    out = _add(
-        commands,
-        "to-torch",
-        _to_torch,
-        "Write the whole state dict of a checkpoint, nested as it was saved, as one file that "
-        "torch.load(weights_only=True) reads.",
-        "a checkpoint as one torch.save file",
-    )
-    _add_folder(out)
-    out.add_argument("file", metavar="FILE", type=Path, help="must not exist")
-    out.add_argument("--tensors-only", action="store_true", help="leave out everything that is no tensor")
-    back = _add(
-        commands,
-        "from-torch",
-        _from_torch,
-        "Write the state dict of a torch.save file as a checkpoint that torch.distributed.checkpoint.load "
-        "reads on any number of ranks. The file is read without running code from it.",
-        "a torch.save file as a checkpoint",
-    )
-    back.add_argument("file", metavar="FILE", type=Path, help="of torch.save, in the zip format (torch 1.6 and later)")
-    back.add_argument("output_dir", metavar="DIR", type=Path, help="the checkpoint; must not exist, or be empty")
-    back.add_argument(
-        "--nesting",
-        choices=("torch", "own"),
-        default="torch",
-        help="torch: keys as torch.distributed.checkpoint.save gives them (default); own: as this library's training "
-        "writes them, with lists in one piece",
-    )
-
-
+@_command(
+    "to-torch",
+    "a checkpoint as one torch.save file",
+    "Write the whole state dict of a checkpoint, nested as it was saved, as one file that "
+    "torch.load(weights_only=True) reads.",
+    _DIR,
+    _arg("file", metavar="FILE", type=Path, help="must not exist"),
+    _flag("--tensors-only", help="leave out everything that is no tensor"),
+)
 def _to_torch(args: argparse.Namespace) -> int:
     report = to_torch_save(_opened(args.checkpoint_dir), args.file, tensors_only=args.tensors_only)
     return _write_repacked(args.file, report)
 
 
+@_command(
+    "from-torch",
+    "a torch.save file as a checkpoint",
+    "Write the state dict of a torch.save file as a checkpoint that torch.distributed.checkpoint.load reads on any "
+    "number of ranks. The file is read without running code from it.",
+    _arg("file", metavar="FILE", type=Path, help="of torch.save, in the zip format (torch 1.6 and later)"),
+    _arg("output_dir", metavar="DIR", **_OUTPUT),
+    _arg(
+        "--nesting",
+        choices=("torch", "own"),
+        default="torch",
+        help="torch: keys as torch.distributed.checkpoint.save gives them (default); own: as this library's training "
+        "writes them, with lists in one piece",
+    ),
+)
 def _from_torch(args: argparse.Namespace) -> int:
     return _write_repacked(args.output_dir, from_torch_save(args.file, args.output_dir, nesting=args.nesting))
 
@@ -427,68 +356,227 @@ def _write_repacked(target: Path, found: RepackReport) -> int:
     return EXIT_SAME
 
 
-# ---- to-hf -----------------------------------------------------------------------------------------------------------
-
-
-def _add_hf(commands: Any) -> None:
-    parser = _add(
-        commands,
-        "to-hf",
-        _to_hf,
-        "Write the weights of a checkpoint of a transformers model as a folder that from_pretrained loads: safetensors "
-        "files with an index, and beside them the config, generation config and tokenizer of another folder.",
-        "a checkpoint as a Hugging Face folder",
-    )
-    _add_folder(parser)
-    parser.add_argument("output_dir", metavar="OUT", type=Path, help="the folder to make; must not exist, or be empty")
-    parser.add_argument(
-        "--config", metavar="FOLDER", type=Path, required=True, help="with config.json and tokenizer of the model"
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point weights; default: as stored"
-    )
-    parser.add_argument(
-        "--max-shard-bytes", type=int, metavar="N", default=DEFAULT_SHARD_BYTES, help="of one file (default 5 GiB)"
-    )
-
-
+@_command(
+    "to-hf",
+    "a checkpoint as a Hugging Face folder",
+    "Write the weights of a checkpoint of a transformers model as a folder that from_pretrained loads: safetensors "
+    "files with an index, and beside them the config, generation config and tokenizer of another folder.",
+    _DIR,
+    _arg("output_dir", metavar="OUT", **_OUTPUT),
+    _arg("--config", metavar="FOLDER", type=Path, required=True, help="with config.json and tokenizer of the model"),
+    _arg("--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point weights; default: as stored"),
+    _arg("--max-shard-bytes", type=int, metavar="N", default=DEFAULT_SHARD_BYTES, help="of one file (default 5 GiB)"),
+)
 def _to_hf(args: argparse.Namespace) -> int:
-    files = export_hf(
-        _opened(args.checkpoint_dir),
-        args.output_dir,
-        args.config,
-        max_shard_bytes=args.max_shard_bytes,
-        dtype=getattr(torch, args.dtype) if args.dtype else None,
-    )
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    source = _opened(args.checkpoint_dir)
+    files = export_hf(source, args.output_dir, args.config, max_shard_bytes=args.max_shard_bytes, dtype=dtype)
     nbytes = sum((args.output_dir / name).stat().st_size for name in files)
     write_line(f"{args.output_dir}: {len(files)} weight files, {in_bytes(nbytes)}")
     return EXIT_SAME
 
 
-# ---- map -------------------------------------------------------------------------------------------------------------
-
-
-def _add_map(commands: Any) -> None:
-    text = (
-        "Write the parameter group of each parameter as JSON, as `convert --param-to-param-group-map-json` reads it, "
-        "from the folder that --dump-param-to-param-group-map made in training."
-    )
-    parser = _add(commands, "map", _map, text, "parameter groups of a run as JSON", ["print-torch-dcp-in-json"])
-    parser.add_argument("torch_dcp_dir", metavar="DIR", type=Path, help="the folder that training made")
-    parser.add_argument(
-        "--out", metavar="MAP.json", type=Path, help="default: param_to_param_group_map.json in the folder"
-    )
-    parser.add_argument(
+@_command(
+    "map print-torch-dcp-in-json",
+    "parameter groups of a run as JSON",
+    "Write the parameter group of each parameter as JSON, as `convert --param-to-param-group-map-json` reads it, "
+    "from the folder that --dump-param-to-param-group-map made in training.",
+    _arg("torch_dcp_dir", metavar="DIR", type=Path, help="the folder that training made"),
+    _arg("--out", metavar="MAP.json", type=Path, help="default: param_to_param_group_map.json in the folder"),
+    _arg(
         "--model-prefix",
         metavar="P",
         default="model.module",
         help="stands before names, instead of the module. of each wrapper (default %(default)s)",
-    )
-
-
+    ),
+)
 def _map(args: argparse.Namespace) -> int:
     """Write the map, then print it and its path in the format of Megatron-LM's inspector."""
     path = export_group_map_json(args.torch_dcp_dir, args.out, args.model_prefix)
     write_line(f"torch dcp content: {json.dumps(json.loads(path.read_text(encoding='utf-8')))}")
     write_line(str(path))
     return EXIT_SAME
+
+
+# ---- convert ---------------------------------------------------------------------------------------------------------
+
+
+def _conversion(name: str, title: str | None) -> Callable[[_Run], _Run]:
+    return _command(
+        name,
+        title,
+        "Convert a torch_dist checkpoint of Megatron to fsdp_dtensor. Run it as it is, or on several processes with "
+        "torchrun; it needs no GPU.",
+        _arg("source", metavar="SRC", type=Path, help="iter_* folder of torch_dist, or a run: its latest"),
+        _arg("target", metavar="DST", **_OUTPUT),
+        _arg("--from", dest="source_format", choices=["torch_dist"], default="torch_dist"),
+        _arg("--to", dest="target_format", choices=["fsdp_dtensor"], default="fsdp_dtensor"),
+        _arg("--param-to-param-group-map-json", metavar="MAP", type=Path, help="parameter groups, as map writes them"),
+        _arg("--groups", choices=["infer", "map", "none"], help="where groups come from: a map if given, else infer"),
+        _arg("--masters", choices=[FP32, MODEL], default=FP32, help="fp32 master weights (default), or the model's"),
+        _flag("--weights-only", help="leave optimizer state and random generators behind"),
+        _arg("--model-prefix", "--output-model-weight-prefix", metavar="P", default="model.module"),
+        _arg(
+            "--optimizer-prefix",
+            "--output-optimizer-state-prefix",
+            metavar="P",
+            help="default: optimizer.state and one module. for each wrapper of the run",
+        ),
+        _arg("--group-prefix", metavar="P", help="default: as the optimizer prefix, in param_to_group_meta"),
+        _flag("--rename-mtp-keys", dest="rename_mtp", help="transformer_layer -> mtp_model_layer"),
+        _flag("--dry-run", help="say what would be done, and write nothing"),
+        _flag("--verify", help="read the output back and compare it with the source"),
+        _flag("--write-tracker", help="point latest_checkpointed_iteration.txt beside DST to it"),
+        _flag("--json", help="print a report for scripts"),
+        _flag("--oom-traceback", help=argparse.SUPPRESS),  # nothing to trace: one tensor is held at a time
+    )
+
+
+_SCOPES = (
+    _arg(
+        "--swiglu",
+        metavar="auto|all|none|MODULE,...",
+        help="which MLPs are gated, so that fc1 becomes a gate (_w) and an up (_v) half; alone it means all; auto (the "
+        "default) goes by the checkpoint's arguments and shapes",
+    ),
+    _arg("--swiglu-modules", metavar="MODULE,...", help="the same as --swiglu MODULE,..."),
+)
+
+
+@_conversion("convert", "convert a torch_dist checkpoint to fsdp_dtensor")
+@_conversion("convert-torch-dist-to-fsdp-dtensor", None)
+def _convert(args: argparse.Namespace) -> int:
+    """Convert, in one process or on every rank that torchrun has started; the first one prints."""
+    is_first, started_here = os.environ.get("RANK", "0") == "0", False
+    try:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo")
+            started_here = True
+        is_first = rank_of() == 0 if dist.is_initialized() else is_first
+        options = together("reading the arguments", lambda: _options(args))
+        steps = Steps(args.dry_run, args.verify, args.write_tracker)
+        report = convert(args.source, args.target, options, steps, _progress() if is_first and not args.json else None)
+    except MegatronFSDPError as error:
+        if is_first:
+            write_error(str(error))
+        return EXIT_DIFFERENT if isinstance(error, ConversionMismatchError) else EXIT_ERROR
+    finally:
+        if started_here:
+            dist.destroy_process_group()
+    if is_first and args.json:
+        write_json(report.as_json())
+    elif is_first:
+        _write_conversion(report, args)
+    return EXIT_SAME
+
+
+def _options(args: argparse.Namespace) -> ConvertOptions:
+    if args.enable_msc:
+        raise ConfigurationError("--enable-msc asks for remote storage; give local folders, and leave it out")
+    path = args.param_to_param_group_map_json
+    names = ("groups", "masters", "weights_only", "model_prefix", "optimizer_prefix", "group_prefix", "rename_mtp")
+    return ConvertOptions(
+        swiglu=args.swiglu or args.swiglu_modules or AUTO,
+        param_to_group=None if path is None else read_group_map_json(path),
+        **{name: getattr(args, name) for name in names},
+    )
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Return what prints a line to stderr for each tenth of the first rank's bytes."""
+    told = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if total and 10 * done // total > told:
+            told = 10 * done // total
+            sys.stderr.write(f"{done / 2**20:,.1f} of {total / 2**20:,.1f} MiB written by the first rank\n")
+
+    return tell
+
+
+def _write_conversion(report: ConversionReport, args: argparse.Namespace) -> None:
+    plan = report.plan
+    lines = [f"{module}: {decision}" for module, decision in plan.gating.items()]
+    lines += [f"left behind: {item.key} ({item.why})" for item in plan.dropped if "_extra_state" not in item.key]
+    lines += plan.notes
+    for move in plan.moves if args.dry_run else ():
+        part = ", ".join(f"{first}:{first + n}" for first, n in zip(move.offsets, move.lengths, strict=True))
+        lines.append(f"{move.source} [{part}] -> {move.target} {list(move.shape)}")
+    lines += [] if report.source == args.source else [f"read {report.source}"]
+    did = "would write" if not report.written else "wrote and verified" if report.verified else "wrote"
+    size = f"{len(plan.moves)} tensors ({plan.nbytes / 2**20:,.1f} MiB) and {len(plan.values)} values"
+    for line in [*lines, f"{did} {size} to {args.target}"]:
+        write_line(line)
+
+
+def _with_swiglu_values(argv: Sequence[str], is_reference: bool) -> list[str]:
+    """Give each lone `--swiglu` the value "all", and join it with its value where it has one.
+
+    It may stand alone before the folders; argparse would take the first of them for its value.
+    """
+    result: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word == "--swiglu":
+            has_value = bool(rest) and _is_scope(rest[0]) and not is_reference
+            word = f"--swiglu={rest.pop(0) if has_value else ALL}"
+        result.append(word)
+    return result
+
+
+def _is_scope(word: str) -> bool:
+    """Return whether the word after `--swiglu` is its value, and not a folder."""
+    return word in (AUTO, ALL, NONE) or (_SCOPE.fullmatch(word) is not None and not Path(word).exists())
+
+
+# ---- the parser ------------------------------------------------------------------------------------------------------
+
+
+def add_parser(commands: Any) -> None:
+    """Add `checkpoint` and all below it to the sub-commands of a parser."""
+    add_commands(commands.add_parser("checkpoint", help="inspect, compare and convert", description=_DESCRIPTION))
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands for checkpoints to a parser."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for (name, *aliases), title, description, arguments, run in _COMMANDS:
+        shown: dict[str, Any] = {} if title is None else {"help": title}
+        added: Any = commands.add_parser(name, description=description, aliases=aliases, **shown)
+        for names, settings in arguments:
+            added.add_argument(*names, **settings)
+        # An option of Megatron-LM's inspector that is not supported: accepted, so that it is refused with a message.
+        added.add_argument("--enable-msc", action="store_true", help=argparse.SUPPRESS)
+        added.set_defaults(run=run if run is _convert else partial(_on_first_rank, run))
+        if run is _convert:
+            one_of = added.add_mutually_exclusive_group()
+            for names, settings in _SCOPES:
+                one_of.add_argument(*names, **settings)
+            added.parse_known_args = partial(_parse, added.parse_known_args, title is None)
+
+
+def _parse(
+    parse: Any, is_reference: bool, argv: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+) -> Any:
+    return parse(_with_swiglu_values(sys.argv[1:] if argv is None else argv, is_reference), namespace)
+
+
+def _on_first_rank(run: _Run, args: argparse.Namespace) -> int:
+    if os.environ.get("RANK", "0") != "0":
+        return EXIT_SAME
+    if args.enable_msc:
+        raise ConfigurationError(
+            "--enable-msc is not supported: only folders of the file system can be read; mount or copy the checkpoint, "
+            "and leave the option out"
+        )
+    return run(args)
+
+
+def inspector(argv: Sequence[str] | None = None) -> int:
+    """Run the commands of `mfsdp checkpoint` as a separate program, `tools/checkpoint/checkpoint_inspector.py`."""
+    parser = Parser(prog="checkpoint_inspector.py", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    add_commands(parser)
+    return run_guarded(parser, sys.argv[1:] if argv is None else argv)

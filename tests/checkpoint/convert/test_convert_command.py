@@ -8,7 +8,7 @@ import pytest
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
-from megatron_fsdp.cli import checkpoint_convert
+from megatron_fsdp.cli import checkpoint
 from megatron_fsdp.cli.main import main as mfsdp
 from tests.support.real_torchrun import real_torchrun
 from tests.support.torch_dist.common import group_map, make_group
@@ -136,9 +136,9 @@ def test_defect_17_failures_have_an_exit_status(
     assert not (tmp_path / "out").exists()
 
     def differ(*_: object) -> None:
-        raise checkpoint_convert.ConversionMismatchError("they differ")
+        raise checkpoint.ConversionMismatchError("they differ")
 
-    monkeypatch.setattr(checkpoint_convert, "convert", differ)
+    monkeypatch.setattr(checkpoint, "convert", differ)
     assert main(["convert", str(source), str(tmp_path / "out")]) == 1
 
 

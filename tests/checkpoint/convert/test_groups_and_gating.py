@@ -168,12 +168,12 @@ def test_options_that_cannot_be_are_refused(arguments: dict[str, object], messag
 
 
 def test_prefixes_follow_the_wrappers() -> None:
-    half, full = Prefixes.of(ConvertOptions(), is_fp32=False), Prefixes.of(ConvertOptions(), is_fp32=True)
+    half, full = Prefixes(ConvertOptions(), is_fp32=False), Prefixes(ConvertOptions(), is_fp32=True)
     assert half.of_state("w", "exp_avg") == ("optimizer", "state", "module.module.module.w", "exp_avg")
     assert full.of_group("w") == ("optimizer", "param_to_group_meta", "module.module.w")
     assert half.of_weight("w") == ("model", "module.w")
     chosen = ConvertOptions(model_prefix="model", optimizer_prefix="optimizer.state", group_prefix="groups.of")
-    own = Prefixes.of(chosen, is_fp32=False)
+    own = Prefixes(chosen, is_fp32=False)
     assert own.of_weight("w") == ("model", "w")
     assert own.of_state("w", "exp_avg") == ("optimizer", "state", "w", "exp_avg")
     assert own.of_group("w") == ("groups", "of", "w")

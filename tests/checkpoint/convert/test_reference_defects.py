@@ -55,7 +55,7 @@ def test_defect_01_current_checkpoints_without_common_pt_convert(tmp_path: Path)
     convert(source, tmp_path / "out")
     assert CheckpointFolder(tmp_path / "out").read_object("iteration") == 7
     (source / "metadata.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no metadata\.json"):
+    with pytest.raises(CheckpointError, match=r"metadata\.json is missing"):
         convert(source, tmp_path / "other")
 
 

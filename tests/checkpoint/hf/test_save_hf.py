@@ -1,20 +1,15 @@
 """A sharded model is saved as transformers saves it, by several ranks, all or nothing."""
 
-import functools
-import itertools
 import json
-import math
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -22,10 +17,9 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE
-from megatron_fsdp.checkpoint.hf.saving import Cut, Held, lay_out_files, moves_of, portions_of, write_files
+from megatron_fsdp.checkpoint.hf.saving import Cut, lay_out_files
 from megatron_fsdp.ema import ShardedEMA
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.sharding.shards import Box, boxes_of_range
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid_arguments
@@ -99,21 +93,6 @@ def check_index(folder: Path, on_disk: dict[str, Tensor], max_bytes: int) -> Non
     for file in files:
         inside = [key for key, value in index["weight_map"].items() if value == file]
         assert len(inside) == 1 or sum(sizes[key] for key in inside) <= max_bytes
-
-
-def save_in_small_portions(kind: str, folder: str) -> bool:
-    model = shard(build(kind))
-    small = functools.partial(write_files, portion_bytes=52)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_fsdp.checkpoint.hf.saving.write_files", small)
-        save_hf(model, folder, max_shard_bytes=5000)
-    return same_tensors(model.full_parameters(), dict(build(kind).named_parameters()))
-
-
-def test_the_size_of_portions_does_not_matter(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(3, save_in_small_portions, "mixtral", str(tmp_path / "out")) == [True] * 3
-    build("mixtral").save_pretrained(tmp_path / "reference")
-    assert same_tensors(stored(tmp_path / "out"), stored(tmp_path / "reference"))
 
 
 # ---- dtypes and the files beside the weights -------------------------------------------------------------------------
@@ -293,7 +272,7 @@ def on_the_meta_device(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (other_shape_on_rank_1, "extra is (2,) torch.float32 on rank 1"),
+        (other_shape_on_rank_1, "torch.float32 of shape (3,) on rank 0, torch.float32 of shape (2,) on rank 1"),
         (on_the_meta_device, "extra is on the meta device"),
     ],
 )
@@ -418,31 +397,17 @@ def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
             call({}, tmp_path)  # type: ignore[arg-type]
 
 
-# ---- plans of files: how they are laid out, shared out and filled ----------------------------------------------------
-
-
-def held(shape: tuple[int, ...], edges: list[int], dtype: torch.dtype = torch.float32) -> Held:
-    """A tensor cut at these elements, one rank after another."""
-    holders = {
-        box: (rank,)
-        for rank, (start, stop) in enumerate(itertools.pairwise(edges))
-        for box in boxes_of_range(shape, start, stop)
-    }
-    return Held(shape, dtype, holders, True)
-
-
-def dtypes_of(catalog: dict[str, Held]) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in catalog.items()}
+# ---- plans of files: how they are laid out ---------------------------------------------------------------------------
 
 
 def test_files_are_filled_in_order() -> None:
     sizes = {"a": 4, "b": 4, "c": 3, "d": 9, "e": 1}
     tensors = {key: FileTensor.of(key, (size,)) for key, size in sizes.items()}
-    catalog = {key: held((size,), [0, size], torch.uint8) for key, size in sizes.items()}
+    dtypes = dict.fromkeys(sizes, torch.uint8)
 
     def keys_by_file(max_bytes: int) -> list[tuple[str, list[str]]]:
-        files = lay_out_files(tensors, dtypes_of(catalog), Cut(max_bytes, "m.safetensors"))
-        return [(file.name, [tensor.key for tensor in file.tensors]) for file in files]
+        files = lay_out_files(tensors, dtypes, Cut(max_bytes, "m.safetensors"))
+        return [(name, [tensor.key for tensor in inside]) for name, inside in files.items()]
 
     assert keys_by_file(8) == [
         ("m-00001-of-00004.safetensors", ["a", "b"]),
@@ -451,69 +416,34 @@ def test_files_are_filled_in_order() -> None:
         ("m-00004-of-00004.safetensors", ["e"]),
     ]
     assert keys_by_file(21) == [("m.safetensors", list(sizes))]
-    (empty,) = lay_out_files({}, {}, Cut(1, "m.safetensors"))
-    assert (empty.name, empty.tensors) == ("m.safetensors", ())
+    assert lay_out_files({}, {}, Cut(1, "m.safetensors")) == {"m.safetensors": []}
 
 
 def test_dtypes_are_cast_only_where_they_are_floating_point() -> None:
     tensors = {name: FileTensor.of(name, (2,)) for name in ("w", "n")}
-    catalog = {"w": held((2,), [0, 2]), "n": held((2,), [0, 2], torch.int64)}
-    (file,) = lay_out_files(tensors, dtypes_of(catalog), Cut(100, "m.safetensors", torch.bfloat16))
-    assert {tensor.key: tensor.dtype for tensor in file.tensors} == {"w": torch.bfloat16, "n": torch.int64}
+    dtypes = {"w": torch.float32, "n": torch.int64}
+    (inside,) = lay_out_files(tensors, dtypes, Cut(100, "m.safetensors", torch.bfloat16)).values()
+    assert {tensor.key: tensor.dtype for tensor in inside} == {"w": torch.bfloat16, "n": torch.int64}
     with Followed({"w": (2,), "n": (2,)}) as followed:
         mixed = {"x": followed.file_tensor(torch.cat(list(followed.tensors.values())))}
     with pytest.raises(CheckpointError, match="x would be made of tensors of several dtypes"):
-        lay_out_files(mixed, dtypes_of(catalog), Cut(100, "m.safetensors"))
+        lay_out_files(mixed, dtypes, Cut(100, "m.safetensors"))
+    with pytest.raises(CheckpointError, match=r"w has dtype torch\.complex128"):
+        lay_out_files(tensors, dtypes | {"w": torch.complex128}, Cut(100, "m.safetensors"))
 
 
-@st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int]]:
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    numel = math.prod(shape)
-    edges = sorted(draw(st.lists(st.integers(0, numel), max_size=3)))
-    return shape, [0, *edges, numel]
+def save_in_a_part_of_the_group(folder: str) -> str:
+    model = shard(nn.Linear(4, 6))
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    with pytest.raises(CheckpointError) as raised:
+        save_hf(model, f"{folder}/{dist.get_rank()}", group=groups[dist.get_rank()])
+    return str(raised.value)
 
 
-@given(cut_tensors(), st.integers(1, 3), st.integers(0, 2), st.integers(4, 64))
-def test_portions_are_filled_by_their_holders_once(
-    case: tuple[tuple[int, ...], list[int]], chunks: int, dim: int, max_bytes: int
-) -> None:
-    """File tensors that are pieces of a model tensor (or it whole) come out right, portion by portion."""
-    shape, edges = case
-    model = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-    catalog = {"w": held(shape, edges)}
-    with Followed({"w": shape}) as followed:
-        pieces = torch.chunk(followed.tensors["w"], chunks, dim=dim % len(shape))
-    tensors = {f"k{i}": followed.file_tensor(piece) for i, piece in enumerate(pieces)}
-    (file,) = lay_out_files(tensors, dtypes_of(catalog), Cut(10_000, "m.safetensors"))
-    written: dict[str, list[torch.Tensor]] = {tensor.key: [] for tensor in file.tensors}
-    for tensor, target in portions_of([file], max_bytes):
-        assert target.numel * 4 <= max_bytes
-        values = torch.full(target.lengths, -1.0)
-        for move in moves_of(target, tensors[tensor.key], catalog, 0):
-            assert catalog["w"].holders[move.held] == (move.source,)
-            assert (values[move.place.indices] == -1).all()
-            values[move.place.indices] = model[move.box.indices].reshape(move.place.lengths)
-        written[tensor.key].append(values.view(-1))
-    for key, wanted in zip(tensors, torch.chunk(model, chunks, dim=dim % len(shape)), strict=True):
-        assert torch.equal(torch.cat(written[key]), wanted.reshape(-1))
-
-
-def test_holders_of_the_same_elements_take_turns() -> None:
-    box = Box((0,), (4,))
-    shared = Held((4,), torch.float32, {box: (1, 3)}, True)
-    assert [shared.source_of(box, writer) for writer in range(4)] == [1, 1, 1, 3]
-    whole = Held((4,), torch.float32, {box: (0, 1, 2)}, False)
-    assert [whole.source_of(box, writer) for writer in range(3)] == [0, 0, 0]
-
-
-def test_holders_far_from_a_box_are_not_looked_at() -> None:
-    tensor = held((1000, 4), [0, 2, *range(4, 4001, 4)])
-    met = dict(tensor.index.meeting(Box((500, 0), (2, 4))))
-    assert [tensor.boxes[at] for at in met] == list(met.values()) == [Box((500, 0), (1, 4)), Box((501, 0), (1, 4))]
-    assert len(list(tensor.index.candidates(Box((500, 0), (2, 4))))) == 2
-    scalar = Held((), torch.float32, {Box((), ()): (0,)}, False)
-    assert list(scalar.index.meeting(Box((), ()))) == [(0, Box((), ()))]
+def test_ranks_that_hold_the_rest_have_to_take_part(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for message in run_ranks(2, save_in_a_part_of_the_group, str(tmp_path)):
+        assert "all ranks that share it have to take part (see the argument group)" in message
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_current_folder_may_be_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

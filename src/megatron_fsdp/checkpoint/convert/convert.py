@@ -6,9 +6,8 @@ import argparse
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,27 @@ from megatron_fsdp.checkpoint.convert.plan import (
     Content,
     ConversionPlan,
     ConvertOptions,
-    Entry,
     Move,
     Value,
     make_plan,
     needed_objects,
 )
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, stretch_of
-from megatron_fsdp.checkpoint.kinds import COMMON_FILE, COMMON_KEY, MARKER, read_common, read_marker
-from megatron_fsdp.checkpoint.new_folder import new_shared_folder, replace_text, require_apart
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
+from megatron_fsdp.checkpoint.kinds import read_common, recognise, side_file_problems
 from megatron_fsdp.checkpoint.safe_read import Opaque
 from megatron_fsdp.checkpoint.save import ObjectSource, Source, TensorSource, write_sources
-from megatron_fsdp.checkpoint.store import POINTER, RELEASE, iteration_of, locate
+from megatron_fsdp.checkpoint.store import (
+    POINTER,
+    RELEASE,
+    iteration_of,
+    locate,
+    new_shared_folder,
+    replace_text,
+    require_apart,
+)
 from megatron_fsdp.checkpoint.verify import require_sound, share_out
 from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError
-from megatron_fsdp.sharding.shards import Box
 
 Progress = Callable[[int, int], None]
 """(bytes written by this rank, bytes that it will have written)"""
@@ -121,7 +125,7 @@ def convert(
     opened, plan = together(doing, lambda: _prepare(source, target, options, steps, group), group)
     ranks = world_size_of(group)
     if not steps.dry_run:
-        with new_shared_folder(target, {}, group) as temporary:
+        with new_shared_folder(target, group) as temporary:
             _write(opened, plan, temporary, progress, group)
             if steps.verify:
                 _verify(temporary, group)
@@ -161,7 +165,7 @@ def _write(
 
 
 def _whole(key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> TensorSource:
-    return TensorSource(key, shape, dtype, [Box((0,) * len(shape), shape)], lambda _: read())
+    return TensorSource(key, shape, dtype, [whole_box(shape)], lambda _: read())
 
 
 def _small(values: Iterable[Value]) -> Iterator[Source]:
@@ -245,46 +249,21 @@ class Cells:
             )
         return cls(grid, block)
 
-    def meeting(self, wanted: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
-        """Yield the cells that a box of the true tensor meets, each with its share in the cell's coordinates."""
-        touched = [
-            range(start // size, (start + length - 1) // size + 1)
-            for start, length, size in zip(wanted.offsets, wanted.lengths, self.block, strict=True)
+    def read(self, read_stored: ReadBox, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Read a box of the true tensor, out of the cells that it meets."""
+        first = [start // size for start, size in zip(offsets, self.block, strict=True)]
+        counts = [
+            -(-(start + length) // size) - cell
+            for start, length, size, cell in zip(offsets, lengths, self.block, first, strict=True)
         ]
-        for cell in product(*touched) if wanted.numel else ():
-            whole = Box(tuple(at * size for at, size in zip(cell, self.block, strict=True)), self.block)
-            shared = whole.meet(wanted)
-            assert shared is not None
-            yield cell, shared.inside(whole)
-
-
-def read_true_box(cells: Cells, read_stored: ReadBox, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Read a box of the true tensor, one contiguous range of a cell at a time; each element once, and no other."""
-    wanted, alone = Box(tuple(offsets), tuple(lengths)), (1,) * len(cells.grid)
-    if not wanted.numel:
-        return read_stored((*(0 for _ in alone), 0), (*(0 for _ in alone), 0)).reshape(wanted.lengths)
-    result: Tensor | None = None
-    for cell, inside in cells.meeting(wanted):
-        corner = [at * size - first for at, size, first in zip(cell, cells.block, wanted.offsets, strict=True)]
-        for row in _rows(cells.block, inside):
-            values = read_stored((*cell, stretch_of(cells.block, row) or 0), (*alone, row.numel)).reshape(row.lengths)
-            if row.lengths == wanted.lengths:
-                return values
-            result = torch.empty(wanted.lengths, dtype=values.dtype) if result is None else result
-            target = Box(tuple(a + b for a, b in zip(row.offsets, corner, strict=True)), row.lengths)
-            result[target.indices] = values
-            del values
-    assert result is not None
-    return result
-
-
-def _rows(shape: Sequence[int], box: Box) -> Iterator[Box]:
-    """Cut a box into boxes that are contiguous in the flattened tensor."""
-    # Up to the last axis that is not taken whole, elements are contiguous only along that axis.
-    cut = max((axis for axis, length in enumerate(box.lengths) if length != shape[axis]), default=0)
-    outer = zip(box.offsets[:cut], box.lengths[:cut], strict=True)
-    for index in product(*(range(first, first + length) for first, length in outer)):
-        yield Box((*index, *box.offsets[cut:]), (*(1 for _ in index), *box.lengths[cut:]))
+        stored = read_stored((*first, 0), (*counts, math.prod(self.block)))
+        dims = range(len(counts))
+        ordered = stored.reshape(*counts, *self.block).permute(
+            [at + len(counts) * half for at in dims for half in (0, 1)]
+        )
+        whole = ordered.reshape([count * size for count, size in zip(counts, self.block, strict=True)])
+        starts = [start - cell * size for start, cell, size in zip(offsets, first, self.block, strict=True)]
+        return whole[tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
 
 
 @dataclass(frozen=True)
@@ -298,17 +277,18 @@ class TorchDistSource:
     @classmethod
     def open(cls, path: Path) -> TorchDistSource:
         """Open a checkpoint."""
-        _require_marker(path)
         folder = CheckpointFolder(path)
+        kind = recognise(folder)
+        if kind.format != "torch_dist":
+            raise CheckpointError(f"{path} is a checkpoint of {kind.title}; only torch_dist can be converted")
+        for problem in side_file_problems(folder):
+            raise CheckpointError(f"{path}: {problem.name} is {problem.state}: {problem.reason}")
         cells = _find_cells(folder)
         entries = [
-            Entry(key, cells[key].shape if key in cells else tuple(entry.shape), entry.dtype)
-            for key, entry in folder.tensors.items()
+            replace(entry, shape=cells[key].shape) if key in cells else entry for key, entry in folder.tensors.items()
         ]
         wanted = needed_objects(folder.objects)
         objects = {key: without_opaque(_only(folder.read_object(key))) for key in wanted}
-        if COMMON_KEY not in folder.objects and not (path / COMMON_FILE).is_file():
-            raise CheckpointError(f"{path} has neither {COMMON_KEY} nor {COMMON_FILE}; the checkpoint is incomplete")
         common = CommonState.of(without_opaque(read_common(folder)))
         return cls(folder, Content(entries, list(folder.objects), common, objects), cells)
 
@@ -317,7 +297,7 @@ class TorchDistSource:
         stored, cells = partial(self.folder.read_box, move.source), self.cells.get(move.source)
         if cells is None:
             return stored(move.offsets, move.lengths).reshape(move.shape)
-        return read_true_box(cells, stored, move.offsets, move.lengths).reshape(move.shape)
+        return cells.read(stored, move.offsets, move.lengths).reshape(move.shape)
 
 
 def without_opaque(value: Any) -> Any:
@@ -331,22 +311,6 @@ def without_opaque(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(without_opaque(inner) for inner in value)
     return value
-
-
-def _require_marker(path: Path) -> None:
-    marker = path / MARKER
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder; give the iter_* folder of a torch_dist checkpoint")
-    if not marker.is_file():
-        inner = sorted(child.name for child in path.iterdir() if (child / MARKER).is_file())
-        hint = f"; did you mean {path / inner[-1]}?" if inner else ""
-        raise CheckpointError(
-            f"{path} has no {MARKER}, which torch_dist writes last: it is no torch_dist checkpoint, or an "
-            f"incomplete one{hint}"
-        )
-    backend = read_marker(path).get("sharded_backend")
-    if backend != "torch_dist":
-        raise CheckpointError(f"{marker} says that the format is {backend!r}; only torch_dist can be converted")
 
 
 def _only(content: Any) -> Any:

@@ -23,6 +23,7 @@ from megatron_fsdp.checkpoint.convert.names import (
     parse_tensor_key,
     pieces,
 )
+from megatron_fsdp.checkpoint.folder import TensorEntry
 from megatron_fsdp.checkpoint.report import some_of
 from megatron_fsdp.checkpoint.save import KeyPath
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -43,15 +44,6 @@ _KEPT_WITH_WEIGHTS = (
 _DEFAULT_VERSION = 3.0
 BUCKET_KINDS = ("dp_reshardable", "fully_sharded_bucket_space")
 """Names in checkpoints of the optimizer layouts that follow communication buckets."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of the source, in its true shape (which old files do not store; see `Cells`)."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +114,16 @@ class CommonState:
         """Read the groups and the step from a common dict."""
         groups: list[Mapping[str, Any]] = []
         steps: list[float] = []
-        _collect(tree.get("optimizer"), groups, steps)
+        for part in _optimizer_parts(tree.get("optimizer")):
+            found = part.get("param_groups", ())
+            if not isinstance(found, Sequence) or not all(isinstance(group, Mapping) for group in found):
+                raise CheckpointError(
+                    "the optimizer's param_groups are not a list of dicts; the common state is damaged"
+                )
+            groups += [{key: value for key, value in group.items() if key != "params"} for group in found]
+            state = part.get("state")
+            step = state.get("common_step") if isinstance(state, Mapping) else None
+            steps += [float(step)] if step is not None else []
         return cls(tree, tuple(groups), steps[0] if steps else None)
 
     def argument(self, name: str) -> Any:
@@ -159,41 +160,19 @@ class CommonState:
         if self.groups and not weights_only:
             groups = [{"params": list(members.get(i, ())), **group} for i, group in enumerate(self.groups)]
             tree["optimizer"] = {"param_groups": groups}
-            scaler = _find(self.tree.get("optimizer"), "grad_scaler")
-            tree |= {} if scaler is None else {"grad_scaler": scaler}
+            scalers = [part.get("grad_scaler") for part in _optimizer_parts(self.tree.get("optimizer"))]
+            tree |= next(({"grad_scaler": scaler} for scaler in scalers if scaler is not None), {})
         return tree
 
 
-def _collect(tree: Any, groups: list[Mapping[str, Any]], steps: list[float]) -> None:
-    """Collect the parameter groups of one optimizer, of a wrapper of one, or of several (numbered)."""
-    if not isinstance(tree, Mapping):
-        return
-    if "param_groups" in tree:
-        found = tree["param_groups"]
-        if not isinstance(found, Sequence) or not all(isinstance(group, Mapping) for group in found):
-            raise CheckpointError("the optimizer's param_groups are not a list of dicts; the common state is damaged")
-        groups += [{key: value for key, value in group.items() if key != "params"} for group in found]
-        state = tree.get("state")
-        step = state.get("common_step") if isinstance(state, Mapping) else None
-        steps += [float(step)] if step is not None else []
-    elif "optimizer" in tree:
-        _collect(tree["optimizer"], groups, steps)
-    else:
-        for _, inner in _numbered(tree):
-            _collect(inner, groups, steps)
-
-
-def _numbered(tree: Mapping[Any, Any]) -> list[tuple[int, Any]]:
-    return sorted((int(key), value) for key, value in tree.items() if str(key).isdigit())
-
-
-def _find(tree: Any, name: str) -> Any:
-    if not isinstance(tree, Mapping):
-        return None
-    if name in tree:
-        return tree[name]
-    places = [tree.get("optimizer"), *(inner for _, inner in _numbered(tree))]
-    return next((found for place in places if (found := _find(place, name)) is not None), None)
+def _optimizer_parts(tree: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the dicts of one optimizer and its wrapper, or of several (numbered), from the outside to the inside."""
+    if isinstance(tree, Mapping):
+        yield tree
+        if "param_groups" not in tree:
+            numbered = sorted((int(key), inner) for key, inner in tree.items() if str(key).isdigit())
+            for inner in [tree["optimizer"]] if "optimizer" in tree else [inner for _, inner in numbered]:
+                yield from _optimizer_parts(inner)
 
 
 # ---- what is asked for ----------------------------------------------------------------------------------------------
@@ -254,20 +233,14 @@ class ConvertOptions:
         return self.groups or (INFER if self.param_to_group is None else MAP)
 
 
-@dataclass(frozen=True)
 class Prefixes:
-    """The resolved prefixes of an output."""
+    """The prefixes of an output: the adapter, MegatronFSDP and, in half precision, one wrapper more add `module.`."""
 
-    model: str
-    state: str
-    meta: str
-
-    @classmethod
-    def of(cls, options: ConvertOptions, is_fp32: bool) -> Prefixes:
-        """Resolve prefixes: the adapter, MegatronFSDP and, in half precision, one wrapper more add `module.`."""
-        state = options.optimizer_prefix or ".".join([_STATE, *["module"] * (2 if is_fp32 else 3)])
-        follows = _META + state.removeprefix(_STATE) if state.startswith(_STATE) else _META
-        return cls(options.model_prefix, state, options.group_prefix or follows)
+    def __init__(self, options: ConvertOptions, is_fp32: bool) -> None:
+        self.model = options.model_prefix
+        self.state = options.optimizer_prefix or ".".join([_STATE, *["module"] * (2 if is_fp32 else 3)])
+        follows = _META + self.state.removeprefix(_STATE) if self.state.startswith(_STATE) else _META
+        self.meta = options.group_prefix or follows
 
     def of_weight(self, name: str) -> KeyPath:
         """Return the steps to a weight: the top-level key, then the name in the model's own state dict."""
@@ -291,7 +264,7 @@ def _steps(prefix: str, nested: int, name: str) -> KeyPath:
 class Content:
     """What a plan is made from: all tensors in their true shapes, and the contents of what `needed_objects` names."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[TensorEntry]
     object_keys: Sequence[str]
     common: CommonState
     objects: Mapping[str, Any] = field(default_factory=dict)
@@ -325,7 +298,7 @@ def make_plan(source: Content, options: ConvertOptions) -> ConversionPlan:
     gating = decide_gating(
         {key: entry.shape for key, entry in weights.items()}, options.swiglu, source.common.argument("swiglu")
     )
-    prefixes = Prefixes.of(options, source.common.is_fp32)
+    prefixes = Prefixes(options, source.common.is_fp32)
     masters = sorted_in.states.get(_MASTER, {}) if options.masters == FP32 else {}
     cut = {
         key: list(pieces(key, entry.shape, key in gating.gated, options.rename_mtp)) for key, entry in weights.items()
@@ -363,8 +336,8 @@ def make_plan(source: Content, options: ConvertOptions) -> ConversionPlan:
 class _Sorted:
     """Source tensors by kind: model key -> weight, slot -> model key -> state."""
 
-    weights: dict[str, Entry] = field(default_factory=dict)
-    states: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    weights: dict[str, TensorEntry] = field(default_factory=dict)
+    states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
     dropped: list[Dropped] = field(default_factory=list)
     buckets: bool = False
 
@@ -375,7 +348,7 @@ class _Sorted:
 
 def _sort(source: Content, options: ConvertOptions) -> _Sorted:
     result, unknown = _Sorted(), []
-    states: list[tuple[str, str, Entry]] = []
+    states: list[tuple[str, str, TensorEntry]] = []
     for entry in source.entries:
         name = parse_tensor_key(entry.key)
         if "._extra_state" in entry.key:
@@ -411,7 +384,7 @@ def _sort(source: Content, options: ConvertOptions) -> _Sorted:
     return result
 
 
-def _require_same_shape(state: Entry, weight: Entry, may_be_scalar: bool) -> None:
+def _require_same_shape(state: TensorEntry, weight: TensorEntry, may_be_scalar: bool) -> None:
     scalar_shape = weight.shape[: leading_axes(weight.key)]
     if state.shape != weight.shape and not (may_be_scalar and state.shape == scalar_shape):
         raise CheckpointError(
@@ -419,7 +392,7 @@ def _require_same_shape(state: Entry, weight: Entry, may_be_scalar: bool) -> Non
         )
 
 
-def _move(entry: Entry, piece: Piece, path: KeyPath) -> Move:
+def _move(entry: TensorEntry, piece: Piece, path: KeyPath) -> Move:
     return Move(entry.key, piece.offsets, piece.lengths, path, piece.shape, entry.dtype)
 
 

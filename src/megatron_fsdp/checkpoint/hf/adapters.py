@@ -75,7 +75,7 @@ def save_adapter(
 
     live, described = together(f"preparing to save {folder}", choose, group)
 
-    def write_config(temporary: Path, _: object) -> None:
+    def write_config(temporary: Path) -> None:
         _write_config(module, adapter_name, temporary)
 
     save_files(live, lambda _: described, Cut(_ONE_FILE, ADAPTER_FILE), folder, write_config, group)

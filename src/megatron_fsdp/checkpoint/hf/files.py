@@ -1,12 +1,10 @@
-"""The weight files of a Hugging Face folder: their tensors, boxes read from them, and headers of new ones."""
+"""The weight files of a Hugging Face folder: their tensors, boxes read from them, and new files."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 from megatron_fsdp.checkpoint.folder import is_plain_name
 from megatron_fsdp.checkpoint.safe_read import read_json, shortened
+from megatron_fsdp.checkpoint.store import FileOps
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.sharding.shards import Box
@@ -24,11 +23,10 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
 PORTION_BYTES = 32 * 2**20
-"""The most bytes that are read, or assembled to be written, at once."""
+"""The most bytes that are read at once."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
-_ALIGNMENT = 8
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 DTYPES: dict[str, torch.dtype] = {
@@ -53,8 +51,6 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """Names in headers. Formats of less than a byte per element are not read."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -219,37 +215,13 @@ class FolderReader:
         return values
 
 
-# ---- new files -------------------------------------------------------------------------------------------------------
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a new file from contiguous tensors on the CPU, and force it to the disk."""
+    safetensors: Any = require("safetensors", "a Hugging Face folder")
+    from safetensors.torch import save_file
 
-
-@dataclass(frozen=True)
-class FileLayout:
-    """A file as it will be written: `head` is all before the data, which has the tensors in order and no holes."""
-
-    name: str
-    head: bytes
-    tensors: tuple[StoredTensor, ...]
-    nbytes: int
-
-
-def lay_out_file(name: str, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Place tensors in a file, those of the widest elements first, so that each is aligned.
-
-    The library writes a file only from memory that holds all of it; here tensors are written as they arrive.
-    """
-    placed = [StoredTensor(key, name, dtype, tuple(shape)) for key, dtype, shape in tensors]
-    placed.sort(key=lambda tensor: -tensor.dtype.itemsize)
-    ends = list(itertools.accumulate((tensor.nbytes for tensor in placed), initial=0))
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
-    for tensor, offsets in zip(placed, itertools.pairwise(ends), strict=True):
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(
-                f"{tensor.key} has dtype {tensor.dtype}, which safetensors cannot hold; give another dtype"
-            )
-        described[tensor.key] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
-    header = json.dumps(described, separators=(",", ":")).encode("utf-8")
-    header += b" " * (-len(header) % _ALIGNMENT)
-    if len(header) > _MAX_HEADER_BYTES:
-        raise CheckpointError(f"{name} would have a header of {len(header)} bytes; give a smaller max_shard_bytes")
-    head = len(header).to_bytes(8, "little") + header
-    return FileLayout(name, head, tuple(placed), len(head) + ends[-1])
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})  # without it transformers refuses the file
+        FileOps().sync(path)  # that of another machine only that machine can
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {type(error).__name__}: {error}") from error

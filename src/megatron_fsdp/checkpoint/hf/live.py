@@ -49,11 +49,6 @@ class LiveTensor:
         return self.tensor.dtype
 
     @property
-    def is_shared_out(self) -> bool:
-        """Whether it is a DTensor; other tensors are whole, and assumed to be equal on every rank."""
-        return isinstance(self.tensor, DTensor)
-
-    @property
     def is_saved_here(self) -> bool:
         """Whether this rank saves its boxes."""
         tensor = self.as_saved

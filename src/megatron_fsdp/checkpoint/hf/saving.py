@@ -1,18 +1,14 @@
-"""Save models as Hugging Face files: from live shards, by several ranks, or from a checkpoint, by one process.
-
-From live shards: which rank writes which file, and how its elements come there, a portion at a time.
-"""
+"""Save models as Hugging Face files: from live shards, by several ranks, or from a checkpoint, by one process."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint.folder import BoxIndex, CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
-from megatron_fsdp.checkpoint.hf.files import (
-    INDEX_FILE,
-    MODEL_FILE,
-    PORTION_BYTES,
-    FileLayout,
-    StoredTensor,
-    lay_out_file,
-    portions,
-)
-from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, live_tensors, own_class, unwrap
+from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, portions, write_file
+from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
-from megatron_fsdp.checkpoint.new_folder import new_folder, new_shared_folder, require_apart
 from megatron_fsdp.checkpoint.safe_read import read_json
-from megatron_fsdp.checkpoint.store import FileOps
+from megatron_fsdp.checkpoint.save import TensorSource, write_sources
+from megatron_fsdp.checkpoint.store import new_folder, new_shared_folder, require_apart
 from megatron_fsdp.checkpoint.verify import share_out
-from megatron_fsdp.comm.agreement import (
-    decided_by_first,
-    gather_objects,
-    in_short,
-    raise_together,
-    rank_of,
-    together,
-    world_size_of,
-)
+from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.sharding.shards import Box
 
+Files = Mapping[str, Sequence[StoredTensor]]
+"""The tensors of each file, by its name."""
 Naming = Callable[[Mapping[str, tuple[int, ...]]], dict[str, FileTensor]]
 
-Portion = tuple[StoredTensor, Box]
-"""Consecutive elements of a tensor in a file."""
-
-_ROUNDS_BETWEEN_CHECKS = 16
+_SHARDS = ".shards"
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
 _CONFIG_FILE = "config.json"
@@ -80,9 +58,9 @@ def save_hf(
 ) -> None:
     """Save a model as `transformers` does, so that `from_pretrained(folder)` loads it; collective.
 
-    Saves the main weights, under the names that transformers stores, tied ones once. Each file is written
-    by one rank, several at the same time, which receives elements in portions of 32 MiB. The folder appears at once and
-    complete, or not at all.
+    Saves the main weights, under the names that transformers stores, tied ones once. Each rank writes its shards to the
+    disk, and then some of the files from those of all, one in memory at a time: meanwhile they are there twice. The
+    folder appears at once and complete, or not at all.
 
     Args:
         model: Sharded by `fully_shard_model` or `fully_shard`, or a plain module.
@@ -108,13 +86,14 @@ def save_hf(
     folder = Path(folder)
     live = _saved(module, live_tensors(module))
 
-    def write_the_rest(temporary: Path, files: Sequence[FileLayout]) -> None:
+    dtypes = {dtype or tensor.dtype for tensor in live if tensor.dtype.is_floating_point}
+
+    def write_the_rest(temporary: Path) -> None:
         if carry_from is not None:
             _carry_files(Path(carry_from), temporary, dtype)
-        _write_config(module, config, temporary, _only_dtype(files))
+        _write_config(module, config, temporary, dtypes.copy().pop() if len(dtypes) == 1 else None)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        _write_index(files, temporary)
 
     cut = Cut(max_shard_bytes, MODEL_FILE, dtype)
     save_files(live, lambda shapes: file_tensors(module, shapes), cut, folder, write_the_rest, group)
@@ -140,11 +119,6 @@ def _check_arguments(max_shard_bytes: int, dtype: torch.dtype | None, carried: M
                 f"{name} is a {type(value).__name__} without save_pretrained; give an object of transformers, or the "
                 "folder that has its files as carry_from"
             )
-
-
-def _only_dtype(files: Sequence[FileLayout]) -> torch.dtype | None:
-    dtypes = {tensor.dtype for file in files for tensor in file.tensors if tensor.dtype.is_floating_point}
-    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 # ---- the files beside the weights ------------------------------------------------------------------------------------
@@ -188,11 +162,11 @@ def _write_config(module: nn.Module, config: Any, folder: Path, dtype: torch.dty
         generation.save_pretrained(folder)
 
 
-def _write_index(files: Sequence[FileLayout], folder: Path) -> None:
+def _write_index(files: Files, folder: Path) -> None:
     """Write which file has which tensor, where there are several files."""
     if len(files) == 1:
         return
-    tensors = [tensor for file in files for tensor in file.tensors]
+    tensors = list(itertools.chain.from_iterable(files.values()))
     metadata = {
         "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "total_size": sum(tensor.nbytes for tensor in tensors),
@@ -213,100 +187,35 @@ class Cut:
     dtype: torch.dtype | None = None
 
 
-def lay_out_files(tensors: Mapping[str, FileTensor], dtypes: Mapping[str, torch.dtype], cut: Cut) -> list[FileLayout]:
+def lay_out_files(tensors: Mapping[str, FileTensor], dtypes: Mapping[str, torch.dtype], cut: Cut) -> Files:
     """Assign tensors to files (at least one) in their order, as many to each as fit."""
-    files: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
+    files: list[list[StoredTensor]] = [[]]
     filled = 0
     for key, tensor in tensors.items():
         dtype = _stored_dtype(key, {dtypes[name] for name in tensor.names}, cut.dtype)
-        size = math.prod(tensor.shape) * dtype.itemsize
-        if files[-1] and filled + size > cut.max_bytes:
+        stored = StoredTensor(key, "", dtype, tensor.shape)
+        if files[-1] and filled + stored.nbytes > cut.max_bytes:
             files.append([])
             filled = 0
-        files[-1].append((key, dtype, tensor.shape))
-        filled += size
-    if len(files) == 1:
-        return [lay_out_file(cut.single_name, files[0])]
-    stem = cut.single_name.removesuffix(".safetensors")
-    return [
-        lay_out_file(f"{stem}-{i:05d}-of-{len(files):05d}.safetensors", inside) for i, inside in enumerate(files, 1)
-    ]
+        files[-1].append(stored)
+        filled += stored.nbytes
+    stem, count = cut.single_name.removesuffix(".safetensors"), len(files)
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    named = zip(names if count > 1 else [cut.single_name], files, strict=True)
+    return {name: [replace(stored, file=name) for stored in inside] for name, inside in named}
 
 
 def _stored_dtype(key: str, found: set[torch.dtype], wanted: torch.dtype | None) -> torch.dtype:
     if len(found) != 1:
         raise CheckpointError(f"{key} would be made of tensors of several dtypes: {sorted(map(str, found))}")
     (own,) = found
-    return wanted if wanted is not None and own.is_floating_point else own
+    dtype = wanted if wanted is not None and own.is_floating_point else own
+    if dtype not in DTYPES.values():
+        raise CheckpointError(f"{key} has dtype {dtype}, which safetensors cannot hold; give another dtype")
+    return dtype
 
 
-def portions_of(files: Sequence[FileLayout], max_bytes: int = PORTION_BYTES) -> Iterator[Portion]:
-    """Yield all elements of files in stored order, at most `max_bytes` (or one element) at once."""
-    for file in files:
-        for stored in file.tensors:
-            for box in portions(Box((0,) * len(stored.shape), stored.shape), stored.dtype.itemsize, max_bytes):
-                if box.numel:
-                    yield stored, box
-
-
-# ---- which rank holds what -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Held:
-    """One main weight, and the ranks that hold each of its boxes; of what is no DTensor the first rank's is taken."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    holders: Mapping[Box, tuple[int, ...]]
-    is_shared_out: bool
-
-    @functools.cached_property
-    def boxes(self) -> list[Box]:
-        """The boxes in an order that all ranks agree on."""
-        return sorted(self.holders, key=lambda box: (box.offsets, box.lengths))
-
-    @functools.cached_property
-    def index(self) -> BoxIndex:
-        """Where they lie: a fused weight of experts on many ranks has thousands, and is asked for expert by expert."""
-        return BoxIndex(self.boxes)
-
-    def source_of(self, box: Box, wanted_by: int) -> int:
-        """Choose the rank that sends a box: the receiver itself if it holds it, else holders take turns."""
-        ranks = self.holders[box]
-        if not self.is_shared_out:
-            return ranks[0]
-        return wanted_by if wanted_by in ranks else ranks[wanted_by % len(ranks)]
-
-
-def gather_catalog(
-    live: Sequence[LiveTensor], pieces: Mapping[str, Sequence[Piece]], group: dist.ProcessGroup | None
-) -> dict[str, Held]:
-    """Gather the tensors of all ranks' models by name; one collective."""
-    mine = []
-    for tensor in live:
-        boxes = [box for box, _ in pieces[tensor.name]] if tensor.is_saved_here else []
-        mine.append((tensor.name, (tensor.shape, tensor.dtype, tensor.is_shared_out), boxes))
-    kinds: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
-    holders: dict[str, dict[Box, tuple[int, ...]]] = {}
-    for rank, theirs in enumerate(gather_objects(mine, group)):
-        for name, kind, boxes in theirs:
-            shape, dtype, _ = first = kinds.setdefault(name, kind)
-            if kind != first:
-                raise CheckpointError(
-                    f"{name} is {kind[0]} {kind[1]} on rank {rank}, and {shape} {dtype} on one before it; all ranks "
-                    "have to save the same model"
-                )
-            of_name = holders.setdefault(name, {})
-            of_name.update({box: (*of_name.get(box, ()), rank) for box in boxes})
-    for name, (shape, *_) in kinds.items():
-        numel, held = math.prod(shape), sum(box.numel for box in holders[name])
-        if held != numel:
-            raise CheckpointError(
-                f"the ranks hold {held} elements of {name}, which has {numel}; all ranks that share the model have to "
-                "take part (see the argument group), and each has to have another part or the same one"
-            )
-    return {name: Held(shape, dtype, holders[name], shared) for name, (shape, dtype, shared) in kinds.items()}
+# ---- from live shards ------------------------------------------------------------------------------------------------
 
 
 def save_files(
@@ -314,176 +223,90 @@ def save_files(
     naming: Naming,
     cut: Cut,
     folder: Path,
-    write_the_rest: Callable[[Path, Sequence[FileLayout]], None],
+    write_the_rest: Callable[[Path], None],
     group: dist.ProcessGroup | None,
 ) -> None:
     """Write tensors of a model, and what else belongs to them, into a new folder; collective.
 
-    `naming` goes from shapes by name to file tensors by key; `write_the_rest` is called on the first rank with the
-    temporary folder and the weight files that will be in it.
+    The shards are written as they are into a checkpoint inside of the temporary folder, and each rank makes some of the
+    files from it. torch's HuggingFaceStorageWriter takes the same way, but one box of a tensor from each rank: a shard
+    that is cut inside of a row is several. `naming` goes from shapes by name to file tensors by key; `write_the_rest`
+    is called on the first rank with the temporary folder.
     """
     doing = f"preparing to save {folder}"
-    pieces = together(doing, lambda: {tensor.name: tensor.pieces() for tensor in live}, group)
-    catalog = gather_catalog(live, pieces, group)
+    sources = together(doing, lambda: [_source(tensor, cut) for tensor in live], group)
+    known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for of_rank in gather_objects({source.key: (source.shape, source.dtype) for source in sources}, group):
+        known |= {name: described for name, described in of_rank.items() if name not in known}
 
-    def lay_out() -> tuple[dict[str, FileTensor], list[FileLayout]]:
-        if not catalog:
+    def lay_out() -> tuple[dict[str, FileTensor], Files]:
+        if not known:
             raise CheckpointError("there is nothing to save: the model has no such tensors")
-        tensors = naming({name: held.shape for name, held in catalog.items()})
-        return tensors, lay_out_files(tensors, {name: held.dtype for name, held in catalog.items()}, cut)
+        tensors = naming({name: shape for name, (shape, _) in known.items()})
+        return tensors, lay_out_files(tensors, {name: dtype for name, (_, dtype) in known.items()}, cut)
 
     tensors, files = together(doing, lay_out, group)
-    exchange = Exchange(tensors, catalog, pieces, _wire_device(live, group), group)
-    with new_shared_folder(folder, {file.name: file.nbytes for file in files}, group) as temporary:
-        decided_by_first(lambda: write_the_rest(temporary, files), f"saving to {folder}", group)
-        write_files(exchange, files, temporary)
+    sizes = [sum(stored.nbytes for stored in inside) for inside in files.values()]
+    mine = [list(files)[at] for at in share_out(sizes, rank_of(group), world_size_of(group))]
+    own = {name: files[name] for name in mine}
+
+    def write_first(temporary: Path) -> None:
+        write_the_rest(temporary)
+        _write_index(files, temporary)
+
+    with new_shared_folder(folder, group) as temporary:
+        shards = temporary / _SHARDS
+        decided_by_first(lambda: write_first(temporary), f"saving to {folder}", group)
+        write_sources(shards, sources, {}, group)
+        together(f"writing {folder}", lambda: write_files(own, tensors, _all_shards(shards), temporary), group)
+        decided_by_first(lambda: shutil.rmtree(shards), f"saving to {folder}", group)
 
 
-# ---- bringing elements to the rank that writes them ------------------------------------------------------------------
+def _all_shards(folder: Path) -> CheckpointFolder:
+    try:
+        return CheckpointFolder(folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the ranks do not hold the whole model ({error}); all ranks that share it have to take part (see the "
+            "argument group), and each has to have another part or the same one"
+        ) from error
 
 
-@dataclass(frozen=True)
-class Move:
-    """Elements that a rank sends for a portion: `box` out of the one that it holds, to a place in the portion."""
-
-    source: int
-    name: str
-    held: Box
-    box: Box
-    place: Box
-
-
-def moves_of(target: Box, tensor: FileTensor, catalog: Mapping[str, Held], writer: int) -> Iterator[Move]:
-    """Yield all elements of a portion with their sources, in an order that all ranks agree on."""
-    for part in tensor.parts:
-        wanted = target.meet(part.file_box)
-        if wanted is None:
-            continue
-        held, in_model = catalog[part.name], part.to_model(wanted)
-        for at, common in held.index.meeting(in_model):
-            box = held.boxes[at]
-            yield Move(held.source_of(box, writer), part.name, box, common, part.to_file(common).inside(target))
+def _source(live: LiveTensor, cut: Cut) -> TensorSource:
+    """Return this rank's shards of a tensor, in the dtype of the files; ranks that hold the same write it once."""
+    shape, dtype = live.shape, _stored_dtype(live.name, {live.dtype}, cut.dtype)
+    shards = dict(live.pieces())
+    if 0 in shape:
+        shards = {whole_box(shape): torch.empty(shape, dtype=dtype)}
+    boxes = list(shards) if live.is_saved_here else []
+    return TensorSource(live.name, shape, dtype, boxes, lambda box: shards[box].to(dtype))
 
 
 def write_files(
-    exchange: Exchange, files: Sequence[FileLayout], folder: Path, portion_bytes: int = PORTION_BYTES
+    files: Files,
+    tensors: Mapping[str, FileTensor],
+    source: CheckpointFolder,
+    folder: Path,
+    keys: Mapping[str, str] | None = None,
 ) -> None:
-    """Write all files, each by one rank; collective.
-
-    Memory beyond the model: on a writing rank two portions, and on every rank what it gives to the writers at once.
-    """
-    group = exchange.group
-    rank, ranks = rank_of(group), world_size_of(group)
-    sizes = [file.nbytes for file in files]
-    shared = [[files[at] for at in share_out(sizes, writer, ranks)] for writer in range(ranks)]
-    writer, doing = FileWriter(folder, shared[rank]), f"writing {folder}"
-    for index, wanted in enumerate(itertools.zip_longest(*(portions_of(own, portion_bytes) for own in shared)), 1):
-        values = exchange.bring(wanted)
-        if values is not None:
-            writer.append(wanted[rank][0].file, values)
-        if index % _ROUNDS_BETWEEN_CHECKS == 0:
-            raise_together(writer.problem, doing, group)
-    writer.finish()
-    raise_together(writer.problem, doing, group)
+    """Write files from a checkpoint, one at a time; `keys` are those of names, where they are not the names."""
+    with source.kept_open():
+        for name, inside in files.items():
+            write_file(
+                folder / name, {each.key: _assembled(source, keys or {}, tensors[each.key], each) for each in inside}
+            )
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Brings elements to the ranks that write them: parts of file tensors, who holds what, and what this rank holds."""
-
-    tensors: Mapping[str, FileTensor]
-    catalog: Mapping[str, Held]
-    pieces: Mapping[str, Sequence[Piece]]
-    device: torch.device
-    group: dist.ProcessGroup | None
-
-    def bring(self, wanted: Sequence[Portion | None]) -> torch.Tensor | None:
-        """Return the values of this rank's portion among those of all ranks, None if it has none; collective."""
-        moves = [list(self._moves(portion, writer)) for writer, portion in enumerate(wanted)]
-        given = [self._given(portion, of_writer) for portion, of_writer in zip(wanted, moves, strict=True)]
-        rank = rank_of(self.group)
-        arriving = sorted(moves[rank], key=lambda move: move.source)  # as all_to_all orders them
-        mine = wanted[rank]
-        received = self._all_to_all(given, arriving, 0 if mine is None else mine[0].dtype.itemsize)
-        return None if mine is None else _put_together(mine, arriving, received)
-
-    def _moves(self, portion: Portion | None, writer: int) -> Iterator[Move]:
-        if portion is not None:
-            yield from moves_of(portion[1], self.tensors[portion[0].key], self.catalog, writer)
-
-    def _given(self, portion: Portion | None, moves: Sequence[Move]) -> torch.Tensor:
-        """Return what this rank sends to one writer, as bytes."""
-        flat, rank = [torch.empty(0, dtype=torch.uint8, device=self.device)], rank_of(self.group)
-        for move in moves:
-            if portion is not None and move.source == rank:
-                held = next(view for box, view in self.pieces[move.name] if box == move.held)
-                values = held[move.box.inside(move.held).indices].to(portion[0].dtype)
-                flat.append(values.reshape(-1).view(torch.uint8).to(self.device))
-        return torch.cat(flat)
-
-    def _all_to_all(self, given: Sequence[torch.Tensor], arriving: Sequence[Move], itemsize: int) -> torch.Tensor:
-        """Send its bytes to each rank; return those that arrive for this rank's portion, on the CPU."""
-        if len(given) == 1:
-            return given[0].cpu()
-        sizes = [0] * len(given)
-        for move in arriving:
-            sizes[move.source] += move.box.numel * itemsize
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        lengths = [part.numel() for part in given]
-        dist.all_to_all_single(received, torch.cat(list(given)), sizes, lengths, group=self.group)
-        return received.cpu()
-
-
-def _put_together(portion: Portion, arriving: Sequence[Move], received: torch.Tensor) -> torch.Tensor:
-    stored, box = portion
-    made = torch.empty(box.lengths, dtype=stored.dtype)
-    pieces = received.view(stored.dtype).split([move.box.numel for move in arriving])
-    for move, values in zip(arriving, pieces, strict=True):
-        made[move.place.indices] = values.view(move.place.lengths)
+def _assembled(
+    source: CheckpointFolder, keys: Mapping[str, str], tensor: FileTensor, stored: StoredTensor
+) -> torch.Tensor:
+    """Read a file tensor from the parts that it is made of."""
+    made = torch.empty(stored.shape, dtype=stored.dtype)
+    for part in tensor.parts:
+        inside = part.model_box
+        values = source.read_box(keys.get(part.name, part.name), inside.offsets, inside.lengths)
+        made[part.file_box.indices] = values.reshape(part.lengths)
     return made
-
-
-def _wire_device(live: Sequence[LiveTensor], group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device to communicate on: the elements' own, or the CPU where its backend is gloo."""
-    device = next((tensor.tensor.device for tensor in live), torch.device("cpu"))
-    if not dist.is_initialized() or device.type == "cpu":
-        return torch.device("cpu")
-    backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
-    return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
-
-
-class FileWriter:
-    """Appends to files of one rank, in the order of their layouts; after a `problem` it writes no more.
-
-    Ranks that exchange elements go on until all of them look at it.
-    """
-
-    def __init__(self, folder: Path, files: Sequence[FileLayout]) -> None:
-        self.problem: OSError | None = None
-        self._folder = folder
-        self._files = files
-        for layout in files:
-            self._attempt((folder / layout.name).write_bytes, layout.head)
-
-    def append(self, name: str, values: torch.Tensor) -> None:
-        """Append values to the named file."""
-        self._attempt(self._append, name, values.view(-1).view(torch.uint8).numpy().data)
-
-    def finish(self) -> None:
-        """Force the files to the disk: those of another machine only that machine can."""
-        for layout in self._files:
-            self._attempt(FileOps().sync, self._folder / layout.name)
-
-    def _append(self, name: str, values: memoryview) -> None:
-        with (self._folder / name).open("ab") as file:
-            file.write(values)
-
-    def _attempt(self, act: Callable[..., object], *args: object) -> None:
-        if self.problem is None:
-            try:
-                act(*args)
-            except OSError as error:
-                self.problem = error
 
 
 # ---- from a checkpoint -----------------------------------------------------------------------------------------------
@@ -499,7 +322,7 @@ def export_hf(
 ) -> tuple[str, ...]:
     """Write the model of a checkpoint as `save_hf` writes a live one; not collective: one process reads and writes.
 
-    Memory: 32 MiB, or one chunk of the checkpoint where the file has its elements in another order.
+    Memory: one file, and one tensor or chunk of the checkpoint.
 
     Args:
         source: A checkpoint of a transformers model, opened; of any number of ranks.
@@ -527,15 +350,11 @@ def export_hf(
     tensors = file_tensors(model, shapes)
     dtypes = {name: source.tensors[key].dtype for name, key in keys.items()}
     files = lay_out_files(tensors, dtypes, Cut(max_shard_bytes, MODEL_FILE, dtype))
-    with new_folder(folder) as temporary, source.kept_open():
+    with new_folder(folder) as temporary:
         _carry_files(config, temporary, dtype)
         _write_index(files, temporary)
-        writer = FileWriter(temporary, files)
-        for stored, box in portions_of(files):
-            writer.append(stored.file, _assembled(source, keys, tensors[stored.key], box, stored.dtype))
-            if writer.problem is not None:
-                raise in_short(writer.problem, f"writing {folder}") from writer.problem
-    return tuple(file.name for file in files)
+        write_files(files, tensors, source, temporary, keys)
+    return tuple(files)
 
 
 def _model_of(folder: Path) -> nn.Module:
@@ -590,24 +409,10 @@ def _check_same(source: CheckpointFolder, keys: Sequence[str]) -> None:
     """Refuse different values of what is one tied weight in the model."""
     shape, itemsize = source.tensors[keys[0]].shape, source.tensors[keys[0]].dtype.itemsize
     for key in keys[1:]:
-        for box in portions(Box((0,) * len(shape), shape), itemsize):
+        for box in portions(whole_box(shape), itemsize):
             one, other = (source.read_box(each, box.offsets, box.lengths) for each in (keys[0], key))
             if not torch.equal(one, other):
                 raise CheckpointError(
                     f"{source.path}: {keys[0]} and {key} are one tied weight in the config's model, and differ; give a "
                     "config with tie_word_embeddings=false"
                 )
-
-
-def _assembled(
-    source: CheckpointFolder, keys: Mapping[str, str], tensor: FileTensor, box: Box, dtype: torch.dtype
-) -> torch.Tensor:
-    """Read a box of a file tensor, from the parts that it is made of."""
-    made = torch.empty(box.lengths, dtype=dtype)
-    for part in tensor.parts:
-        wanted = box.meet(part.file_box)
-        if wanted is not None:
-            inside = part.to_model(wanted)
-            values = source.read_box(keys[part.name], inside.offsets, inside.lengths)
-            made[wanted.inside(box).indices] = values.reshape(wanted.lengths).to(dtype)
-    return made

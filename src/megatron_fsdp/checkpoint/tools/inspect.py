@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, TensorEntry, whole_box
 from megatron_fsdp.checkpoint.kinds import (
     Kind,
     as_json,
@@ -31,7 +31,6 @@ SMALL = 1000
 """Tensors of up to this many elements are shown whole."""
 CORNER = 6
 """The indices of each dimension that are shown of larger tensors."""
-_INDEX = re.compile(r"(?P<one>-?\d+)|(?P<start>-?\d*)\s*:\s*(?P<stop>-?\d*)")
 BLOCK = 1 << 18
 """Elements that are converted to float64 at a time."""
 
@@ -185,11 +184,6 @@ def list_checkpoints(root: str | Path) -> list[ListedCheckpoint]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """Return the box that covers a whole tensor."""
-    return Box((0,) * len(shape), shape)
-
-
 def pieces(folder: CheckpointFolder, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
     """Read the chunks of a tensor one at a time, each with its box."""
     for index, chunk in enumerate(folder.tensors[key].chunks):
@@ -267,7 +261,7 @@ def _nearest(folder: CheckpointFolder, key: str) -> str:
 
 def _corner(entry: TensorEntry) -> Box:
     if entry.numel <= SMALL:
-        return whole(entry.shape)
+        return whole_box(entry.shape)
     return Box((0,) * len(entry.shape), tuple(min(length, CORNER) for length in entry.shape))
 
 
@@ -283,18 +277,20 @@ def parse_part(text: str, shape: Sequence[int]) -> tuple[Box, tuple[int, ...]]:
     for dim, length in enumerate(shape):
         word = words[dim].strip() if dim < len(words) else ":"
         where = f"--slice {text}: dimension {dim} of length {length}"
-        found = _INDEX.fullmatch(word)
-        if found is None:
-            raise ConfigurationError(f"{where} cannot take {word!r}; write 2:5, :8, 3: or 7 (steps are not supported)")
-        if found["one"]:
-            index = int(found["one"])
-            if not -length <= index < length:
-                raise ConfigurationError(f"{where} has no index {index}")
-            start, stop = index % length, index % length + 1
-            gone.append(dim)
-        else:
-            edges = (int(edge) if edge else None for edge in (found["start"], found["stop"]))
-            start, stop, _ = slice(*edges).indices(length)
-        offsets.append(start)
-        lengths.append(max(0, stop - start))
+        try:
+            edges = [int(edge) if edge.strip() else None for edge in word.split(":")]
+            if len(edges) == 1:
+                first = range(length)[int(word)]
+                edges = [first, first + 1]
+                gone.append(dim)
+            start, stop = edges
+        except IndexError as error:
+            raise ConfigurationError(f"{where} has no index {word}") from error
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{where} cannot take {word!r}; write 2:5, :8, 3: or 7 (steps are not supported)"
+            ) from error
+        kept = range(length)[start:stop]
+        offsets.append(kept.start)
+        lengths.append(len(kept))
     return Box(tuple(offsets), tuple(lengths)), tuple(gone)

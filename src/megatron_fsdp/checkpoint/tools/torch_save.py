@@ -20,16 +20,15 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from megatron_fsdp.checkpoint.archive import load_object_file, write_archive
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.hf.files import portions
 from megatron_fsdp.checkpoint.kinds import COMMON_FILE
 from megatron_fsdp.checkpoint.naming import flatten
-from megatron_fsdp.checkpoint.new_folder import new_file, new_folder
-from megatron_fsdp.checkpoint.reading_budget import ReadingBudget
 from megatron_fsdp.checkpoint.report import some_of
-from megatron_fsdp.checkpoint.safe_read import Opaque, reading, shortened
+from megatron_fsdp.checkpoint.safe_read import Opaque, ReadingBudget, reading, shortened
 from megatron_fsdp.checkpoint.save import KeyPath, ObjectSource, Source, TensorSource, write_sources
-from megatron_fsdp.checkpoint.tools.inspect import pieces, whole
+from megatron_fsdp.checkpoint.store import new_file, new_folder
+from megatron_fsdp.checkpoint.tools.inspect import pieces
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
@@ -157,7 +156,10 @@ def from_torch_save(
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} holds a {type(state).__name__}; only a state dict can become a checkpoint")
     with reading(str(source)):
-        _count_paths(state, ReadingBudget(source.stat().st_size))
+        places = collections.Counter(_paths(state, ReadingBudget(source.stat().st_size)))
+    twice = [path for path, count in places.items() if count > 1]  # 1 and "1" are one key
+    if nesting == "torch" and twice:
+        raise CheckpointError(f"{source}: two of its entries would be stored under {'.'.join(twice[0])}; rename one")
     leaves, paths = _flattened(state, str(source), nesting)
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     notes = _tied(tensors)
@@ -167,17 +169,20 @@ def from_torch_save(
     return RepackReport(len(tensors), nbytes, len(leaves) - len(tensors), tuple(notes))
 
 
-def _count_paths(value: Any, budget: ReadingBudget, around: int = 0) -> None:
-    """Count the flat keys of a state before they are made: each holds the names of all that is around it."""
+def _paths(value: Any, budget: ReadingBudget, around: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield where everything in dicts and lists is; each path is counted, with the names of all that is around it."""
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            names = around + len(str(key))
-            budget.spend(names)
-            _count_paths(inner, budget, names)
+        inside = list(value.items())
     elif isinstance(value, list) and any(isinstance(inner, torch.Tensor | Mapping | list) for inner in value):
-        for inner in value:
-            budget.spend(around)
-            _count_paths(inner, budget, around)
+        inside = list(enumerate(value))
+    else:
+        return
+    budget.spend(sum(map(len, around)) * len(inside))
+    for key, inner in inside:
+        path = (*around, str(key))
+        budget.spend(len(path[-1]))
+        yield path
+        yield from _paths(inner, budget, path)
 
 
 def _flattened(state: Mapping[Any, Any], where: str, nesting: str) -> tuple[dict[str, Any], Mapping[str, KeyPath]]:
@@ -187,9 +192,6 @@ def _flattened(state: Mapping[Any, Any], where: str, nesting: str) -> tuple[dict
     odd = [key for key in state if not isinstance(key, str)]
     if nesting == "own" and odd:
         raise CheckpointError(f"{where} has the key {odd[0]!r}, which is no text; use the nesting of torch")
-    twice = [path for path, count in collections.Counter(_paths(state)).items() if count > 1]  # 1 and "1" are one key
-    if nesting == "torch" and twice:
-        raise CheckpointError(f"{where}: two of its entries would be stored under {'.'.join(twice[0])}; rename one")
     try:
         return flatten(state) if nesting == "own" else flatten_state_dict(dict(state))
     except (ValueError, ConfigurationError) as error:
@@ -198,18 +200,10 @@ def _flattened(state: Mapping[Any, Any], where: str, nesting: str) -> tuple[dict
         ) from error
 
 
-def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where everything in dicts and lists is."""
-    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in inside:
-        yield (*path, str(key))
-        yield from _paths(inner, (*path, str(key)))
-
-
 def _sources(leaves: Mapping[str, Any], chunk_bytes: int, notes: list[str]) -> Iterator[Source]:
     for key, value in leaves.items():
         if isinstance(value, torch.Tensor):
-            boxes = list(portions(whole(tuple(value.shape)), value.dtype.itemsize, chunk_bytes))
+            boxes = list(portions(whole_box(value.shape), value.dtype.itemsize, chunk_bytes))
             yield TensorSource(key, tuple(value.shape), value.dtype, boxes, partial(_part, value))
         else:
             yield ObjectSource(key, partial(_stored, value, key, notes))
