@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.contenders import FLOOR, FSDP2, OURS, Contender, Setting, build_contender
+from benchmarks.contenders import FLOOR, FSDP2, FSDP2_MUON, OUR_MUON, OURS, Contender, Setting, build_contender
 from benchmarks.launching import describe_machine, measure_on_ranks, write_document
 from benchmarks.page import phase_table
 from benchmarks.report import ratios, spread_of
@@ -239,16 +239,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--simulated-ranks", type=int, default=0, metavar="N", help="be the first of N ranks instead")
+    parser.add_argument("--muon", action="store_true", help="both step Muon, with `step` or `start`")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is stored")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
     given = parser.parse_args(argv)
+    if given.muon and given.what == "host":
+        parser.error("--muon changes nothing of forward and backward; give it with step or start")
     request = PhaseRequest(
         given.model,
         1 if given.simulated_ranks else given.ranks,
         given.rounds,
         0 if given.what == "start" else given.warmup,
-        (FLOOR, FSDP2, OURS[3]) if given.what == "host" else (FSDP2, OURS[3]),
+        (FSDP2_MUON, OUR_MUON) if given.muon else (*[FLOOR][given.what != "host" :], FSDP2, OURS[3]),
         given.what,
         given.simulated_ranks,
         given.device,
