@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.contenders import FLOOR, FSDP2, FSDP2_MUON, OUR_MUON, OURS, Contender, Setting, build_contender
-from benchmarks.launching import describe_machine, measure_on_ranks, write_document
+from benchmarks.launching import describe_machine, measure_on_ranks, timed, write_document
 from benchmarks.page import phase_table
 from benchmarks.report import ratios, spread_of
-from benchmarks.worker import finish_queued_work, live_bytes, turns
+from benchmarks.worker import live_bytes, turns
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp import MegatronFSDP
 
@@ -58,11 +57,6 @@ class PhaseNotes:
     wall_s: dict[str, list[float]] = field(default_factory=dict)
     cpu_s: dict[str, list[float]] = field(default_factory=dict)  # of all threads of the process
     peak: int = 0  # live bytes at the peak of a step; 0 where it was not asked
-
-    def add(self, phase: str, wall_s: float, cpu_s: float) -> None:
-        """Note one turn."""
-        self.wall_s.setdefault(phase, []).append(wall_s)
-        self.cpu_s.setdefault(phase, []).append(cpu_s)
 
 
 def phase_rows(names: Sequence[str], notes: Mapping[str, Sequence[PhaseNotes]]) -> list[dict[str, Any]]:
@@ -185,15 +179,9 @@ def _rounds(request: PhaseRequest, notes: Notes, turn: Callable[[str, PhaseNotes
 
 
 def _timed(noted: PhaseNotes, phase: str, act: Callable[[], Any], device: torch.device) -> Any:
-    """CPU time is the host's until it has asked for everything, wall time until the device has done it."""
-    finish_queued_work(device)
-    if dist.get_backend() != "fake":
-        dist.barrier()
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
-    found = act()
-    cpu_s = time.process_time() - cpu_s
-    finish_queued_work(device)
-    noted.add(phase, time.perf_counter() - wall_s, cpu_s)
+    found, wall_s, cpu_s = timed(act, device)
+    noted.wall_s.setdefault(phase, []).append(wall_s)
+    noted.cpu_s.setdefault(phase, []).append(cpu_s)
     return found
 
 
