@@ -19,7 +19,7 @@ from megatron_fsdp.engine.memory import CommunicationPool, pack_bytes
 from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
+from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, step_bytes
 from megatron_fsdp.sharding.accounting import (
     GroupFootprint,
@@ -138,7 +138,7 @@ def _allocated_across(group: GroupFootprint, setup: Setup) -> int:
     on_wire = part_numel(group, setup.strategy) * group.grad_comm.itemsize
     allocated = on_wire if group.grad_comm != group.main_grads else 0
     if group.outer_shares and not group.is_whole:
-        allocated += on_wire if setup.backend is Backend.GLOO else on_wire // group.outer_ranks
+        allocated += on_wire if setup.backend == "gloo" else on_wire // group.outer_ranks
     return allocated
 
 
@@ -198,7 +198,7 @@ class _Unit:
         self._whole_bytes = deferred.main_grad - held.main_grad
         self._pending_bytes = pending_bytes(groups, strategy, deferred=True)
         self._across_bytes = sum(_allocated_across(group, setup) for group in groups)
-        on_gloo = setup.backend is Backend.GLOO
+        on_gloo = setup.backend == "gloo"
         self._local_sum_bytes = passing_bytes(groups, strategy).local_sum if on_gloo else 0
         self.exchanges_inner = on_gloo and bool(exchanged)
         self.reduces_outer = any(group.outer_ranks > 1 for group in trained)
