@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
-from megatron_fsdp.plan.models import preset_config
+from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import Plan, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Wires
 from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
@@ -22,7 +22,7 @@ from megatron_fsdp.sharding.accounting import exchange_scratch_bytes, outer_step
 from tests.support.tower import FEATURES, Floor, Tower
 
 BF16 = torch.bfloat16
-_FEW_LAYERS = {**preset_config("qwen3-30b-a3b"), "num_hidden_layers": 8}
+_FEW_LAYERS = {**PRESETS["qwen3-30b-a3b"], "num_hidden_layers": 8}
 
 
 def _sum(output: torch.Tensor) -> torch.Tensor:
@@ -268,7 +268,7 @@ def test_accumulation_decides_what_is_reduced_and_kept() -> None:
 
 
 def test_a_config_is_the_same_however_it_is_spelled(tmp_path: Path) -> None:
-    config = {**preset_config("llama-3.2-1b"), "num_hidden_layers": 1, "vocab_size": 512}
+    config = {**PRESETS["llama-3.2-1b"], "num_hidden_layers": 1, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     from transformers import AutoConfig
 
