@@ -46,6 +46,7 @@ _AUTO = "auto"
 _MOST_RANKS = 10**7
 _BYTES = 256  # the vocabulary of the trainer's default tokens
 _DTYPES = "fp16, bf16, fp32 or auto: follow"
+_METAVARS: Mapping[type, str] = {int: "N", str: "NAME", Path: "FILE"}
 _BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "run", "parser")
 
 
@@ -61,7 +62,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "virtual-stages": (1, "pieces of the model on a pipeline rank"),
         "overlap-exchanges": (False, "tensor, context, expert and pipeline collectives run behind compute"),
         "machine": ("h100", ", ".join(MACHINES)),
-        "machine-set": (list, "FIGURE=VALUE, such as network_bytes_per_s=100e9: another figure of it; may be repeated"),
+        "machine-set": (list, "another figure of it, such as network_bytes_per_s=100e9; may be repeated"),
     },
     "batch": {
         "sequence-length": (int, "tokens of a sequence (4096; of a trainer's preset its own)"),
@@ -124,11 +125,12 @@ def add_parser(subparsers: Any) -> None:
                     help=words,
                 )
             elif default is list:
-                add(f"--{name}", action="append", default=[], help=words)
+                add(f"--{name}", action="append", default=[], metavar="FIGURE=VALUE", help=words)
             elif isinstance(default, type):
-                add(f"--{name}", type=default, help=words)
+                add(f"--{name}", type=default, metavar=_METAVARS[default], help=words)
             else:
-                add(f"--{name}", type=type(default), default=default, help=f"{words} ({default})")
+                kind = type(default)
+                add(f"--{name}", type=kind, default=default, metavar=_METAVARS[kind], help=f"{words} ({default})")
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -81,11 +81,15 @@ def setup_dict(setup: Setup) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values: members of enumerations and dtypes by their names."""
-    if is_dataclass(value):
+    """Return JSON values: members of enumerations, dtypes and classes by their names."""
+    if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
     if isinstance(value, Enum):
         return value.name
+    if isinstance(value, type):
+        return value.__name__
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
