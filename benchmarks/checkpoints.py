@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.contenders import FSDP2, OURS, Contender, Setting, build_contender
 from benchmarks.counting import Counts, counting
-from benchmarks.launching import describe_machine, measure_on_ranks, write_document
+from benchmarks.launching import describe_machine, measure_on_ranks, timed, write_document
 from benchmarks.page import checkpoint_table
 from benchmarks.worker import turns
 from benchmarks.workloads import WORKLOADS, Microbatch, make_batch
@@ -193,11 +192,9 @@ def _prepare(saver: Saver) -> Reading:
 
 
 def _timed(note: Act, act: Callable[[], object], finish: Callable[[], object] = lambda: None) -> None:
-    dist.barrier()
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
-    act()
-    note.wall_s.append(time.perf_counter() - wall_s)
-    note.cpu_s.append(time.process_time() - cpu_s)
+    _, wall_s, cpu_s = timed(act, torch.device("cpu"))
+    note.wall_s.append(wall_s)
+    note.cpu_s.append(cpu_s)
     finish()
 
 

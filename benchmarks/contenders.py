@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from benchmarks.variants import Variant, variants
 from benchmarks.workloads import Microbatch, Workload, blocks_of, build_model, loss_of
@@ -23,6 +25,7 @@ from megatron_fsdp import (
     MegatronFSDP,
     MixedPrecisionPolicy,
     fully_shard,
+    fully_shard_model,
     fully_shard_optimizer,
 )
 from megatron_fsdp.comm.axis import Traffic
@@ -36,7 +39,9 @@ OURS = tuple(f"ours-{strategy}" for strategy in range(4))
 OUR_DDP, OUR_DDP_OPTIM = "mddp", "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
 NAMES = (FLOOR, *OURS, *OURS_BY_BUCKETS, *PEERS, *(name for name in variants() if name not in OURS))
-"""Everybody, in table order."""
+"""Everybody that steps AdamW, in table order."""
+OUR_MUON, FSDP2_MUON = "ours-muon", "fsdp2-muon"
+"""Muon for matrices and AdamW for the rest: this engine, and FSDP2 whose ranks gather and iterate every matrix."""
 
 LEARNING_RATE = 1e-4
 _MEBIBYTE = 2**20
@@ -64,13 +69,30 @@ class Setting:
         return max(1, int(self.bucket_mib * _MEBIBYTE) // self.dtype.itemsize)
 
 
+class Several:
+    """Optimizers that step one after another."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        """Step all of them."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of all of them."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
 @dataclass(frozen=True)
 class Contender:
     """A model and its optimizer, ready to train."""
 
     name: str  # one of `NAMES`
     model: nn.Module  # called with tokens
-    optimizer: torch.optim.Optimizer  # AdamW, or that inside of ZeRO's
+    optimizer: torch.optim.Optimizer | Several  # AdamW, or that inside of ZeRO's
     # surrounds every microbatch of a step but the last
     deferring: Callable[[], AbstractContextManager[None]] = nullcontext
     around: Callable[[], AbstractContextManager[object]] = nullcontext  # surrounds every step
@@ -108,6 +130,8 @@ def build_contender(name: str, setting: Setting, model: nn.Module | None = None)
         return Contender(name, model, make_optimizer(model))
     if name in OURS_BY_BUCKETS:
         return _our_ddp(name, model, setting)
+    if name in (OUR_MUON, FSDP2_MUON):
+        return _muon(name, model, setting)
     if name in OURS:
         return _ours(OURS.index(name), model, setting)
     return _fsdp2(name, model, setting) if name in (FSDP2, FSDP2_DEFERRED) else _ddp(name, model, setting)
@@ -211,3 +235,42 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
         fused=True,
     )
     return Contender(name, wrapped, sharded, wrapped.no_sync)
+
+
+# ---- Muon ------------------------------------------------------------------------------------------------------------
+
+
+def _muon(name: str, model: nn.Module, setting: Setting) -> Contender:
+    if name == FSDP2_MUON:
+        model = _fsdp2(FSDP2, model, setting).model
+        wrap, kind = (lambda optimizer: optimizer), GatheredMuon
+    else:
+        model = fully_shard_model(model, setting.mesh, dp_shard_dim="dp")
+        wrap, kind = fully_shard_optimizer, torch.optim.Muon
+    split: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for param in model.parameters():
+        split[param.dim() != 2].append(param)
+    others = torch.optim.AdamW(split[1], lr=LEARNING_RATE, fused=True)
+    return Contender(name, model, Several(wrap(kind(split[0], lr=LEARNING_RATE)), wrap(others)))
+
+
+class GatheredMuon(torch.optim.Optimizer):
+    """Muon over DTensors of FSDP2: momentum on shards; every rank gathers and iterates every matrix."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, torch.optim.Muon([nn.Parameter(torch.ones(1, 1))], lr=lr).defaults)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update every matrix; collective."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "momentum" not in self.state[param]:
+                    self.state[param]["momentum"] = torch.zeros_like(param.grad)
+                buffer = self.state[param]["momentum"]
+                buffer.lerp_(param.grad, 1 - group["momentum"])
+                operand = param.grad.lerp(buffer, group["momentum"]).bfloat16().full_tensor()
+                whole = _zeropower_via_newtonschulz(operand, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                update = DTensor.from_local(whole, param.device_mesh).redistribute(placements=param.placements)
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], param.shape))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from megatron_fsdp.train.program import count_cores, rank_environment
 _LIMIT_S = 3600.0
 """Of a whole measurement; who runs it has a shorter limit."""
 
+_Found = TypeVar("_Found")
 RankFunction = Callable[[Any, torch.device, DeviceMesh], Any]
 """Is called on every rank with the request, the rank's device and a mesh of one dimension, "dp"; returns a reading."""
 
@@ -64,6 +66,27 @@ def _measure_here(job: tuple[RankFunction, Any, int, int], device_type: str) -> 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     reading = function(request, device, mesh)
     return [reading] if simulated_ranks else gather_objects(reading)
+
+
+def finish_queued_work(device: torch.device) -> None:
+    """Wait until a device has done what it was asked for; the CPU is never behind."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def timed(act: Callable[[], _Found], device: torch.device) -> tuple[_Found, float, float]:
+    """Do something after a barrier of all ranks; return what it gave, wall seconds and CPU seconds.
+
+    CPU time is the host's until it has asked for everything, wall time until the device has done it.
+    """
+    finish_queued_work(device)
+    if dist.get_backend() != "fake":
+        dist.barrier()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    found = act()
+    cpu_s = time.process_time() - cpu_s
+    finish_queued_work(device)
+    return found, time.perf_counter() - wall_s, cpu_s
 
 
 def describe_machine(device_type: str, ranks: int) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,11 +21,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.contenders import FLOOR, FSDP2, OURS, Contender, Setting, build_contender
-from benchmarks.launching import describe_machine, measure_on_ranks, write_document
+from benchmarks.contenders import FLOOR, FSDP2, FSDP2_MUON, OUR_MUON, OURS, Contender, Setting, build_contender
+from benchmarks.launching import describe_machine, measure_on_ranks, timed, write_document
 from benchmarks.page import phase_table
 from benchmarks.report import ratios, spread_of
-from benchmarks.worker import finish_queued_work, live_bytes, turns
+from benchmarks.worker import live_bytes, turns
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp import MegatronFSDP
 
@@ -58,11 +57,6 @@ class PhaseNotes:
     wall_s: dict[str, list[float]] = field(default_factory=dict)
     cpu_s: dict[str, list[float]] = field(default_factory=dict)  # of all threads of the process
     peak: int = 0  # live bytes at the peak of a step; 0 where it was not asked
-
-    def add(self, phase: str, wall_s: float, cpu_s: float) -> None:
-        """Note one turn."""
-        self.wall_s.setdefault(phase, []).append(wall_s)
-        self.cpu_s.setdefault(phase, []).append(cpu_s)
 
 
 def phase_rows(names: Sequence[str], notes: Mapping[str, Sequence[PhaseNotes]]) -> list[dict[str, Any]]:
@@ -185,15 +179,9 @@ def _rounds(request: PhaseRequest, notes: Notes, turn: Callable[[str, PhaseNotes
 
 
 def _timed(noted: PhaseNotes, phase: str, act: Callable[[], Any], device: torch.device) -> Any:
-    """CPU time is the host's until it has asked for everything, wall time until the device has done it."""
-    finish_queued_work(device)
-    if dist.get_backend() != "fake":
-        dist.barrier()
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
-    found = act()
-    cpu_s = time.process_time() - cpu_s
-    finish_queued_work(device)
-    noted.add(phase, time.perf_counter() - wall_s, cpu_s)
+    found, wall_s, cpu_s = timed(act, device)
+    noted.wall_s.setdefault(phase, []).append(wall_s)
+    noted.cpu_s.setdefault(phase, []).append(cpu_s)
     return found
 
 
@@ -239,16 +227,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--simulated-ranks", type=int, default=0, metavar="N", help="be the first of N ranks instead")
+    parser.add_argument("--muon", action="store_true", help="both step Muon, with `step` or `start`")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is stored")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
     given = parser.parse_args(argv)
+    if given.muon and given.what == "host":
+        parser.error("--muon changes nothing of forward and backward; give it with step or start")
     request = PhaseRequest(
         given.model,
         1 if given.simulated_ranks else given.ranks,
         given.rounds,
         0 if given.what == "start" else given.warmup,
-        (FLOOR, FSDP2, OURS[3]) if given.what == "host" else (FSDP2, OURS[3]),
+        (FSDP2_MUON, OUR_MUON) if given.muon else (*[FLOOR][given.what != "host" :], FSDP2, OURS[3]),
         given.what,
         given.simulated_ranks,
         given.device,

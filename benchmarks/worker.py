@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -18,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contenders import Contender, Setting, build_contender, make_optimizer
 from benchmarks.counting import collectives_by_group
+from benchmarks.launching import timed
 from benchmarks.operators import Moved, MovedModel
 from benchmarks.report import LiveBytes, RankReading, Request, RunReading
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
@@ -131,13 +131,11 @@ def _take_turns(request: Request, setting: Setting, contenders: Sequence[Contend
             contender, note = contenders[position], notes[position]
             if step == request.warmup:
                 note.traffic = contender.traffic()
-            finish_queued_work(setting.device)
-            dist.barrier()
             before = _count_collectives()
-            wall_s, cpu_s, loss = _timed_step(contender, microbatches, setting.device)
+            loss, wall_s, cpu_s = timed(partial(contender.step, microbatches), setting.device)
             note.losses.append(loss)
             if step >= request.warmup:
-                note.collectives += _count_collectives() - before
+                note.collectives += _count_collectives() - before - 1  # the barrier
                 note.wall_s.append(wall_s)
                 note.cpu_s.append(cpu_s)
     return notes
@@ -152,24 +150,8 @@ def turns(count: int, round_index: int) -> list[int]:
     return order[::-1] if round_index % 2 else order
 
 
-def _timed_step(
-    contender: Contender, microbatches: Sequence[Microbatch], device: torch.device
-) -> tuple[float, float, torch.Tensor]:
-    """Wall and CPU seconds of one step, and its loss."""
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
-    loss = contender.step(microbatches)
-    finish_queued_work(device)
-    return time.perf_counter() - wall_s, time.process_time() - cpu_s, loss
-
-
 def _count_collectives() -> int:
     return sum(collectives_by_group().values())
-
-
-def finish_queued_work(device: torch.device) -> None:
-    """Wait until a device has done what it was asked for; the CPU is never behind."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def microbatches_of(request: Request, setting: Setting, step: int, rank: int) -> list[Microbatch]:

@@ -10,7 +10,6 @@ import torch
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.cli.plan import planned_run
 from megatron_fsdp.plan import published
-from megatron_fsdp.plan.setup import Accumulation
 from tests.support.tower import FEATURES, FLOOR_NUMEL, FLOORS, ROOT_NUMEL
 
 pytest.importorskip("transformers")
@@ -143,6 +142,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ((*SMALL, "--machine-set", "flops"), "--machine-set flops is not FIGURE=NUMBER"),
         ((*SMALL, "--machine-set", "speed=3"), "has no 'speed'"),
         ((*SMALL, "--dtype", "int7"), "--dtype='int7' is not a dtype name"),
+        ((*SMALL, "--recompute", "half"), "recompute='half' is not known; choose one of none, full"),
         ((*SMALL, "--ranks", "0"), "invalid --ranks 0: give 1 to"),
         ((*SMALL, "--outer", "2"), "tried by themselves with --strategy auto"),
         ((*SMALL, "--strategy", "3", "--outer", "0"), "is not a multiple of tp x cp x pp x outer"),
@@ -187,7 +187,7 @@ def test_other_axes_are_planned_by_formulas(capsys: pytest.CaptureFixture[str]) 
     assert [axis["axis"] for axis in plain["traffic_per_step"]] == ["dp_shard", "tp", "pp"]
     kept = [each["memory"]["activations_kept_for_backward"] for each in (plain, told("--no-sequence-parallel"))]
     assert kept[0] < kept[1]
-    reductions = [each["traffic_per_step"][0]["reductions"] for each in (plain, told("--defer-reduction"))]
+    reductions = [each["traffic_per_step"][0]["reductions"] for each in (plain, told("--accumulation", "last"))]
     assert reductions[0] == 4 * reductions[1]
     assert told("--overlap-exchanges")["time"]["step_s"] < plain["time"]["step_s"]
     assert told("--virtual-stages", "2")["time"]["step_s"] < plain["time"]["step_s"]
@@ -217,20 +217,19 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_plan_has_what_the_trainer_would_run(tmp_path: Path) -> None:
-    run = planned_run(written(tmp_path, DECODER), 8)
-    setup = run.setup
+    workload, setup, _ = planned_run(written(tmp_path, DECODER), 8)
     assert (setup.ranks.dp_shard, setup.ranks.dp_outer, setup.microbatches) == (4, 2, 3)
     assert (setup.strategy.name, setup.outer_strategy.name) == ("optim_grads_params", "optim")
     assert setup.memory.allocator.name == "DOUBLE_BUFFER"
     assert (setup.optimizer.name, setup.recompute) == ("adamw-fused", "none")
-    assert run.workload.tokens == 2 * 64
+    assert workload.tokens == 2 * 64
 
 
 def test_gradients_are_reduced_once_where_the_trainer_does_so(tmp_path: Path) -> None:
     path = written(tmp_path, "preset: tiny\nglobal_batch_size: 32\ndata_parallel_sharding_strategy: optim\n")
-    assert planned_run(path, 2).setup.accumulation is Accumulation.LAST
+    assert planned_run(path, 2)[1].accumulation == "last"
     path = written(tmp_path, "preset: tiny\nglobal_batch_size: 32\n")
-    assert planned_run(path, 2).setup.accumulation is Accumulation.EVERY
+    assert planned_run(path, 2)[1].accumulation == "every"
 
 
 @pytest.mark.parametrize(
@@ -269,13 +268,13 @@ def test_a_config_and_the_same_said_by_flags_have_one_plan(
         ("preset: tiny\n", "--ranks 0", "invalid --ranks 0: give 1 to"),
         ("preset: tiny\nuse_torch_fsdp2: true\n", "", "trains with FSDP2, which cannot be planned"),
         ("preset: tiny\nuse_megatron_fsdp: false\n", "", "trains with buckets, which cannot be planned"),
-        ("preset: tiny\ndelay_wgrad_compute: true\n", "", "--delay-wgrad-compute cannot be planned"),
+        ("preset: tiny\ndelay_wgrad_compute: true\n", "", "--delay-wgrad-compute, which cannot be planned: it keeps"),
         ("preset: tiny\nhidden-sze: 3\n", "", "is no option; did you mean hidden_size?"),
         ("preset: tiny\ntokenizer_type: bpe\n", "", "does not say how many tokens there are"),
         (
             "preset: tiny\nrecompute_granularity: full\nrecompute_num_layers: 1\n",
             "",
-            "--recompute-num-layers cannot be planned",
+            "--recompute-num-layers, which cannot be planned: plan all",
         ),
     ],
 )

@@ -1,7 +1,6 @@
 """The file of a ring log: what goes in comes out, also after a wrap, a tear or a cut; and reading believes nothing."""
 
 import os
-import struct
 import sys
 import tempfile
 from dataclasses import replace
@@ -79,17 +78,11 @@ def test_a_torn_record_is_left_out(events: list[Event], data: st.DataObject) -> 
     assert parse_log(bytes(content)).records == tuple(record for record in kept if record != torn)
 
 
-@settings(max_examples=40)
-@given(st.lists(_EVENTS, max_size=12), st.data())
-def test_a_file_that_was_cut_off_is_refused_or_read_in_part(events: list[Event], data: st.DataObject) -> None:
-    content = _written(events)
-    short = content[: data.draw(st.integers(0, len(content) - 1))]
-    try:
-        log = parse_log(short)
-    except ValueError:
-        return
-    assert set(log.records) <= set(parse_log(content).records)
-    assert (log.beat, log.words) == (None, "")
+@given(st.integers(0, 10**6))
+def test_a_file_that_was_cut_off_is_refused(length: int) -> None:
+    content = _written([(Mark.BEGINS, Phase.FORWARD, 0, 0)])
+    with pytest.raises(ValueError, match=r"^(it does not begin as|its header is damaged or|it was) "):
+        parse_log(content[: length % len(content)])
 
 
 def test_a_heartbeat_and_the_last_error_come_out_as_they_went_in(tmp_path: Path) -> None:
@@ -101,12 +94,12 @@ def test_a_heartbeat_and_the_last_error_come_out_as_they_went_in(tmp_path: Path)
     assert log.beat is not None
     assert (log.beat.mark, log.beat.collective, log.beat.phase, log.beat.unit) == (Mark.BEAT, 7, Phase.REDUCE, 1)
     assert log.words.endswith("x tail")
-    assert len(log.words) == WORDS_BYTES - 8
+    assert len(log.words) == WORDS_BYTES
     damaged = bytearray(content)
-    for back in (WORDS_BYTES + 2 * RECORD_BYTES, WORDS_BYTES + RECORD_BYTES - 9):
-        damaged[-back] ^= 1
-    log = parse_log(bytes(damaged))
-    assert (log.beat, log.words) == (None, "")
+    damaged[-WORDS_BYTES - 2 * RECORD_BYTES] ^= 1
+    assert parse_log(bytes(damaged)).beat is None
+    ring.say(ValueError("short"))
+    assert parse_log(ring.path.read_bytes()).words == "ValueError: short"
 
 
 def test_counts_and_hashes_start_again_with_a_reset_and_a_goodbye_comes_last(
@@ -185,7 +178,7 @@ def test_foreign_and_damaged_files_are_told_and_left_out(tmp_path: Path) -> None
     (tmp_path / "notes.txt").write_text("not ours")
     (tmp_path / file_name(1, 0)).write_bytes(b"something else")
     (tmp_path / file_name(2, 0)).write_bytes(whole[:100])
-    (tmp_path / file_name(4, 0)).write_bytes(whole[:8] + struct.pack("<I", 99) + whole[12:])
+    (tmp_path / file_name(4, 0)).write_bytes(whole.replace(b'log": 3', b'log": 4', 1))
     _log(tmp_path, replace(_writer(5), units=({},)))  # type: ignore[arg-type]
     logs = read_folder(tmp_path)
     assert [log.writer.rank for log in logs.ranks] == [0]

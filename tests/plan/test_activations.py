@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import kernels_of, profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
-from megatron_fsdp.plan.models import build_meta_model, preset_config
+from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from megatron_fsdp.plan.setup import Recompute
 from tests.support.language_models import LAYERS, SMALL_MODELS, build_small, unit_names
 from tests.support.measured_compute import measured_peak, on_meta, token_batch
@@ -242,7 +242,7 @@ def test_rms_norm_on_cuda_keeps_its_input_and_one_number_per_row() -> None:
 def test_products_of_405b_by_hand() -> None:
     """Each weight but the embedding is multiplied once per token; attention is two products per query and key."""
     tokens, hidden, vocabulary, inner = 8192, 16384, 128256, 53248
-    model = build_meta_model({**preset_config("llama-3-405b"), "num_hidden_layers": 1}, torch.bfloat16)
+    model = build_meta_model({**PRESETS["llama-3-405b"], "num_hidden_layers": 1}, torch.bfloat16)
     ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     found = profile_compute(model, inputs, unit_names=["", "model.layers.0"])

@@ -61,7 +61,7 @@ def figures_of_the_engine(found: Plan, build: Callable[[], nn.Module]) -> dict[s
         build,
         num_ranks=sizes,
         rank=setup.device_rank,
-        backend=setup.backend.value,
+        backend=setup.backend,
         build_optimizer=partial(_optimizer, setup.optimizer.name),
         zero_dp_strategy=int(setup.strategy),
         outer_dp_sharding_strategy=int(setup.outer_strategy),

@@ -16,7 +16,7 @@ from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.planning import Workload, plan_workload
-from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, Backend, ParallelRanks, Setup
+from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
 from tests.conftest import RunRanks
 from tests.support.live_bytes import LiveBytes, held_bytes
 from tests.support.models import Block, TinyTransformer
@@ -99,14 +99,14 @@ class Case:
     dtype: torch.dtype = FP32
     policy: MixedPrecisionPolicy = PLAIN
     microbatches: int = 1
-    accumulation: Accumulation = Accumulation.EVERY
+    accumulation: Accumulation = "every"
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         wide = "-wide" if self.policy is WIDE else ""
         return (
             f"{self.model}-{self.strategy}{self.outer}-{self.ranks[0]}x{self.ranks[1]}-{dtype}{wide}"
-            f"-{self.microbatches}{self.accumulation.name}"
+            f"-{self.microbatches}{self.accumulation.upper()}"
         )
 
     @property
@@ -126,8 +126,8 @@ CASES = [
     Case("transformer", 1, ranks=(1, 3)),
     Case("llama", 3, ranks=(2, 2), dtype=BF16),
     Case("llama", 3, ranks=(2, 2), outer=1, dtype=BF16),
-    Case("tower", 2, ranks=(2, 2), outer=1, dtype=BF16, microbatches=2, accumulation=Accumulation.OUTER),
-    Case("tower", 3, dtype=BF16, microbatches=2, accumulation=Accumulation.LAST),
+    Case("tower", 2, ranks=(2, 2), outer=1, dtype=BF16, microbatches=2, accumulation="outer"),
+    Case("tower", 3, dtype=BF16, microbatches=2, accumulation="last"),
     Case("tower", 1, dtype=BF16, microbatches=3),
 ]
 
@@ -182,8 +182,8 @@ def _step(case: Case, model: Any, optimizer: torch.optim.Optimizer, inputs: Any)
     spec = MODELS[case.model]
     for microbatch in range(case.microbatches):
         is_last = microbatch == case.microbatches - 1
-        model.set_model_auto_sync(is_last or case.accumulation is Accumulation.EVERY)
-        with model.no_sync() if case.accumulation is Accumulation.LAST and not is_last else nullcontext():
+        model.set_model_auto_sync(is_last or case.accumulation == "every")
+        with model.no_sync() if case.accumulation == "last" and not is_last else nullcontext():
             output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
             loss = spec.loss(output) if spec.loss is not None else output.loss
             del output
@@ -204,7 +204,7 @@ def planned(case: Case, rank: int) -> dict[str, Any]:
         ShardingStrategy(case.strategy),
         ShardingStrategy(case.outer),
         case.policy,
-        backend=Backend.GLOO,
+        backend="gloo",
         microbatches=case.microbatches,
         accumulation=case.accumulation,
         optimizer=OPTIMIZERS["adamw-loop"],

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.models import PRESETS, build_from_config, build_meta_model, preset_config, read_config
+from megatron_fsdp.plan.models import PRESETS, build_from_config, build_meta_model, read_config
 from tests.support.language_models import folder_with_code
 from tests.support.tower import Tower
 
@@ -64,7 +64,7 @@ def build_nothing() -> Any:
     return 3
 
 
-SMALL = {**preset_config("gpt2"), "n_embd": 8, "n_layer": 1, "n_head": 2}
+SMALL = {**PRESETS["gpt2"], "n_embd": 8, "n_layer": 1, "n_head": 2}
 
 
 def test_every_way_to_give_a_model(tmp_path: Path) -> None:
@@ -101,11 +101,9 @@ def test_what_is_no_model_is_refused(spec: Any, words: str) -> None:
         build_meta_model(spec)
 
 
-def test_names_and_dtypes_that_do_not_apply_are_refused() -> None:
+def test_dtypes_that_do_not_apply_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"dtype=torch.bfloat16 is for configs"):
         build_meta_model(build_tower, torch.bfloat16)
-    with pytest.raises(ConfigurationError, match="there is no preset 'deepseek'; did you mean 'deepseek-v3'"):
-        preset_config("deepseek")
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:

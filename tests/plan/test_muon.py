@@ -7,7 +7,7 @@ from torch import nn
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import plan
 from megatron_fsdp.plan.machine import find_machine
-from megatron_fsdp.plan.models import build_meta_model, preset_config
+from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from megatron_fsdp.plan.muon import BALANCED_RANKS, balance_rows, muon_matrices, muon_work
 
 
@@ -57,7 +57,7 @@ def test_whole_matrices_cannot_be_shared_better_than_the_costliest_allows() -> N
 
 
 def test_memory_is_one_value_for_matrices_and_two_for_the_others() -> None:
-    config = {**preset_config("llama-3-8b"), "num_hidden_layers": 2}
+    config = {**PRESETS["llama-3-8b"], "num_hidden_layers": 2}
     plans = [
         [plan(config, 2, optimizer=kind, sequence_length=512, device_rank=rank) for kind in ("muon", "adamw")]
         for rank in range(2)
@@ -79,7 +79,7 @@ def test_memory_is_one_value_for_matrices_and_two_for_the_others() -> None:
 
 
 def test_the_tokens_from_which_it_costs_little_are_those_of_the_step() -> None:
-    config = {**preset_config("llama-3-8b"), "num_hidden_layers": 2}
+    config = {**PRESETS["llama-3-8b"], "num_hidden_layers": 2}
     found = plan(config, 8, optimizer="muon", sequence_length=4096)
     seconds = found.model.muon.seconds(find_machine("h100"))  # type: ignore[union-attr]
     tokens = 4096 * seconds / (0.05 * found.step.compute_s)

@@ -12,7 +12,7 @@ from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.plan import Plan, find_machine, plan
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile
-from megatron_fsdp.plan.models import build_meta_model, preset_config
+from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from megatron_fsdp.plan.parallel import (
     DecoderShare,
     layers_of_stage,
@@ -157,7 +157,7 @@ def test_microbatches_in_flight_are_narayanans() -> None:
 
 def test_the_bubble_is_smaller_with_virtual_stages_and_the_peak_larger() -> None:
     def found(virtual: int) -> Plan:
-        config = {**preset_config("llama-3.2-1b"), "tie_word_embeddings": False}
+        config = {**PRESETS["llama-3.2-1b"], "tie_word_embeddings": False}
         ranks = {"dp_shard": 2, "pp": 4}
         return plan(config, ranks, sequence_length=512, microbatches=8, virtual_stages=virtual)
 
@@ -199,7 +199,7 @@ def test_operations_are_shared_by_all_ranks() -> None:
 
 
 def test_experts_are_divided_before_they_are_sharded() -> None:
-    few = {**preset_config("qwen3-30b-a3b"), "num_hidden_layers": 4}
+    few = {**PRESETS["qwen3-30b-a3b"], "num_hidden_layers": 4}
     divided = plan(few, {"dp_shard": 64, "ep": 8}, sequence_length=64)
     whole = sum(param.numel() for param in build_meta_model(few, torch.bfloat16).parameters())
     experts = 4 * 128 * 3 * 2048 * 768
@@ -240,7 +240,7 @@ def test_exchanges_that_overlap_are_counted_and_not_waited_for() -> None:
 def test_what_the_formulas_do_not_know_has_no_verdict(
     changes: dict[str, Any], ranks: dict[str, int], words: str
 ) -> None:
-    config = {**preset_config("llama-3.2-1b"), "num_hidden_layers": 2, **changes}
+    config = {**PRESETS["llama-3.2-1b"], "num_hidden_layers": 2, **changes}
     with pytest.raises(ConfigurationError, match=words):
         plan(config, {"dp_shard": 1, **ranks}, sequence_length=128)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +15,7 @@ from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.engine_options import resolve_memory_options
 from megatron_fsdp.config.import_path import import_by_path
-from megatron_fsdp.config.precision import DTYPE_NAMES, MixedPrecisionPolicy, dtype_from_name
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, dtype_from_name
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
@@ -33,7 +33,7 @@ from megatron_fsdp.plan.planning import (
     recommend,
 )
 from megatron_fsdp.plan.published import COLUMNS, compare_published, published_row
-from megatron_fsdp.plan.setup import Accumulation, ParallelRanks, Recompute, Setup, find_optimizer, make_setup
+from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Recompute, Setup, find_optimizer, make_setup
 from megatron_fsdp.train.models.build import model_shape
 from megatron_fsdp.train.models.decoder import Block, Decoder, next_token_loss
 from megatron_fsdp.train.options.command_line import PRESETS as TRAINER_PRESETS
@@ -45,7 +45,52 @@ from megatron_fsdp.train.options.resolve import resolve
 _AUTO = "auto"
 _MOST_RANKS = 10**7
 _BYTES = 256  # the vocabulary of the trainer's default tokens
+_DTYPES = "fp16, bf16, fp32 or auto: follow"
+_METAVARS: Mapping[type, str] = {int: "N", str: "NAME", Path: "FILE"}
 _BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "picture", "units", "run", "parser")
+
+
+_OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    "ranks": {
+        "ranks": (8, "accelerators in all"),
+        "outer": (int, "ranks of the outer axis of hybrid sharding"),
+        "tp": (1, "tensor-parallel ranks"),
+        "cp": (1, "context-parallel ranks"),
+        "pp": (1, "pipeline-parallel ranks"),
+        "ep": (1, "expert-parallel ranks"),
+        "sequence-parallel": (True, "tensor-parallel ranks share activations between layers along the sequence"),
+        "virtual-stages": (1, "pieces of the model on a pipeline rank"),
+        "overlap-exchanges": (False, "tensor, context, expert and pipeline collectives run behind compute"),
+        "machine": ("h100", ", ".join(MACHINES)),
+        "machine-set": (list, "another figure of it, such as network_bytes_per_s=100e9; may be repeated"),
+    },
+    "batch": {
+        "sequence-length": (int, "tokens of a sequence (4096; of a trainer's preset its own)"),
+        "micro-batch-size": (int, "sequences per rank (1; of a trainer's preset its own)"),
+        "inputs": (str, "package.module:function, () -> inputs of a microbatch, or them"),
+        "loss": (str, "package.module:function, (model's output) -> a scalar"),
+        "microbatches": (1, "per optimizer step"),
+        "accumulation": ("every", "reduce gradients every microbatch, over the outer axis at the last, or all at last"),
+    },
+    "choices": {
+        "strategy": (_AUTO, f"{', '.join(ShardingStrategy.__members__)}, 0 to 3, or auto: the cheapest that fits"),
+        "outer-strategy": (str, "no_shard or optim (no_shard)"),
+        "recompute": (str, f"{', '.join(get_args(Recompute))} (docs/plan.md); with --strategy auto none and full"),
+        "optimizer": ("adamw", ", ".join(OPTIMIZERS) + " (for matrices, with adamw)"),
+        "dtype": (str, "of the weights that compute uses, for configs (bf16)"),
+        "fp8": (False, "products with weights run in 8 bits"),
+        "main-params-dtype": ("fp32", _DTYPES),
+        "main-grads-dtype": (_AUTO, _DTYPES),
+        "grad-comm-dtype": (_AUTO, _DTYPES),
+        "backend": ("nccl", "of collectives, nccl or gloo"),
+    },
+    "output": {
+        "json": (False, "print JSON"),
+        "picture": (Path, "draw memory over the step into a file (.png, .svg, .pdf)"),
+        "units": (False, "list units with their parameters and padding"),
+    },
+}
+"""By group and name: the default, or the type of what has none; and the help."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -57,105 +102,36 @@ def add_parser(subparsers: Any) -> None:
         "the cheapest strategy that fits. No weights are allocated. Exit status: 0 it fits, 1 it does not, 2 it cannot "
         "be planned.",
     )
-    add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="a preset (llama-3-8b, the trainer's cpu-small, ...; --list), a Hugging Face config.json or its folder, "
-        "or package.module:function",
+    model = (
+        "a preset (llama-3-8b, the trainer's cpu-small, ...; --list), a Hugging Face config.json or its folder, or "
+        "package.module:function"
     )
-    add(
-        "--config",
-        metavar="FILE",
-        type=Path,
-        help="plan what `mfsdp train --config FILE` would run, in place of MODEL; beside it only --ranks, --machine, "
-        "--machine-set and the flags of output are possible",
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=model)
+    config = (
+        "plan what `mfsdp train --config FILE` would run, in place of MODEL; beside it only --ranks, --machine, "
+        "--machine-set and the flags of output are possible"
     )
-    add("--list", action="store_true", help="list presets of models and machines")
-    add("--published", action="store_true", help="plan published runs, and show what was measured beside it")
-    _add_ranks(parser)
-    _add_batch(parser)
-    _add_choices(parser)
-    out = parser.add_argument_group("output").add_argument
-    out("--json", action="store_true", help="print JSON")
-    out("--picture", metavar="FILE", type=Path, help="draw memory over the step (.png, .svg, .pdf)")
-    out("--units", action="store_true", help="list units with their parameters and padding")
+    parser.add_argument("--config", metavar="FILE", type=Path, help=config)
+    parser.add_argument("--list", action="store_true", help="list presets of models and machines")
+    parser.add_argument("--published", action="store_true", help="plan published runs beside what was measured")
+    for title, options in _OPTIONS.items():
+        add = parser.add_argument_group(title).add_argument
+        for name, (default, words) in options.items():
+            if isinstance(default, bool):
+                add(
+                    f"--{name}",
+                    action=argparse.BooleanOptionalAction if default else "store_true",
+                    default=default,
+                    help=words,
+                )
+            elif default is list:
+                add(f"--{name}", action="append", default=[], metavar="FIGURE=VALUE", help=words)
+            elif isinstance(default, type):
+                add(f"--{name}", type=default, metavar=_METAVARS[default], help=words)
+            else:
+                kind = type(default)
+                add(f"--{name}", type=kind, default=default, metavar=_METAVARS[kind], help=f"{words} ({default})")
     parser.set_defaults(run=run, parser=parser)
-
-
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("ranks").add_argument
-    add("--ranks", metavar="N", type=int, default=8, help="accelerators in all (8)")
-    add("--outer", metavar="M", type=int, help="ranks of the outer axis of hybrid sharding")
-    for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
-        add(f"--{name}", metavar="N", type=int, default=1, help=f"{words}-parallel ranks (1)")
-    add(
-        "--sequence-parallel",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="tensor-parallel ranks share activations between layers along the sequence (yes)",
-    )
-    add("--virtual-stages", metavar="N", type=int, default=1, help="pieces of the model on a pipeline rank (1)")
-    add(
-        "--overlap-exchanges",
-        action="store_true",
-        help="collectives of tensor, context, expert and pipeline parallelism run behind compute",
-    )
-    add("--machine", default="h100", help="a100, h100, h800, h200 or b200 (h100)")
-    add(
-        "--machine-set",
-        metavar="FIGURE=VALUE",
-        action="append",
-        default=[],
-        help="another figure of the machine, such as network_bytes_per_s=100e9; may be repeated",
-    )
-
-
-def _add_batch(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("batch").add_argument
-    add("--sequence-length", metavar="N", type=int, help="tokens of a sequence (4096; of a trainer's preset its own)")
-    add("--micro-batch-size", metavar="N", type=int, help="sequences per rank (1; of a trainer's preset its own)")
-    add("--inputs", metavar="PATH", help="package.module:function, () -> inputs of a microbatch, or them")
-    add("--loss", metavar="PATH", help="package.module:function, (model's output) -> a scalar")
-    add("--microbatches", metavar="N", type=int, default=1, help="per optimizer step (1)")
-    add(
-        "--accumulation",
-        choices=("every", "outer", "last"),
-        default="every",
-        help="reduce gradients after every microbatch, over the outer axis at the last, or everything at the last",
-    )
-    add(
-        "--defer-reduction",
-        dest="accumulation",
-        action="store_const",
-        const="last",
-        help="the same as --accumulation last",
-    )
-
-
-def _add_choices(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(strategy.name for strategy in ShardingStrategy)
-    add = parser.add_argument_group("choices").add_argument
-    add("--strategy", default=_AUTO, help=f"{names}, 0 to 3, or auto: the cheapest that fits (auto)")
-    add("--outer-strategy", help="no_shard or optim (no_shard)")
-    add(
-        "--recompute",
-        choices=get_args(Recompute),
-        help="what is recomputed (full: layers; selective: the core of attention; every_second_product: layers but for "
-        "the results of attention and of every second product; mlp); with --strategy auto none and full are tried",
-    )
-    add(
-        "--optimizer",
-        default="adamw",
-        help="adamw, adamw-fused, adamw-loop, momentum, sgd, or muon for matrices with adamw (adamw)",
-    )
-    add("--dtype", help="of the weights that compute uses, for configs (bf16)")
-    add("--fp8", action="store_true", help="products with weights run in 8 bits")
-    for name, default in (("main-params", "fp32"), ("main-grads", _AUTO), ("grad-comm", _AUTO)):
-        known = ", ".join(n for n in DTYPE_NAMES if n in ("fp16", "bf16", "fp32"))
-        add(f"--{name}-dtype", default=default, help=f"{known} or auto: follow ({default})")
-    add("--backend", choices=("nccl", "gloo"), default="nccl", help="of collectives (nccl)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -180,11 +156,11 @@ def _plan_config(args: argparse.Namespace) -> Plan:
         if name not in _BESIDE_CONFIG and getattr(args, name) != default:
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"{given} contradicts --config, which says it: leave one of them out")
-    run = planned_run(args.config, args.ranks)
-    plan = plan_workload(run.workload, run.setup, _machine(args))
+    workload, setup, notices = planned_run(args.config, args.ranks)
+    plan = plan_workload(workload, setup, _machine(args))
     _show(args, plan, None)
     if not args.json:
-        for notice in run.notices:
+        for notice in notices:
             write_line(f"the trainer tells: {notice}")
     return plan
 
@@ -198,8 +174,8 @@ def _plan_model(args: argparse.Namespace) -> Plan:
             "out"
         )
     setup, machine = _setup(args), _machine(args)
-    dtype = dtype_from_name(args.dtype or "bf16", "--dtype")
-    workload = _workload(args, setup.ranks, dtype)
+    is_preset = args.model in TRAINER_PRESETS
+    workload = preset_workload(args, setup.ranks) if is_preset else _workload(args, setup.ranks)
     tried = None
     if is_auto:
         tried = recommend(workload, setup, machine, (args.recompute,) if args.recompute else ("none", "full"))
@@ -239,16 +215,14 @@ def _ranks(args: argparse.Namespace) -> ParallelRanks:
     return ParallelRanks(args.ranks // divided, outer, args.tp, args.cp, args.pp, args.ep)
 
 
-def _workload(args: argparse.Namespace, ranks: ParallelRanks, dtype: torch.dtype) -> Workload:
-    if args.model in TRAINER_PRESETS:
-        return trainer_workload(args.model, ranks, args.sequence_length, args.micro_batch_size, dtype)
+def _workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
     loss_fn: Any = None if args.loss is None else import_by_path(args.loss, "--loss")
     asked = WorkloadOptions(
         inputs=None if args.inputs is None else _inputs(args.inputs),
         loss_fn=loss_fn,
         sequence_length=args.sequence_length,
         micro_batch=args.micro_batch_size,
-        dtype=None if args.dtype is None else dtype,
+        dtype=None if args.dtype is None else dtype_from_name(args.dtype, "--dtype"),
     )
     return make_workload(args.model, ranks, asked)
 
@@ -326,17 +300,34 @@ def _show(args: argparse.Namespace, plan: Plan, tried: Recommendation | None) ->
 # ---- what the trainer would run: its presets, and `mfsdp train --config FILE` ---------------------------------------
 
 
-def trainer_workload(
-    name: str, ranks: ParallelRanks, sequence_length: int | None, micro_batch: int | None, dtype: torch.dtype
-) -> Workload:
+def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str, ...]]:
+    """Read a configuration as the trainer does, for `num_ranks` accelerators with bfloat16 matrix products.
+
+    Returns what to plan, and the notices that the trainer would print.
+    """
+    job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda"))
+    _check_job(job, path)
+    setup, options = _setup_of_job(job), job.options
+    model = options.model.hf_config or options.model.hf_model
+    if model is not None:
+        asked = WorkloadOptions(job.seq_length, job.batch.micro, job.dtype, name=str(model))
+        return make_workload(model, setup.ranks, asked), setup, job.notices
+    vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
+    if vocab_size is None:
+        raise ConfigurationError(
+            f"--config {path} does not say how many tokens there are: set vocab_size, or tokenizer_type: byte"
+        )
+    shape = job.batch.micro, job.seq_length
+    return _decoder_workload(options.model, vocab_size, job.dtype, setup.ranks, shape, str(path)), setup, job.notices
+
+
+def preset_workload(args: argparse.Namespace, ranks: ParallelRanks) -> Workload:
     """Build the workload of one rank of the trainer with a preset, which has a batch of its own."""
-    preset = assemble((Layer(f"preset {name}", find_preset(name)),))
-    options, own_micro_batch = preset.model, preset.training.micro_batch_size or 1
-    shape = (
-        own_micro_batch if micro_batch is None else micro_batch,
-        (options.seq_length or 1) if sequence_length is None else sequence_length,
-    )
-    return _decoder_workload(options, _BYTES, dtype, ranks, shape, name)
+    preset = assemble((Layer(f"preset {args.model}", find_preset(args.model)),))
+    rows = args.micro_batch_size or preset.training.micro_batch_size or 1
+    shape = rows, args.sequence_length or preset.model.seq_length or 1
+    dtype = dtype_from_name(args.dtype or "bf16", "--dtype")
+    return _decoder_workload(preset.model, _BYTES, dtype, ranks, shape, args.model)
 
 
 def _decoder_workload(
@@ -344,8 +335,8 @@ def _decoder_workload(
 ) -> Workload:
     """Build the workload of one rank with the trainer's own decoder, on (sequences, tokens)."""
     with torch.device("meta"):
-        model = Decoder(model_shape(options, vocab_size)).to(dtype)
-    tokens = torch.empty(shape, dtype=torch.long, device="meta")
+        decoder = Decoder(model_shape(options, vocab_size)).to(dtype)
+        tokens = torch.empty(shape, dtype=torch.long)
     asked = WorkloadOptions(
         inputs=tokens,
         loss_fn=lambda logits: next_token_loss(logits, tokens),
@@ -353,61 +344,26 @@ def _decoder_workload(
         name=name,
         tokens=tokens.numel(),
     )
-    return make_workload(model, ranks, asked)
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run of the trainer, for the planner; the trainer would print the notices."""
-
-    setup: Setup
-    workload: Workload
-    notices: tuple[str, ...]
-
-
-def planned_run(path: Path, num_ranks: int) -> PlannedRun:
-    """Read a configuration as the trainer does, for `num_ranks` accelerators with bfloat16 matrix products."""
-    job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda"))
-    _check_job(job, path)
-    setup, options = _setup_of_job(job), job.options
-    model = options.model.hf_config or options.model.hf_model
-    if model is not None:
-        asked = WorkloadOptions(job.seq_length, job.batch.micro, job.dtype, name=str(model))
-        workload = make_workload(model, setup.ranks, asked)
-        return PlannedRun(setup, workload, job.notices)
-    vocab_size = _BYTES if options.data.tokenizer_type == "byte" else options.data.vocab_size
-    if vocab_size is None:
-        raise ConfigurationError(
-            f"--config {path} does not say how many tokens there are: set vocab_size, or tokenizer_type: byte"
-        )
-
-    shape = job.batch.micro, job.seq_length
-    workload = _decoder_workload(options.model, vocab_size, job.dtype, setup.ranks, shape, str(path))
-    return PlannedRun(setup, workload, job.notices)
+    return make_workload(decoder, ranks, asked)
 
 
 def _check_job(job: Job, path: Path) -> None:
     """Refuse runs that the planner does not cover."""
     training, model = job.options.training, job.options.model
-    if job.engine != "megatron_fsdp":
-        raise ConfigurationError(
-            f"--config {path} trains with {'FSDP2' if job.engine == 'torch_fsdp2' else 'buckets'}, which cannot be "
-            "planned: set use_megatron_fsdp in it, or plan by MODEL and flags"
-        )
-    if job.ddp.delay_wgrad_compute:
-        raise ConfigurationError(
-            "--delay-wgrad-compute cannot be planned, since it keeps what is planned to be freed: leave it out of the "
-            "configuration"
-        )
-    if training.recompute_granularity == "full" and training.recompute_num_layers is not None:
-        raise ConfigurationError(
-            "--recompute-num-layers cannot be planned, only all blocks or none: leave it out of the configuration"
-        )
-    if not (model.hf_config or model.hf_model) and model.transformer_impl != "local":
-        raise ConfigurationError(
-            f"--config {path} gives the shape of a model of transformers, which is planned by its configuration: set "
-            "hf_config in it"
-        )
+    engine = {"torch_fsdp2": "FSDP2", "ddp": "buckets"}.get(job.engine)
+    refusals = {
+        f"--config {path} trains with {engine}": engine and "set use_megatron_fsdp in it, or plan by MODEL and flags",
+        "--delay-wgrad-compute": job.ddp.delay_wgrad_compute and "it keeps what is planned to be freed; leave it out",
+        "--recompute-num-layers": training.recompute_granularity == "full"
+        and training.recompute_num_layers is not None
+        and "plan all blocks or none: leave it out",
+        f"--config {path} gives the shape of a model of transformers": model.transformer_impl != "local"
+        and not (model.hf_config or model.hf_model)
+        and "set hf_config in it",
+    }
+    for what, cure in refusals.items():
+        if cure:
+            raise ConfigurationError(f"{what}, which cannot be planned: {cure}")
 
 
 def _setup_of_job(job: Job) -> Setup:
@@ -430,7 +386,7 @@ def _setup_of_job(job: Job) -> Setup:
         resolve_memory_options(unsaid, resolved.engine_config),
         overlap_grad_reduce=resolved.config.overlap_grad_reduce,
         microbatches=job.batch.microbatches,
-        accumulation=Accumulation.LAST if defers else Accumulation.EVERY,
+        accumulation="last" if defers else "every",
         optimizer=find_optimizer("adamw-fused" if chosen.optimizer == "adam" else momentum),
         recompute=job.options.training.recompute_granularity or "none",
         sequence_parallel=job.options.parallel.sequence_parallel,

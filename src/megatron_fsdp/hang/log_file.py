@@ -1,14 +1,13 @@
 """The log of one rank: a file mapped into memory that holds its latest events, to explain a hang.
 
 The pages belong to the operating system, so they survive `kill -9`, and others may read them at any time. An event
-costs one packed record of 64 bytes. All numbers are little-endian:
+costs one packed record of 64 bytes, little-endian. The parts of the file:
 
-    0       magic, version, sizes (`_HEAD`), and a checksum over the text that follows
-    64      the writer: JSON, padded to a multiple of 64 bytes
-    ...     the heartbeat: a record
-    ...     the last error: 4 bytes of length, 4 of checksum, then UTF-8
-    ...     the ring: record number n lies at place n modulo their count
-    ...     after the end: what `faulthandler` appends for each SIGTERM: the stack of Python at that moment
+    a line of JSON: who writes, and how many records there are
+    the heartbeat: a record
+    the last error: UTF-8, filled up with zeros
+    the ring: record number n lies at place n modulo their count
+    after the end: what `faulthandler` appends for each SIGTERM: the stack of Python at that moment
 
 Each record ends with a checksum over its other bytes, so that a half-written one is recognised.
 """
@@ -44,14 +43,12 @@ RECORDS = 4096
 NO_NUMBER = -1
 """A collective's number where there is none."""
 
-_MAGIC = b"MFSDPLOG"
-_VERSION = 2
-_HEAD = struct.Struct("<8sIIIII")  # magic, version, length of the text, its checksum, records, checksum of `_PHASES`
+_BEGIN = b'{"mfsdp_hang_log":'
+_VERSION = 3
 _RECORD = struct.Struct("<QqIiBBBBqQQQ")
-_WORDS = struct.Struct("<II")
-_CHECK = struct.Struct("<I")
+_CHECKED = struct.Struct(_RECORD.format + "I")
 _PHASES = tuple(Phase)
-_PHASES_CHECK = zlib.crc32(repr(_PHASES).encode())
+_PHASE_NAMES = [phase.value for phase in Phase]
 _NUMBER_OF = {phase: number for number, phase in enumerate(_PHASES)}
 _FRAMES_SHOWN = 4
 _NAME = re.compile(r"rank-(\d{5,})(?:\.model-(\d+))?" + re.escape(SUFFIX))
@@ -205,87 +202,60 @@ class RankLog:
     read_ns: int = 0  # when it was read, in nanoseconds since 1970
 
 
-class _Places(NamedTuple):
-    """The offsets of the parts of a file, in bytes, and how many records the ring holds."""
-
-    beat: int
-    words: int
-    ring: int
-    capacity: int
-
-    def record(self, number: int) -> int:
-        return self.ring + number % self.capacity * RECORD_BYTES
-
-    @property
-    def end(self) -> int:
-        return self.ring + self.capacity * RECORD_BYTES
-
-
-def _places(text_bytes: int, capacity: int) -> _Places:
-    beat = RECORD_BYTES * (1 + -(-text_bytes // RECORD_BYTES))
-    words = beat + RECORD_BYTES
-    return _Places(beat, words, words + WORDS_BYTES, capacity)
-
-
-def _head(content: bytes) -> tuple[bytes, _Places]:
-    """Read the text about the writer, and the offsets of the parts.
-
-    Raises:
-        ValueError: It is no log, one of another version, or damaged; says which.
-    """
-    if len(content) < RECORD_BYTES or content[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("it does not begin as a log does")
-    _, version, length, check, capacity, phases = _HEAD.unpack_from(content)
-    if (version, phases) != (_VERSION, _PHASES_CHECK):
-        raise ValueError("another version of this package wrote it; read it with that one")
-    text = bytes(content[RECORD_BYTES : RECORD_BYTES + length])
-    if len(text) < length or zlib.crc32(text) != check or not capacity:
-        raise ValueError("its header is damaged or cut off")
-    return text, _places(length, capacity)
-
-
-def parse_writer(content: bytes) -> Writer:
-    """Parse who wrote a log.
-
-    Raises:
-        ValueError: It is no log, or damaged; says how.
-    """
-    try:
-        found: Mapping[str, Any] = json.loads(_head(content)[0])
-        units = (UnitFacts(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in found["units"])
-        known = {"peers": tuple(found["peers"]), "process": Process(**found["process"]), "units": tuple(units)}
-        return Writer(**{**found, **known})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its header is incomplete ({error})") from None
+def _head(writer: Writer, capacity: int) -> bytes:
+    about = {"mfsdp_hang_log": _VERSION, "phases": _PHASE_NAMES, "records": capacity, "writer": asdict(writer)}
+    return json.dumps(about, ensure_ascii=False).encode() + b"\n"
 
 
 def parse_log(content: bytes) -> RankLog:
     """Parse the content of a log; a record that was being written is left out.
 
     Raises:
-        ValueError: It is no log, or damaged; says how.
+        ValueError: It is no log, one of another version, or damaged; says which.
     """
-    writer, places = parse_writer(content), _head(content)[1]
-    whole = ((place, _record(content, places.record(place), writer)) for place in range(places.capacity))
-    found = [record for place, record in whole if record is not None and record.number % places.capacity == place]
+    if not content.startswith(_BEGIN):
+        raise ValueError("it does not begin as a log does")
+    head, _, body = content.partition(b"\n")
+    try:
+        about: Mapping[str, Any] = json.loads(head)
+        if (about["mfsdp_hang_log"], about["phases"]) != (_VERSION, _PHASE_NAMES):
+            raise ValueError("another version of this package wrote it; read it with that one")
+        writer, capacity = _writer(about["writer"]), int(about["records"])
+    except json.JSONDecodeError:
+        raise ValueError("its header is damaged or cut off") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its header is incomplete ({error})") from None
+    ring, end = RECORD_BYTES + WORDS_BYTES, _size(capacity)
+    if capacity < 1 or len(body) < end:
+        raise ValueError("it was cut off")
+    whole = (_record(body, ring + place * RECORD_BYTES, writer) for place in range(capacity))
+    found = [record for place, record in enumerate(whole) if record is not None and record.number % capacity == place]
     newest = max((record.number for record in found), default=0)
-    length, check = _WORDS.unpack_from(content, places.words) if len(content) >= places.ring else (0, 0)
-    said = content[places.words + _WORDS.size :][: min(length, WORDS_BYTES)]
     return RankLog(
         writer,
-        tuple(sorted(record for record in found if record.number > newest - places.capacity)),
-        _record(content, places.beat, writer),
-        said.decode("utf-8", "replace") if zlib.crc32(said) == check else "",
-        content[places.end :].decode("utf-8", "replace").strip()[-WORDS_BYTES:],
+        tuple(sorted(record for record in found if record.number > newest - capacity)),
+        _record(body, 0, writer),
+        body[RECORD_BYTES:ring].partition(b"\0")[0].decode("utf-8", "replace"),
+        body[end:].decode("utf-8", "replace").strip()[-WORDS_BYTES:],
     )
+
+
+def _writer(told: Mapping[str, Any]) -> Writer:
+    units = (UnitFacts(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in told["units"])
+    known = {"peers": tuple(told["peers"]), "process": Process(**told["process"]), "units": tuple(units)}
+    return Writer(**{**told, **known})
+
+
+def _size(capacity: int) -> int:
+    """Return the bytes of heartbeat, error and ring."""
+    return RECORD_BYTES + WORDS_BYTES + capacity * RECORD_BYTES
 
 
 def _record(content: bytes, at: int, writer: Writer) -> Record | None:
     """Return the record at an offset; None where there is no whole one of a unit of this model."""
-    raw = content[at : at + RECORD_BYTES]
-    if len(raw) < RECORD_BYTES or _CHECK.unpack_from(raw, _RECORD.size)[0] != zlib.crc32(raw[: _RECORD.size]):
+    *values, check = _CHECKED.unpack_from(content, at)
+    if check != zlib.crc32(content[at : at + _RECORD.size]):
         return None
-    values: list[Any] = list(_RECORD.unpack_from(raw))
     try:
         values[4], values[5], values[6] = _PHASES[values[4]], Mark(values[5]), bool(values[6])
     except (ValueError, IndexError):
@@ -315,12 +285,11 @@ class Ring:
         self._count = self._hash = self._epoch = 0
         self._has_words = False
         self._pid = os.getpid()
-        text = json.dumps(asdict(writer), ensure_ascii=False).encode()
-        self._places = _places(len(text), capacity)
-        head = _HEAD.pack(_MAGIC, _VERSION, len(text), zlib.crc32(text), capacity, _PHASES_CHECK)
+        head = _head(writer, capacity)
+        self._capacity, self._begin = capacity, len(head)
         # Renamed into place: a reader of an old file keeps its pages, and none ever sees half a header.
         beside = path.with_name(f"{path.name}.{self._pid}")
-        beside.write_bytes((head.ljust(RECORD_BYTES, b"\0") + text).ljust(self._places.end, b"\0"))
+        beside.write_bytes(head + bytes(_size(capacity)))
         with beside.open("r+b") as file:
             self._memory: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
         beside.replace(path)
@@ -343,7 +312,7 @@ class Ring:
         now_ns = time.time_ns()
         after = self._epoch, self.collective, num_bytes, self._count, self._hash
         self._write(
-            self._places.record(self.written),
+            RECORD_BYTES + WORDS_BYTES + self.written % self._capacity * RECORD_BYTES,
             Record(self.written, now_ns, self.step, unit, phase, mark, in_backward, *after),
         )
         self.written += 1
@@ -365,7 +334,7 @@ class Ring:
     def beat(self, collective: int = NO_NUMBER, phase: Phase = Phase.FORWARD, unit: int = 0) -> None:
         """Write a heartbeat, with the oldest collective that has not been completed."""
         now_ns = time.time_ns()
-        self._write(self._places.beat, Record(0, now_ns, 0, unit, phase, Mark.BEAT, collective=collective))
+        self._write(0, Record(0, now_ns, 0, unit, phase, Mark.BEAT, collective=collective))
 
     def say(self, error: BaseException) -> None:
         """Write an error as the last one: the code it came through, innermost last, then its type and message.
@@ -378,10 +347,9 @@ class Ring:
         frames = traceback.extract_tb(error.__traceback__)[-_FRAMES_SHOWN:]
         lines = [f"  {Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
         text = "\n".join([*lines, "".join(traceback.format_exception_only(error)).strip()])
-        said = text.encode("utf-8", "backslashreplace")[-(WORDS_BYTES - _WORDS.size) :]
-        at = self._places.words + _WORDS.size
-        self._memory[at : at + len(said)] = said
-        self._memory[self._places.words : at] = _WORDS.pack(len(said), zlib.crc32(said))
+        said = text.encode("utf-8", "backslashreplace")[-WORDS_BYTES:].ljust(WORDS_BYTES, b"\0")
+        at = self._begin + RECORD_BYTES
+        self._memory[at : at + WORDS_BYTES] = said
 
     def close(self) -> None:
         """Write the last record, and the error that ends the process if one does; later events are not written."""
@@ -393,10 +361,11 @@ class Ring:
         self.add(Mark.GOODBYE, Phase.FORWARD)
         self._memory = None  # not closed: another thread may be writing a heartbeat
 
-    def _write(self, at: int, record: Record) -> None:
+    def _write(self, place: int, record: Record) -> None:
         if self._memory is not None:
+            at = self._begin + place
             packed = _RECORD.pack(*record[:4], _NUMBER_OF[record.phase], *record[5:])
-            self._memory[at : at + RECORD_BYTES] = packed + _CHECK.pack(zlib.crc32(packed))
+            self._memory[at : at + RECORD_BYTES] = packed + zlib.crc32(packed).to_bytes(4, "little")
 
 
 def _forget_terminations() -> None:

@@ -15,9 +15,7 @@ from megatron_fsdp.hang.log_file import (
     Mark,
     RankLog,
     Record,
-    Writer,
     parse_log,
-    parse_writer,
     rank_and_model,
 )
 
@@ -32,16 +30,6 @@ class Logs:
     remarks: tuple[str, ...] = ()
 
 
-def read_writer(path: Path) -> Writer:
-    """Read who wrote a log.
-
-    Raises:
-        ValueError: The file is none, or damaged; says how.
-        OSError: It cannot be read.
-    """
-    return parse_writer(_content(path))
-
-
 def read_log(path: Path) -> RankLog:
     """Read one log.
 
@@ -49,9 +37,10 @@ def read_log(path: Path) -> RankLog:
         ValueError: The file is none, or damaged; says how.
         OSError: It cannot be read.
     """
-    writer = read_writer(path)
-    alive = writer.process.is_alive
-    log = parse_log(_content(path))  # again: of a process that is dead, this is the last
+    log = parse_log(_content(path))
+    alive = log.writer.process.is_alive
+    if alive is False:  # again, since only now it is the last
+        log = parse_log(_content(path))
     return replace(log, alive=alive, read_ns=time.time_ns())
 
 

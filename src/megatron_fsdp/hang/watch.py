@@ -23,7 +23,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.hang.explain import explain
 from megatron_fsdp.hang.log_file import Mark, Process, Ring, UnitFacts, Writer, file_name, rank_and_model, this_process
-from megatron_fsdp.hang.reading import ON_REQUEST, read_folder, read_writer, state_of
+from megatron_fsdp.hang.reading import ON_REQUEST, read_folder, read_log, state_of
 
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 _MOST_HANDLES = 1024
@@ -208,7 +208,7 @@ def _first_free(folder: Path, rank: int, run: str, process: Process) -> int:
     models = sorted((place[1] for place in found if place is not None and place[0] == rank), reverse=True)
     for model in models:  # logs of this process come before those of earlier ones
         try:
-            writer = read_writer(folder / file_name(rank, model))
+            writer = read_log(folder / file_name(rank, model)).writer
         except (OSError, ValueError):
             continue
         if writer.process == process:

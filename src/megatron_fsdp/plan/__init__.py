@@ -2,12 +2,11 @@
 
 from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, WorkloadOptions, plan, recommend
-from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
+from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
 
 __all__ = [
     "MACHINES",
     "OPTIMIZERS",
-    "Accumulation",
     "Machine",
     "ParallelRanks",
     "Plan",

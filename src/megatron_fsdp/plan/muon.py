@@ -14,7 +14,7 @@ from megatron_fsdp.optim.muon import WAVE_BYTES, newton_schulz_flops
 from megatron_fsdp.optim.routes import kinds_of
 from megatron_fsdp.optim.whole_exchange import assign_owners
 from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.models import build_meta_model, preset_config
+from megatron_fsdp.plan.models import PRESETS, build_meta_model
 
 NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon
 _BYTES = 2  # of an element that travels, each way
@@ -105,7 +105,7 @@ def muon_work(shapes: Sequence[Sequence[int]], ranks: int) -> MuonWork:
 # ---- the table of the documentation ---------------------------------------------------------------------------------
 
 _KIMI_K2: Mapping[str, Any] = {
-    **preset_config("deepseek-v3"),
+    **PRESETS["deepseek-v3"],
     "vocab_size": 163840,
     "num_attention_heads": 64,
     "num_key_value_heads": 64,

@@ -25,7 +25,7 @@ from megatron_fsdp.plan.parallel import (
     share_profile,
 )
 from megatron_fsdp.plan.replay import INNER, OUTER, Moment, ReplayedStep, exchange_s, replay_step
-from megatron_fsdp.plan.setup import Backend, ParallelRanks, Ranks, Recompute, Setup, is_count, make_setup
+from megatron_fsdp.plan.setup import ParallelRanks, Ranks, Recompute, Setup, is_count, make_setup
 from megatron_fsdp.plan.sharded import PlannedModel, UnitModules, optimizer_bytes, plan_model, saving_bytes
 from megatron_fsdp.sharding.accounting import persistent_bytes
 
@@ -384,7 +384,7 @@ def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
         workload.inputs,
         unit_names=names,
         loss_fn=workload.loss_fn,
-        kernels="cpu" if setup.backend is Backend.GLOO else "cuda",
+        kernels="cpu" if setup.backend == "gloo" else "cuda",
         recompute=setup.recompute,
     )
 

@@ -15,7 +15,7 @@ from megatron_fsdp.plan.machine import GIB, Machine, find_machine
 from megatron_fsdp.plan.models import build_meta_model
 from megatron_fsdp.plan.parallel import DecoderShare
 from megatron_fsdp.plan.planning import Plan, plan_workload, share_workload
-from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
+from megatron_fsdp.plan.setup import OPTIMIZERS, ParallelRanks, Setup
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ _BASE = Setup(
     policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32),
     optimizer=OPTIMIZERS["adamw-fused"],
 )
-_MEGATRON = _BASE.but(strategy=ShardingStrategy.no_shard, accumulation=Accumulation.LAST)
+_MEGATRON = _BASE.but(strategy=ShardingStrategy.no_shard, accumulation="last")
 _A100, _H100 = find_machine("a100"), find_machine("h100")
 _GPT_175B, _GPT_530B, _GPT_1T = _gpt(12288, 96, 96), _gpt(20480, 105, 128), _gpt(25600, 128, 160)
 

@@ -1,27 +1,27 @@
-"""A simulated training step: the engine's scheduler, driven by the events of a compute profile, on simulated wires.
+"""A simulated training step: the engine's scheduler and executor, driven by a compute profile, on simulated wires.
 
-The engine's own `Scheduler` decides what is gathered, reduced and released, and when; gathered weights and buckets live
-in its own `WeightMemory` and `BucketPool`, on the meta device; its own layouts say what a collective sends. This file
-adds a clock, and the order in which the executor borrows buckets and waits for reductions, which tests compare with the
-engine.
+The engine's own `Scheduler` decides what is gathered, reduced and released, and when; its own `Executor` carries that
+out, with gathered weights and buckets on the meta device; its own layouts say what a collective sends. This file adds a
+clock, and units whose collectives take time in place of being started.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
-from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, pack_bytes
-from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
+from megatron_fsdp.engine.executor import Executor
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.memory import CommunicationPool, pack_bytes
+from megatron_fsdp.engine.schedule import Action, Operation, Reach, Scheduler, SyncMode
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment, unit_around
 from megatron_fsdp.plan.machine import Machine
-from megatron_fsdp.plan.setup import Backend, ParallelRanks, Setup
+from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from megatron_fsdp.plan.sharded import PlannedModel, PlannedUnit, step_bytes
 from megatron_fsdp.sharding.accounting import (
-    OUTER_REDUCTIONS,
     GroupFootprint,
     exchange_scratch_bytes,
     outer_step_traffic,
@@ -31,7 +31,6 @@ from megatron_fsdp.sharding.accounting import (
     persistent_bytes,
     step_traffic,
 )
-from megatron_fsdp.sharding.memory_plan import Use
 
 INNER, OUTER = "dp_shard", "dp_outer"
 _META = torch.device("meta")
@@ -129,7 +128,7 @@ def replay_step(
     return replay.step()
 
 
-# ---- what the collectives of a unit send, and what they allocate: by the engine's formulas --------------------------
+# ---- a unit, as the executor sees it: what its collectives send and allocate, by the engine's formulas ---------------
 
 
 def _allocated_across(group: GroupFootprint, setup: Setup) -> int:
@@ -139,53 +138,167 @@ def _allocated_across(group: GroupFootprint, setup: Setup) -> int:
     on_wire = part_numel(group, setup.strategy) * group.grad_comm.itemsize
     allocated = on_wire if group.grad_comm != group.main_grads else 0
     if group.outer_shares and not group.is_whole:
-        allocated += on_wire if setup.backend is Backend.GLOO else on_wire // group.outer_ranks
+        allocated += on_wire if setup.backend == "gloo" else on_wire // group.outer_ranks
     return allocated
 
 
-class _Unit:
-    """The sizes of a unit's collectives and gradients, and their current state."""
+class _Passing:
+    """Bytes of shard-sized tensors that come and go, and the most since the last look."""
 
-    def __init__(self, index: int, unit: PlannedUnit, setup: Setup) -> None:
+    def __init__(self) -> None:
+        self._now = self._most = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Allocate (or, with a negative count, free) some."""
+        self._now += num_bytes
+        self._most = max(self._most, self._now)
+
+    def look(self) -> int:
+        """Return the most since the last look."""
+        most, self._most = self._most, self._now
+        return most
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """A reduction on its way; what is done when it has arrived."""
+
+    wires: Wires
+    end_s: float
+    finish: Callable[[], None]
+
+    def wait(self) -> None:
+        self.wires.wait(self.end_s)
+        self.finish()
+
+
+class _Unit:
+    """A unit to the executor, and its one group and the gradients of that: all groups of a unit go the same way.
+
+    The methods are those of `engine.unit.Unit` and `engine.gradients`; in place of starting collectives they put them
+    on wires, and in place of tensors they count bytes.
+    """
+
+    def __init__(self, index: int, unit: PlannedUnit, setup: Setup, passing: _Passing) -> None:
         groups, strategy = [plan.footprint(index) for plan in unit.groups], setup.strategy
         trained = [group for group in groups if group.requires_grad]
         exchanged = [group for group in trained if exchange_scratch_bytes([group], strategy)]
         held, deferred = persistent_bytes(groups, strategy), persistent_bytes(groups, strategy, deferred=True)
-        self.index = index
-        self.are_experts = [plan.spec.key.is_expert for plan in unit.groups]
-        self.traffic = {
+        self.index, self.label, self._passing = index, unit.name, passing
+        self.group_plans: Sequence[GroupPlan] = unit.groups
+        self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
+        self._are_experts = [plan.spec.key.is_expert for plan in unit.groups]
+        self._traffic = {
             INNER: [step_traffic([group], strategy) for group in groups],
             OUTER: [outer_step_traffic([group], strategy) for group in groups],
         }
-        self.allocated_across = sum(_allocated_across(group, setup) for group in groups)
         self.gathered_bytes = pack_bytes([plan.gathered_bytes for plan in unit.groups])[1]
         self.reads_weights = not self.gathered_bytes or not all(
             plan.is_looked_up for plan in unit.groups
         )  # in backward
         self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in unit.groups])[1]
         self.main_bytes = held.main_grad
-        self.whole_bytes = deferred.main_grad - held.main_grad
-        self.pending_bytes = pending_bytes(groups, strategy, deferred=True)
-        self.local_sum_bytes = passing_bytes(groups, strategy).local_sum
-        self.exchanges_inner = setup.backend is Backend.GLOO and bool(exchanged)
-        self.crosses = any(group.outer_ranks > 1 for group in trained)
-        self.is_filling = self.is_deferred = self.is_pending = self.has_main = self.is_behind = False
-        self.gathered_s = self.gathered_outer_s = 0.0
+        self._whole_bytes = deferred.main_grad - held.main_grad
+        self._pending_bytes = pending_bytes(groups, strategy, deferred=True)
+        self._across_bytes = sum(_allocated_across(group, setup) for group in groups)
+        on_gloo = setup.backend == "gloo"
+        self._local_sum_bytes = passing_bytes(groups, strategy).local_sum if on_gloo else 0
+        self.exchanges_inner = on_gloo and bool(exchanged)
+        self.reduces_outer = any(group.outer_ranks > 1 for group in trained)
+        self.is_filling = self.has_local_sum = self.has_inner_sum = self.has_main = False
+        self.needs_outer_all_gather = False
+        self.begin_step(Wires(lambda *_: 0.0))
+
+    def begin_step(self, wires: Wires) -> None:
+        """Begin a step, without gradients, on the wires of that step."""
+        self._wires, self.has_main, self._gathered_s, self._gathered_outer_s = wires, False, 0.0, 0.0
+
+    def _send(self, axis: str, *, is_gather: bool) -> float:
+        """Start the collectives of all groups; return the time when the last one is done."""
+        ends = (
+            self._wires.send(
+                axis,
+                self.index,
+                traffic.gather_bytes if is_gather else traffic.reduce_bytes,
+                is_gather=is_gather,
+                is_expert=is_expert,
+            )
+            for traffic, is_expert in zip(self._traffic[axis], self._are_experts, strict=True)
+        )
+        return max(ends, default=0.0)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def all_gather_outer(self, _lane: object) -> None:
+        """All-gather over the outer axis what the last optimizer step changed."""
+        if self.needs_outer_all_gather:
+            self.needs_outer_all_gather = False
+            self._gathered_outer_s = max(self._gathered_outer_s, self._send(OUTER, is_gather=True))
+
+    def wait_for_outer(self) -> None:
+        self._wires.wait(self._gathered_outer_s)
+
+    def unshard(self, _lane: object, _block: object) -> None:
+        self.wait_for_outer()
+        self._gathered_s = max(self._gathered_s, self._send(INNER, is_gather=True))
+
+    def wait_for_unshard(self) -> None:
+        self._wires.wait(max(self._gathered_outer_s, self._gathered_s))
+
+    def reshard(self, loses_memory: bool) -> None:
+        pass
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def bucket_of(self, _position: int, block: object) -> object:
+        return block
+
+    def crossing_of(self, _position: int, block: object) -> object:
+        return block
+
+    def needs_bucket(self, defer: bool) -> bool:
+        return not defer and not self.has_local_sum
+
+    def begin(self, bucket: object) -> None:
+        """Give gradients memory: a bucket, or whole gradients where reduction is deferred."""
+        self.is_filling = True
+        if bucket is None and not self.has_local_sum:
+            self.has_local_sum = True
+            self._passing.add(self._whole_bytes)
+
+    def keep(self) -> None:
+        self.is_filling = False
+
+    def reduce(self, *_memory: object) -> tuple[_Ticket, tuple[()]]:
+        """Reduce over the inner ranks."""
+        if self.has_local_sum:
+            self._passing.add(-self._whole_bytes)
+        self.is_filling = self.has_local_sum = False
+        if not self.reduces_outer:
+            self.has_main = True
+        elif not self.has_inner_sum:
+            self.has_inner_sum = True
+            self._passing.add(self._pending_bytes)
+        return _Ticket(self._wires, self._send(INNER, is_gather=False), self._sum_up), ()
+
+    def _sum_up(self) -> None:
+        self._passing.add(self._local_sum_bytes)
+        self._passing.add(-self._local_sum_bytes)
+
+    def reduce_outer(self, _lane: object, _sharded: object, block: object) -> tuple[_Ticket, tuple[()]]:
+        """Reduce over the outer ranks; a block of the pool stands for what is allocated else."""
+        self.has_inner_sum, self.has_main = False, True
+        allocated = self._across_bytes if block is None else 0
+        self._passing.add(allocated)
+        end_s = self._send(OUTER, is_gather=False)
+        return _Ticket(self._wires, end_s, lambda: self._passing.add(-allocated - self._pending_bytes)), ()
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """A reduction over the inner ranks on its way, and the memory that it borrowed."""
-
-    unit: _Unit
-    reach: Reach
-    end_s: float
-    bucket: Block
-    scratch: Block | None
+# ---- a step ---------------------------------------------------------------------------------------------------------
 
 
 class _Replay:
-    """Executes the scheduler's operations on simulated wires, as the executor does on real ones."""
+    """Tells the scheduler the events of a profile, and lets the executor carry out what it decides."""
 
     def __init__(
         self,
@@ -200,7 +313,8 @@ class _Replay:
         self._ranks_of = groups_of(setup.ranks)
         self._exchange_s = _waits(profile, () if setup.overlap_exchanges else exchanges, setup, machine)
         self._saved_bytes = int(profile.kept_bytes * saved_microbatches)
-        self._units = tuple(_Unit(index, unit, setup) for index, unit in enumerate(model.units))
+        self._passing = _Passing()
+        self._units = tuple(_Unit(index, unit, setup, self._passing) for index, unit in enumerate(model.units))
         self._index = {path: index for index, unit in enumerate(model.units) for path in unit.modules}
         self._owners = {
             info.name: self._units[index]
@@ -209,25 +323,13 @@ class _Replay:
             for info in group.spec.parameters
         }
         self._scheduler = Scheduler(model.memory.schedule)
-        self._memory = CommunicationPool(_META, model.memory.pool)
-        self._weights = WeightMemory(model.memory.weights, self._memory)
-        buckets = model.memory.buckets
-        self._root_bucket = self._pool(1, self._units[: ROOT + 1], Use.ROOT_BUCKET)
-        self._buckets = self._pool(buckets, self._units[ROOT + 1 :], Use.BUCKET)
-        self._scratch = self._pool(max(1, buckets - 1), self._units, Use.SCRATCH)
-        self._pools = (self._root_bucket, self._buckets, self._scratch)
-        self._borrowed: dict[int, Block] = {}
-        self._in_flight: deque[_Reduction] = deque()
-        self._crossing: deque[tuple[float, int]] = deque()
+        pool = CommunicationPool(_META, model.memory.pool)
+        self._executor = Executor(cast(Any, self._units), _META, self._finalise, model.memory, pool)
         self._mode = SyncMode()
         self._epochs: dict[int, int] = {}
         self._moments: list[Moment] = []
-        self._passing_bytes = self._most_passing_bytes = self._cast_bytes = 0
+        self._cast_bytes = 0
         self._wires = Wires(self._collective_s)
-
-    def _pool(self, count: int, units: Sequence[_Unit], use: Use) -> BucketPool:
-        most = max((unit.bucket_bytes for unit in units), default=0)
-        return BucketPool(count, most, self._memory.blocks(use), self._retire_oldest)
 
     # ---- durations and memory -----------------------------------------------------------------------------------
 
@@ -257,52 +359,46 @@ class _Replay:
                 self._wires.now_s,
                 label,
                 activation_bytes,
-                self._weights.held_bytes,
-                sum(pool.held_bytes for pool in self._pools),
+                self._executor.weight_memory.held_bytes,
+                self._executor.bucket_bytes,
                 sum(unit.main_bytes for unit in self._units if unit.has_main),
-                self._most_passing_bytes + self._cast_bytes,
+                self._passing.look() + self._cast_bytes,
             )
         )
-        self._most_passing_bytes = self._passing_bytes
 
-    def _pass(self, num_bytes: int) -> None:
-        """Allocate (or, with a negative count, free) shard-sized tensors."""
-        self._passing_bytes += num_bytes
-        self._most_passing_bytes = max(self._most_passing_bytes, self._passing_bytes)
-
-    # ---- a step -------------------------------------------------------------------------------------------------
+    # ---- what happens -------------------------------------------------------------------------------------------
 
     def step(self) -> ReplayedStep:
         """Replay a step and describe it; nothing is on its way between two steps."""
         self._wires, self._moments, self._cast_bytes = Wires(self._collective_s), [], 0
         for unit in self._units:
-            unit.has_main, unit.gathered_s, unit.gathered_outer_s = False, 0.0, 0.0
+            unit.begin_step(self._wires)
         for microbatch in range(self._setup.microbatches):
             self._mode = self._setup.mode(is_last=microbatch == self._setup.microbatches - 1)
             self._microbatch()
         borrowed = step_bytes(self._model, self._profile.used)
-        self._pass(borrowed)
+        self._passing.add(borrowed)
         self._note("step", 0)
         self._wires.now_s += self._optimizer_s()
-        self._pass(-borrowed)
-        self._most_passing_bytes = self._passing_bytes
+        self._passing.add(-borrowed)
+        self._passing.look()
         self._note("stepped", 0)
         self._run(self._scheduler.weights_changed())
         for unit in self._units:
-            self._wires.wait(unit.gathered_outer_s)
-            unit.is_behind = True
+            unit.wait_for_outer()
+            unit.needs_outer_all_gather = True
         return ReplayedStep(
             tuple(self._moments),
             tuple(self._wires.transfers),
             self._wires.now_s,
             self._setup.microbatches * sum(map(self._compute_s, self._profile.segments)),
             self._wires.exposed_s,
-            self._weights.peak_bytes + sum(pool.peak_bytes for pool in self._pools),
+            self._executor.transient_bytes,
         )
 
     def _microbatch(self) -> None:
         for segment in self._profile.segments:
-            self._most_passing_bytes = self._passing_bytes
+            self._passing.look()
             self._event(segment.event, self._index[self._profile.unit_names[segment.unit]])
             self._note(str(segment), segment.begin_bytes + self._saved_bytes)
             self._wires.now_s += self._compute_s(segment)
@@ -312,17 +408,16 @@ class _Replay:
                 self._note(f"{segment}+", segment.peak_bytes + self._saved_bytes)
 
     def _event(self, event: Event, unit: int) -> None:
+        """Tell the scheduler an event, as the engine's hooks do."""
         scheduler = self._scheduler
         if event is Event.FORWARD_BEGINS:
             if not scheduler.in_forward and not scheduler.in_backward:
-                for each in self._units:
-                    self._gather_across(each)
+                self._executor.all_gather_outer()
             self._run(scheduler.forward_begins(unit))
         elif event is Event.FORWARD_ENDS:
             self._epochs[unit] = scheduler.forward_ends(unit, needs_backward=True)
             if not scheduler.in_forward and not scheduler.in_backward:
-                for each in self._units:
-                    self._wires.wait(each.gathered_outer_s)
+                self._executor.wait_for_outer()
         elif event is Event.BACKWARD_BEGINS:
             self._run(scheduler.backward_begins(unit, self._epochs[unit], self._units[unit].reads_weights))
         elif event is Event.BACKWARD_ENDS:
@@ -331,157 +426,25 @@ class _Replay:
     def _arrive(self, unit: _Unit) -> None:
         if not unit.is_filling:
             self._scheduler.gradient_arrives(unit.index)
-            self._fill(unit, self._reach)
+            self._executor.begin_filling(cast(Any, unit), 0, self._reach)
 
     @property
     def _reach(self) -> Reach:
         return self._mode.reach(self._setup.strategy >= 2)
 
     def _run(self, operations: Iterable[Operation]) -> None:
-        for action, index, slot in operations:
-            unit = self._units[index]
-            if action is Action.GATHER:
-                self._gather(unit, slot)
-            elif action is Action.WAIT:
-                self._wires.wait(max(unit.gathered_outer_s, unit.gathered_s))
-            elif action is Action.RELEASE:
-                self._weights.give_back(index)
-            elif action is Action.REDUCE:
-                self._reduce(unit, self._reach)
-            else:
-                self._finish_backward()
+        self._executor.run(operations, self._reach)
 
-    # ---- weights ------------------------------------------------------------------------------------------------
-
-    def _gather_across(self, unit: _Unit) -> None:
-        """All-gather over the outer axis what the last optimizer step changed."""
-        if unit.is_behind:
-            unit.is_behind = False
-            unit.gathered_outer_s = max(unit.gathered_outer_s, self._send(OUTER, unit, is_gather=True))
-
-    def _gather(self, unit: _Unit, slot: int | None) -> None:
-        self._gather_across(unit)
-        if unit.gathered_bytes:
-            self._weights.take(unit.index, slot)
-        self._wires.wait(unit.gathered_outer_s)
-        unit.gathered_s = max(unit.gathered_s, self._send(INNER, unit, is_gather=True))
-
-    def _send(self, axis: str, unit: _Unit, *, is_gather: bool) -> float:
-        """Start the collectives of all groups; return the time when the last one is done."""
-        return max(
-            (
-                self._wires.send(
-                    axis,
-                    unit.index,
-                    traffic.gather_bytes if is_gather else traffic.reduce_bytes,
-                    is_gather=is_gather,
-                    is_expert=is_expert,
-                )
-                for traffic, is_expert in zip(unit.traffic[axis], unit.are_experts, strict=True)
-            ),
-            default=0.0,
-        )
-
-    # ---- gradients ----------------------------------------------------------------------------------------------
-
-    def _fill(self, unit: _Unit, reach: Reach) -> None:
-        """Give a unit's gradients memory: a bucket, or whole gradients where reduction is deferred."""
-        unit.is_filling = True
-        if unit.is_deferred:
-            return
-        if reach is Reach.NOWHERE:
-            unit.is_deferred = True
-            self._pass(unit.whole_bytes)
-        else:
-            self._bucket(unit)
-
-    def _bucket(self, unit: _Unit) -> Block:
-        if unit.index not in self._borrowed:
-            self._borrowed[unit.index] = self._pool_of(unit).borrow(unit.bucket_bytes)
-        return self._borrowed[unit.index]
-
-    def _pool_of(self, unit: _Unit) -> BucketPool:
-        return self._root_bucket if unit.index == ROOT else self._buckets
-
-    def _reduce(self, unit: _Unit, reach: Reach) -> None:
-        if reach is Reach.NOWHERE:
-            if not unit.is_filling:
-                self._fill(unit, reach)
-            unit.is_filling = False
-            return
-        bucket = self._bucket(unit)
-        scratch = self._scratch_for(unit)
-        if unit.is_deferred:
-            self._pass(-unit.whole_bytes)
-        unit.is_filling = unit.is_deferred = False
-        if not unit.crosses:
-            unit.has_main = True
-        elif not unit.is_pending:
-            unit.is_pending = True
-            self._pass(unit.pending_bytes)
-        end_s = self._send(INNER, unit, is_gather=False)
-        del self._borrowed[unit.index]
-        self._in_flight.append(_Reduction(unit, reach, end_s, bucket, scratch))
-
-    def _scratch_for(self, unit: _Unit) -> Block | None:
-        if not unit.exchanges_inner:
-            return None
-        if unit.index == ROOT:
-            while self._retire_oldest():
-                pass
-            self._buckets.empty()
-        return self._scratch.borrow(unit.bucket_bytes)
-
-    def _retire_oldest(self) -> bool:
-        """Wait for the oldest reduction; return False where none is in flight."""
-        if not self._in_flight:
-            return False
-        done = self._in_flight.popleft()
-        self._wires.wait(done.end_s)
-        if self._setup.backend is Backend.GLOO:  # one local sum after another
-            self._pass(done.unit.local_sum_bytes)
-            self._pass(-done.unit.local_sum_bytes)
-        self._pool_of(done.unit).give_back(done.bucket)
-        if done.scratch is not None:
-            self._scratch.give_back(done.scratch)
-        if done.reach is Reach.EVERYWHERE:
-            self._reduce_across(done.unit)
-        return True
-
-    def _reduce_across(self, unit: _Unit) -> None:
-        if not unit.is_pending:
-            return
-        while len(self._crossing) >= OUTER_REDUCTIONS:
-            self._finish_crossing()
-        unit.is_pending, unit.has_main = False, True
-        self._pass(unit.allocated_across)
-        end_s = self._send(OUTER, unit, is_gather=False)
-        self._crossing.append((end_s, unit.allocated_across + unit.pending_bytes))
-
-    def _finish_crossing(self) -> None:
-        end_s, allocated = self._crossing.popleft()
-        self._wires.wait(end_s)
-        self._pass(-allocated)
-
-    def _retire_all(self) -> None:
-        while self._retire_oldest():
-            pass
-        while self._crossing:
-            self._finish_crossing()
-        for pool in self._pools:
-            pool.empty()
-
-    def _finish_backward(self) -> None:
-        """Finish the reductions in flight, and sync gradients if this microbatch does."""
-        self._retire_all()
+    def _finalise(self) -> None:
+        """Sync gradients if this microbatch does, once the reductions in flight are done."""
         if not self._mode.syncs:
             return
         for unit in reversed(self._units):
-            if unit.is_deferred:
-                self._reduce(unit, Reach.EVERYWHERE)
+            if unit.has_local_sum:
+                self._executor.run((Operation(Action.REDUCE, unit.index),))
             else:
-                self._reduce_across(unit)
-        self._retire_all()
+                self._executor.reduce_outer(cast(Any, unit))
+        self._executor.retire_all()
         self._cast_bytes = passing_bytes(self._model.footprints, self._setup.strategy).cast_grads
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
@@ -73,24 +76,21 @@ def _summary(plan: Plan) -> dict[str, Any]:
 
 def setup_dict(setup: Setup) -> dict[str, Any]:
     """Return the setup as JSON values."""
-    dtypes = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
-    named = {name: getattr(setup.policy, name) for name in dtypes}
-    return {
-        "ranks": {**vars(setup.ranks), "world": setup.ranks.world},
-        "strategy": setup.strategy.name,
-        "outer_strategy": setup.outer.name if setup.outer is not None else None,
-        **{name: None if dtype is None else str(dtype).removeprefix("torch.") for name, dtype in named.items()},
-        "microbatches": setup.microbatches,
-        "accumulation": setup.accumulation.value,
-        "optimizer": setup.optimizer.name,
-        "recompute": setup.recompute,
-        "backend": setup.backend.value,
-        "sequence_parallel": setup.sequence_parallel,
-        "virtual_stages": setup.virtual_stages,
-        "fp8": setup.fp8,
-        "overlap_exchanges": setup.overlap_exchanges,
-        "allocator": setup.memory.allocator.value,
-    }
+    told: dict[str, Any] = _plain(setup)
+    return {**told, "ranks": {**told["ranks"], "world": setup.ranks.world}, "optimizer": setup.optimizer.name}
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON values: members of enumerations, dtypes and classes by their names."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, type):
+        return value.__name__
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def tried_table(tried: Recommendation) -> Table:

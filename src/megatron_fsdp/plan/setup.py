@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
@@ -29,19 +28,13 @@ def nearest_name(given: str, known: Iterable[str]) -> str:
     return f"{hint}choose one of {', '.join(names)}"
 
 
-class Backend(Enum):
-    """The communication backend. gloo reduces by an exchange and a local sum, which needs memory to receive."""
+Backend = Literal["nccl", "gloo"]
+"""The communication backend. gloo reduces by an exchange and a local sum, which needs memory to receive."""
 
-    GLOO = "gloo"
-    NCCL = "nccl"
-
-
-class Accumulation(Enum):
-    """When gradients of several microbatches are reduced."""
-
-    EVERY = "every microbatch"  # everywhere, as a plain loop does
-    OUTER = "outer axis at the last"  # inside of each, over the outer axis once: set_model_auto_sync(False) until then
-    LAST = "all at the last"  # no_sync until then: a whole gradient is kept
+Accumulation = Literal["every", "outer", "last"]
+"""When gradients of several microbatches are reduced: after every one, as a plain loop does; over the outer axis at the
+last (`set_model_auto_sync(False)` until then); or everything at the last (`no_sync` until then: a whole gradient is
+kept)."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +129,6 @@ class ParallelRanks:
 
 
 Ranks = int | Mapping[str, int] | ParallelRanks
-_Choice = TypeVar("_Choice", bound=Enum)
 
 
 def resolve_ranks(ranks: Ranks) -> ParallelRanks:
@@ -158,16 +150,6 @@ def resolve_ranks(ranks: Ranks) -> ParallelRanks:
         if name not in known:
             raise ConfigurationError(f"there is no axis {name!r}; {nearest_name(name, known)}")
     return ParallelRanks(**{"dp_shard": 1, **given})
-
-
-def find_member(kind: type[_Choice], given: object, argument: str) -> _Choice:
-    """Return a member of an enumeration, given it or its name."""
-    names = {each.name.lower(): each for each in kind}
-    if isinstance(given, kind):
-        return given
-    if isinstance(given, str) and given.lower() in names:
-        return names[given.lower()]
-    raise ConfigurationError(f"{argument}={given!r} is not known; give one of {', '.join(names)}")
 
 
 def is_count(size: object) -> bool:
@@ -208,10 +190,10 @@ class Setup:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     overlap_grad_reduce: bool = True
     microbatches: int = 1
-    accumulation: Accumulation = Accumulation.EVERY
+    accumulation: Accumulation = "every"
     optimizer: OptimizerKind = OPTIMIZERS["adamw"]
     recompute: Recompute = "none"
-    backend: Backend = Backend.NCCL
+    backend: Backend = "nccl"
     device_rank: int = 0
     sequence_parallel: bool = True
     virtual_stages: int = 1
@@ -221,8 +203,10 @@ class Setup:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ConfigurationError(f"invalid microbatches={self.microbatches}: give 1 or more")
-        if self.recompute not in get_args(Recompute):
-            raise ConfigurationError(f"recompute={self.recompute!r}; choose one of {', '.join(get_args(Recompute))}")
+        for name, kind in (("recompute", Recompute), ("accumulation", Accumulation), ("backend", Backend)):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not known; choose one of {known}")
         if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.ranks.pp == 1):
             raise ConfigurationError(
                 f"invalid virtual_stages={self.virtual_stages} with pp={self.ranks.pp}: give 1, or more with pp above 1"
@@ -245,8 +229,8 @@ class Setup:
 
     def mode(self, is_last: bool) -> SyncMode:
         """Return the engine's sync mode for a microbatch; the optimizer steps after the last."""
-        every = self.accumulation is Accumulation.EVERY
-        return SyncMode(auto_sync=is_last or every, defer_all=not is_last and self.accumulation is Accumulation.LAST)
+        every = self.accumulation == "every"
+        return SyncMode(auto_sync=is_last or every, defer_all=not is_last and self.accumulation == "last")
 
     @property
     def reduces_early(self) -> bool:
@@ -259,7 +243,7 @@ class Setup:
 
 
 def make_setup(ranks: Ranks, **options: Any) -> Setup:
-    """Make a setup of fields of which members may be given by name, and None stands for the default.
+    """Make a setup of fields; strategies and optimizers may be given by name, and None stands for the default.
 
     Raises:
         ConfigurationError: A name is not known, or a value is not possible.
@@ -268,8 +252,6 @@ def make_setup(ranks: Ranks, **options: Any) -> Setup:
         "strategy": lambda given: resolve_strategy(given, "strategy"),
         "outer_strategy": lambda given: resolve_strategy(given, "outer_strategy"),
         "optimizer": lambda given: given if isinstance(given, OptimizerKind) else find_optimizer(given),
-        "backend": lambda given: find_member(Backend, given, "backend"),
-        "accumulation": lambda given: find_member(Accumulation, given, "accumulation"),
     }
     chosen = {name: value for name, value in options.items() if value is not None}
     found = {name: find[name](value) if name in find else value for name, value in chosen.items()}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,6 +140,13 @@ class Recorder(Observer):
         self._ranges.close()
         self._times = self._read_clock()
 
+    def __enter__(self) -> Recorder:
+        self.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
     def result(self) -> Timeline:
         """Return what was recorded so far.
 
@@ -264,8 +270,7 @@ class Recorder(Observer):
         return any(id(param) in self._engine.positions for param in firsts)
 
 
-@contextmanager
-def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> Iterator[Recorder]:
+def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> Recorder:
     """Record a model while the block runs.
 
         with trace(model, steps=3) as recording:
@@ -286,12 +291,7 @@ def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: b
     Raises:
         ConfigurationError: As `Recorder`.
     """
-    recorder = Recorder(model, steps=steps, align=align, memory=memory)
-    recorder.start()
-    try:
-        yield recorder
-    finally:
-        recorder.stop()
+    return Recorder(model, steps=steps, align=align, memory=memory)
 
 
 def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
