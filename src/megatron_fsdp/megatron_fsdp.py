@@ -555,7 +555,7 @@ class MegatronFSDP(nn.Module):
         Setting it gathers as many units ahead as fit, at least one for any size but 0, in both directions. The number
         of slots grows with it (and does not shrink again), unless `max_gathered_units` or a double buffer fixes it.
         """
-        return self._engine.scheduler.config.prefetch_forward * self._engine.largest_unit_numel
+        return self._engine.scheduler.config.forward_prefetch_units * self._engine.largest_unit_numel
 
     @suggested_AG_prefetch_size.setter
     def suggested_AG_prefetch_size(self, numel: int) -> None:  # noqa: N802

@@ -101,6 +101,20 @@ def test_a_rank_that_fails_alone_stops_the_others(run_ranks: RunRanks) -> None:
     assert " while rank 1 breaks off its forward with an exception; " in first
 
 
+def clip_alone() -> str:
+    """Rank 0 takes a norm that rank 1 does not join."""
+    model = shard()
+    model(_x()).sum().backward()
+    with pytest.raises(ScheduleError) as raised:
+        model.clip_grad_norm_(1.0) if dist.get_rank() == 0 else model(_x())
+    return str(raised.value)
+
+
+def test_a_norm_that_some_ranks_do_not_take_stops_every_rank(run_ranks: RunRanks) -> None:
+    (message,) = set(run_ranks(2, clip_alone, timeout_s=_TIMEOUT_S))
+    assert message.startswith("rank 0 takes the norm of all gradients while rank 1 gathers ")
+
+
 def skip_a_step(verify: float | str, strategy: int) -> str:
     """Rank 1 leaves the second step out; what its next forward or backward says. Training goes on after `reset`."""
     torch.manual_seed(0)

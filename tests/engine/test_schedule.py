@@ -211,8 +211,8 @@ CASES = {
         STEP,
         (FORWARD, "gather0 wait0 gather1 wait1 gather2 wait2 gather3 wait3"),
         shares_slots=False,
-        prefetch_forward=0,
-        prefetch_backward=0,
+        forward_prefetch_units=0,
+        backward_prefetch_units=0,
     ),
     "whole_weights_are_never_gathered": case(
         (f"P1 A1 {FORWARD}", ""),
@@ -231,8 +231,8 @@ CASES = {
         ),
         units=5,
         slots=3,
-        prefetch_forward=2,
-        prefetch_backward=2,
+        forward_prefetch_units=2,
+        backward_prefetch_units=2,
     ),
     "one_slot_leaves_no_room_to_gather_ahead": case(
         STEP,
@@ -440,7 +440,7 @@ def test_a_unit_with_memory_of_its_own_needs_no_particular_slot() -> None:
 
 
 def test_one_unit_at_a_time_is_gathered_on_demand() -> None:
-    player = resized(slots=1, prefetch_forward=0, prefetch_backward=0)
+    player = resized(slots=1, forward_prefetch_units=0, backward_prefetch_units=0)
     assert player(FORWARD) == "gather0 wait0 gather1@0 wait1 release1 gather2@0 wait2 release2 gather3@0 wait3"
 
 
@@ -461,7 +461,7 @@ def test_looking_further_ahead_stays_within_the_slots_where_they_are_fixed() -> 
     player = play()
     player.scheduler.look_ahead(2, may_grow=False)
     config = player.scheduler.config
-    assert (config.slots, config.prefetch_forward, config.prefetch_backward) == (2, 1, 1)
+    assert (config.slots, config.forward_prefetch_units, config.backward_prefetch_units) == (2, 1, 1)
 
 
 def test_looking_less_far_ahead_keeps_the_slots() -> None:

@@ -33,6 +33,7 @@ from megatron_fsdp.automodel.config import (
     check_config,
 )
 from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
+from megatron_fsdp.config.precision import DTYPE_NAMES
 from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 
@@ -66,16 +67,6 @@ _PIPELINE_TARGETS = (
 
 _IGNORED = ("_recursive_", "_convert_")
 """Words to other loaders, without meaning here."""
-
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "fp64": torch.float64,
-    "double": torch.float64,
-}
 
 
 @dataclass(frozen=True)
@@ -175,7 +166,7 @@ def dtype_from_str(name: str | torch.dtype) -> torch.dtype:
     if isinstance(name, torch.dtype):
         return name
     short = str(name).strip().lower().removeprefix("torch.")
-    found = _DTYPES.get(short, getattr(torch, short, None))
+    found = DTYPE_NAMES.get(short, getattr(torch, short, None))
     if not isinstance(found, torch.dtype):
         raise ConfigurationError(f"{name!r} is not a dtype; write bfloat16, float16 or float32")
     return found

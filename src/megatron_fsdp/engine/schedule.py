@@ -36,8 +36,8 @@ class ScheduleConfig:
         gathers: Whether compute weights have to be gathered at all (strategies 1 to 3 on more than one rank).
         shares_slots: Whether gathered weights live in slots (strategy 3); else each unit has its own full buffer.
         slots: Units other than the root that can be gathered at a time, at least 1.
-        prefetch_forward: How many units to gather ahead in forward.
-        prefetch_backward: How many units to gather ahead in backward.
+        forward_prefetch_units: How many units to gather ahead in forward.
+        backward_prefetch_units: How many units to gather ahead in backward.
         reduces_early: Whether a unit is reduced when the backward of the next one begins; else when all are over.
         resized: Units with memory of their own: a slot only counts how many are gathered, and any will do.
         kept: Units with memory of their own that is kept: they take no slot and are never evicted.
@@ -49,8 +49,8 @@ class ScheduleConfig:
     gathers: bool = True
     shares_slots: bool = True
     slots: int = 2
-    prefetch_forward: int = 1
-    prefetch_backward: int = 1
+    forward_prefetch_units: int = 1
+    backward_prefetch_units: int = 1
     reduces_early: bool = True
     resized: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
@@ -264,8 +264,8 @@ class Scheduler:
             state.hosts.update(host for host in self._forward_stack if host not in (ROOT, unit))
         self._forward_stack.append(unit)
         if self._in_backward:
-            return self._need(unit, self._backward_order, self.config.prefetch_backward)
-        return self._need(unit, self._forward_order, self.config.prefetch_forward)
+            return self._need(unit, self._backward_order, self.config.backward_prefetch_units)
+        return self._need(unit, self._forward_order, self.config.forward_prefetch_units)
 
     def forward_ends(self, unit: int, needs_backward: bool) -> int:
         """End a unit's forward (also by an exception); `needs_backward`: it will have a backward.
@@ -308,7 +308,7 @@ class Scheduler:
         state = self._units[unit]
         state.in_backward, state.reduced = True, False
         if reads_weights:
-            operations += self._need(unit, self._backward_order, self.config.prefetch_backward)
+            operations += self._need(unit, self._backward_order, self.config.backward_prefetch_units)
         state.open_forwards = max(0, state.open_forwards - 1)
         return tuple(operations)
 
@@ -415,7 +415,7 @@ class Scheduler:
         if self.config.shares_slots:
             depth = min(depth, slots - 1)
             self._slots += [_SlotState() for _ in range(slots - len(self._slots))]
-        self.config = replace(self.config, slots=slots, prefetch_forward=depth, prefetch_backward=depth)
+        self.config = replace(self.config, slots=slots, forward_prefetch_units=depth, backward_prefetch_units=depth)
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
         """Change which parameters take gradients."""
