@@ -22,7 +22,7 @@ from tests.support.arrangements import Arrangement
 from tests.support.expert_meshes import FLAT, Sizes, experts_of
 from tests.support.mixture import ListedExperts, build_with_experts
 from tests.support.models import Block, build_dense
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
 from tests.support.parity import fixed_seed
 from tests.support.tensor_meshes import divide_tensors, hybrid_tensor_parallel, tensor_parallel
@@ -381,7 +381,24 @@ class OwnMuon(torch.optim.Muon):
     """Somebody's own."""
 
 
-def refusals() -> list[tuple[str, str]]:
+def test_parameters_that_are_no_matrices_are_refused() -> None:
+    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # torch looks in the constructor only
+    with pytest.raises(
+        ConfigurationError, match=r"of shape \(3,\); give it parameters of two dimensions, and the others"
+    ):
+        check_muon(optimizer)
+
+
+@pytest.mark.parametrize("options", [{"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}])
+def test_options_that_torch_would_refuse_on_an_owner_alone_are_refused_at_once(options: dict[str, Any]) -> None:
+    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], **options)
+    with pytest.raises(ConfigurationError, match="give fewer than 100 steps and three coefficients"):
+        check_muon(optimizer)
+
+
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
     found = []
     model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
     try:
@@ -401,28 +418,7 @@ def refusals() -> list[tuple[str, str]]:
         muon.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     except ValueError as error:
         found.append(message_of(error))
-    return found
-
-
-def test_parameters_that_are_no_matrices_are_refused() -> None:
-    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # torch looks in the constructor only
-    with pytest.raises(
-        ConfigurationError, match=r"of shape \(3,\); give it parameters of two dimensions, and the others"
-    ):
-        check_muon(optimizer)
-
-
-@pytest.mark.parametrize("options", [{"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}])
-def test_options_that_torch_would_refuse_on_an_owner_alone_are_refused_at_once(options: dict[str, Any]) -> None:
-    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], **options)
-    with pytest.raises(ConfigurationError, match="give fewer than 100 steps and three coefficients"):
-        check_muon(optimizer)
-
-
-def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refusals)
-    assert first == second
+    first = same_on_ranks(found)
     own, narrow, foreign = first
     assert own[0] == narrow[0] == "ConfigurationError"
     assert own[1].startswith("OwnMuon cannot update sharded parameters: it works on whole tensors")
