@@ -14,7 +14,6 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     fully_shard_model,
 )
-from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh
 from tests.support.on_ranks import on_ranks
 
@@ -54,13 +53,14 @@ def stamp_of(param: Any) -> Any:
     return param._megatron_fsdp_model
 
 
-def attributes() -> dict[str, Any]:
+@on_ranks(2)
+def test_attributes_tell_what_was_asked_for() -> None:
     net = build()
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     model = fully_shard_model(net, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=2, mixed_precision_policy=policy)
     raw, by_param = model.raw_param, model.param_to_name
     sharded = dict(model.module.named_parameters())
-    return {
+    found = {
         "module": model.module is net,
         "device": str(model.device),
         "config": model.ddp_config.data_parallel_sharding_strategy,
@@ -81,38 +81,34 @@ def attributes() -> dict[str, Any]:
         "stamped": all(stamp_of(param).self_reference() is model for param in model.parameters()),
         "buffers": {name: type(buffer).__name__ for name, buffer in model.named_buffers()},
     }
-
-
-def test_attributes_tell_what_was_asked_for(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, attributes):
-        assert found == {
-            "module": True,
-            "device": "cpu",
-            "config": "optim_grads",
-            "strategy": "optim_grads",
-            "policy": True,
-            "index": True,
-            "group": [0, 1],
-            "auto_sync": True,
-            "microbatches": 0,
-            "last": False,
-            "bucket_size": 40_000_000,
-            "units": True,
-            "flags": (False, False, True),
-            "raw": {
-                "gain": ("Parameter", (4,)),
-                "layers.0.linear.weight": ("Parameter", (5, 5)),
-                "layers.0.linear.bias": ("Parameter", (5,)),
-                "layers.1.linear.weight": ("Parameter", (5, 5)),
-                "layers.1.linear.bias": ("Parameter", (5,)),
-                "head.weight": ("Parameter", (3, 5)),
-                "head.bias": ("Parameter", (3,)),
-            },
-            "names": True,
-            "name count": 14,
-            "stamped": True,
-            "buffers": {"module.offset": "Tensor"},
-        }
+    assert found == {
+        "module": True,
+        "device": "cpu",
+        "config": "optim_grads",
+        "strategy": "optim_grads",
+        "policy": True,
+        "index": True,
+        "group": [0, 1],
+        "auto_sync": True,
+        "microbatches": 0,
+        "last": False,
+        "bucket_size": 40_000_000,
+        "units": True,
+        "flags": (False, False, True),
+        "raw": {
+            "gain": ("Parameter", (4,)),
+            "layers.0.linear.weight": ("Parameter", (5, 5)),
+            "layers.0.linear.bias": ("Parameter", (5,)),
+            "layers.1.linear.weight": ("Parameter", (5, 5)),
+            "layers.1.linear.bias": ("Parameter", (5,)),
+            "head.weight": ("Parameter", (3, 5)),
+            "head.bias": ("Parameter", (3,)),
+        },
+        "names": True,
+        "name count": 14,
+        "stamped": True,
+        "buffers": {"module.offset": "Tensor"},
+    }
 
 
 @on_ranks(2)

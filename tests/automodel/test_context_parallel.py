@@ -102,8 +102,8 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return str(raised.value)
 
 
-def refused() -> dict[str, str]:
-    """What each bad batch is told; rank 1 alone has the last two."""
+@on_ranks(2)
+def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
     mesh, here = mesh_of((2,), ("cp",)), dist.get_rank()
     ids, ones = {"input_ids": tokens()}, torch.ones(2, LENGTH)
     hole, left, padded = ones.clone(), ones.clone(), ones.clone()
@@ -122,12 +122,7 @@ def refused() -> dict[str, str]:
         "other rows": {"input_ids": tokens() + here},
         "hole on one rank": {**ids, "attention_mask": hole if here == 1 else ones},
     }
-    return {name: refusal(shard_batch, batch, mesh) for name, batch in batches.items()}
-
-
-def test_batches_that_cannot_be_cut_are_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refused)
-    assert first == second
+    first = same_on_ranks({name: refusal(shard_batch, batch, mesh) for name, batch in batches.items()})
     parts = {
         "length": "sequences of 6 tokens cannot be cut into 2 * 2 = 4 equal pieces",
         "nothing": "needs input_ids or inputs_embeds",
@@ -175,7 +170,9 @@ def test_models_on_different_meshes_work_side_by_side() -> None:
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 
 
-def counted(kind: str) -> list[dict[str, int]]:
+@pytest.mark.parametrize("kind", ["llama_gqa", "deepseek_v3"])
+@on_ranks(2)
+def test_each_layer_gathers_once_and_scatters_once(kind: str) -> None:
     """Collectives of the forward and of the backward."""
     mesh = mesh_of((2,), ("cp",))
     model = build(kind)
@@ -185,14 +182,9 @@ def counted(kind: str) -> list[dict[str, int]]:
         loss = model(**batch).logits.sum()
     with Sent() as backward:
         loss.backward()
-    return [dict(Counter(name for name, _, _ in sent.calls)) for sent in (forward, backward)]
-
-
-@pytest.mark.parametrize("kind", ["llama_gqa", "deepseek_v3"])
-def test_each_layer_gathers_once_and_scatters_once(run_ranks: RunRanks, kind: str) -> None:
-    for forward, backward in run_ranks(2, counted, kind):
-        assert forward == {"all_gather_into_tensor": 4, "allreduce_": 1}  # four layers; positions are compared once
-        assert backward == {"reduce_scatter_tensor": 4}
+    forward, backward = [dict(Counter(name for name, _, _ in sent.calls)) for sent in (forward, backward)]
+    assert forward == {"all_gather_into_tensor": 4, "allreduce_": 1}  # four layers; positions are compared once
+    assert backward == {"reduce_scatter_tensor": 4}
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------------------

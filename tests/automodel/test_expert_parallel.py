@@ -151,8 +151,10 @@ def test_tokens_that_ranks_have_in_common_count_once() -> None:
     assert_equal_tensors(found, expected, 1e-4, 1e-6)
 
 
-def dtypes_under_a_policy() -> dict[str, set[torch.dtype]]:
-    """Of what goes into and out of experts, of their weights inside, and of what the optimizer sees."""
+@on_ranks(2)
+def test_experts_compute_in_the_policys_dtype_and_routing_weights_keep_theirs() -> None:
+    low, full = {torch.bfloat16}, {torch.float32}
+    wanted = {"in": low, "routing": full, "out": low, "weights": low, "gradients": full, "parameters": full}
     mesh, seen = expert_mesh(2), {"in": set(), "routing": set(), "out": set(), "weights": set()}
     model = build("mixtral", num_hidden_layers=1)
     (name,) = parallelize_experts(model, mesh["ep"])
@@ -172,13 +174,11 @@ def dtypes_under_a_policy() -> dict[str, set[torch.dtype]]:
     model.get_submodule(name).register_forward_hook(look, prepend=True)
     model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits.sum().backward()
     gradients = {param.grad.dtype for param in model.get_submodule(name).parameters() if param.grad is not None}
-    return {**seen, "gradients": gradients, "parameters": {p.dtype for p in model.get_submodule(name).parameters()}}
-
-
-def test_experts_compute_in_the_policys_dtype_and_routing_weights_keep_theirs(run_ranks: RunRanks) -> None:
-    low, full = {torch.bfloat16}, {torch.float32}
-    wanted = {"in": low, "routing": full, "out": low, "weights": low, "gradients": full, "parameters": full}
-    assert run_ranks(2, dtypes_under_a_policy) == [wanted, wanted]
+    assert {
+        **seen,
+        "gradients": gradients,
+        "parameters": {p.dtype for p in model.get_submodule(name).parameters()},
+    } == wanted
 
 
 class Experts(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_fsdp import reduce_scatter_with_fp32_accumulation
 from megatron_fsdp.errors import CollectiveArgumentError, ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.op_counts import OpCounts
 
 RANKS = [1, 2, 3, 4]
@@ -164,8 +165,8 @@ REFUSALS: dict[str, tuple[tuple[Tensor, Tensor], dict[str, Any], str]] = {
 }
 
 
-def refused() -> tuple[list[str], int]:
-    """What each bad call says, and how many collectives ran; then a good call, to see that the ranks are in step."""
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_is_sent() -> None:
     said = []
     with OpCounts() as counted:
         for (output, full), more, _ in REFUSALS.values():
@@ -177,12 +178,7 @@ def refused() -> tuple[list[str], int]:
     output = torch.zeros(6)
     reduce_scatter_with_fp32_accumulation(output, torch.ones(12))
     assert output.tolist() == [2.0] * 6
-    return said, counted.collectives.reductions + len(counted.collectives.others)
-
-
-def test_what_does_not_fit_is_refused_on_every_rank_before_anything_is_sent(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refused)
-    assert first == second
+    first = same_on_ranks((said, counted.collectives.reductions + len(counted.collectives.others)))
     said, collectives = first
     assert collectives == 0
     for (name, (_, _, expected)), message in zip(REFUSALS.items(), said, strict=True):

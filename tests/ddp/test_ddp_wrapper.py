@@ -150,7 +150,15 @@ def test_more_recomputed_calls_than_before_are_refused_and_learnt_after_a_reset(
 # ---- compiled modules ------------------------------------------------------------------------------------------------
 
 
-def compiled(setting: DdpSetting, how: str) -> None:
+def _present(run: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in run.sharded.full_gradients().items() if value is not None}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", [REPLICATED, IN_TURN])
+@pytest.mark.parametrize("how", ["layers", "model"])
+@on_ranks(2)
+def test_compiled_modules_compute_the_same(how: str, setting: DdpSetting) -> None:
     """Three steps of a model of which some part is compiled, beside the same model as it is."""
     torch._dynamo.reset()
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -170,17 +178,6 @@ def compiled(setting: DdpSetting, how: str) -> None:
             each.optimizer.zero_grad()
     assert run.recording.losses == plain.recording.losses
     torch._dynamo.reset()
-
-
-def _present(run: Any) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in run.sharded.full_gradients().items() if value is not None}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("setting", [REPLICATED, IN_TURN])
-@pytest.mark.parametrize("how", ["layers", "model"])
-def test_compiled_modules_compute_the_same(run_ranks: RunRanks, how: str, setting: DdpSetting) -> None:
-    run_ranks(2, compiled, setting, how)
 
 
 # ---- ranks without data ----------------------------------------------------------------------------------------------

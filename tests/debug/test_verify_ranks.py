@@ -18,7 +18,7 @@ from megatron_fsdp.debug import verify_ranks as row_exchange
 from megatron_fsdp.debug.verify_ranks import DEFAULT_TIMEOUT_S, VARIABLE, resolve_verify_ranks
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
-from tests.support.experts import Expert, Experts, let_take_part
+from tests.support.experts import Experts, let_take_part
 from tests.support.settling import settled
 from tests.support.sharded_run import FP32, Outcome, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.usage_models import FEATURES, Layer, Ordered, vector_case
@@ -208,7 +208,7 @@ def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRa
 
 def missing_experts() -> str:
     torch.manual_seed(0)
-    model = fully_shard_model(Experts(), fsdp_unit_modules=[Expert], verify_ranks=True)
+    model = fully_shard_model(Experts(), fsdp_unit_modules=[Layer], verify_ranks=True)
     x = torch.full((2, FEATURES), float(dist.get_rank()))
     with pytest.raises(ScheduleError) as raised:
         model(x).sum().backward()

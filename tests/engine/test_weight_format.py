@@ -292,16 +292,12 @@ def test_the_names_are_those_of_the_codecs() -> None:
     assert tuple(WEIGHT_FORMATS) == NAMES
 
 
-def seen_in_kept_memory() -> bool:
-    """Return whether shards that lie in memory of fixed addresses hold and give the same bytes."""
+@on_ranks(2)
+def test_encoded_shards_live_in_kept_memory() -> None:
     with pytest.warns(UserWarning, match="only NCCL registers memory"):
         kept, _ = wrap(Job("mxfp8"), nccl_ub=True)
     lazy, _ = wrap(Job("mxfp8"))
     same = [torch.equal(CASE.loss(kept, batch()), CASE.loss(lazy, batch()))]
     for mine, other in zip(kept.parameter_groups(), lazy.parameter_groups(), strict=True):
         same.append(torch.equal(mine.weights.compute.local, other.weights.compute.local))
-    return all(same)
-
-
-def test_encoded_shards_live_in_kept_memory(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, seen_in_kept_memory) == [True, True]
+    assert all(same)

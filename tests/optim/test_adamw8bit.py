@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, 
 from tests.conftest import RunRanks
 from tests.support.api_net import message_of
 from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_twins import Twins, drawn, flat, hybrid
+from tests.support.optimizer_twins import Twins, drawn, flat, hybrid, three_steps
 from tests.support.parity import fixed_seed
 
 SHAPES = ((40, 33), (7, 512), (1000,), (3, 20, 17), (5,))
@@ -47,32 +46,25 @@ def make(params: Sequence[Any]) -> AdamW8bit:
 
 
 def twins_of(steps: int, arguments: dict[str, Any] | None = None) -> Twins:
-    twins = Twins(blocks(), make, {**(arguments or flat(3)), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(blocks(), make, arguments or flat(3))
     for step in range(steps):
         twins.step(step)
     return twins
 
 
-def three_steps(arguments: Any) -> list[str]:
-    twins = Twins(blocks(), make, {**arguments(), "fsdp_unit_modules": [nn.Linear]})
-    for step in range(3):
-        twins.step(step, without=1 if step == 0 else None)
-        if found := twins.differing():
-            return [f"step {step}", *found]
-    return []
-
-
 @pytest.mark.full(cover=1)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", range(4))
-def test_every_strategy_steps_as_one_process(run_ranks: RunRanks, strategy: int, ranks: int) -> None:
-    assert run_ranks(ranks, three_steps, partial(flat, strategy)) == [[]] * ranks
+@on_ranks()
+def test_every_strategy_steps_as_one_process(strategy: int) -> None:
+    three_steps(blocks(), make, flat(strategy), without=1)
 
 
 @pytest.mark.full(short=["optim"])
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_hybrid_sharding_steps_as_one_process(run_ranks: RunRanks, outer: str) -> None:
-    assert run_ranks(4, three_steps, partial(hybrid, 3, outer)) == [[]] * 4
+@on_ranks(4)
+def test_hybrid_sharding_steps_as_one_process(outer: str) -> None:
+    three_steps(blocks(), make, hybrid(3, outer), without=1)
 
 
 def shared_blocks() -> int:

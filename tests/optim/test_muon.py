@@ -22,8 +22,8 @@ from tests.support.arrangements import Arrangement
 from tests.support.expert_meshes import FLAT, Sizes, experts_of
 from tests.support.mixture import ListedExperts, build_with_experts
 from tests.support.models import Block, build_dense
-from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
 from tests.support.parity import fixed_seed
 from tests.support.tensor_meshes import divide_tensors, hybrid_tensor_parallel, tensor_parallel
 
@@ -94,29 +94,22 @@ VARIANTS: dict[str, Make] = {
 }
 
 
-def three_steps(variant: str, arguments: partial[dict[str, Any]]) -> list[str]:
-    twins = Twins(matrices(), VARIANTS[variant], {**arguments(), "fsdp_unit_modules": [nn.Linear]})
-    for step in range(3):
-        twins.step(step, without=2 if step == 0 else None)
-        if found := twins.differing():
-            return [f"step {step}", *found]
-    return []
-
-
 @pytest.mark.full(cover=1)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", range(4))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_strategy_steps_as_one_process(run_ranks: RunRanks, variant: str, strategy: int, ranks: int) -> None:
-    assert run_ranks(ranks, three_steps, variant, partial(flat, strategy)) == [[]] * ranks
+@on_ranks()
+def test_every_strategy_steps_as_one_process(variant: str, strategy: int) -> None:
+    three_steps(matrices(), VARIANTS[variant], flat(strategy), without=2)
 
 
 @pytest.mark.full(short=["optim-3"])
 @pytest.mark.parametrize(
     ("outer", "strategy"), [("no_shard", 0), ("no_shard", 1), ("no_shard", 2), ("no_shard", 3), ("optim", 3)]
 )
-def test_hybrid_sharding_steps_as_one_process(run_ranks: RunRanks, outer: str, strategy: int) -> None:
-    assert run_ranks(4, three_steps, "defaults", partial(hybrid, strategy, outer)) == [[]] * 4
+@on_ranks(4)
+def test_hybrid_sharding_steps_as_one_process(outer: str, strategy: int) -> None:
+    three_steps(matrices(), VARIANTS["defaults"], hybrid(strategy, outer), without=2)
 
 
 def matrices_of_a_transformer(build: Callable[[], nn.Module], arrangement: Arrangement, strategy: int) -> list[str]:
@@ -151,29 +144,23 @@ def test_matrices_of_experts_step_as_one_process(run_ranks: RunRanks, sizes: Siz
     assert run_ranks(4, matrices_of_a_transformer, build, experts_of(sizes), 3) == [[]] * 4
 
 
-def in_small_waves(limit: int) -> tuple[list[str], int]:
+@pytest.mark.parametrize(("limit", "waves"), [(1, 4), (1 << 20, 1)])
+@on_ranks(2)
+def test_matrices_may_go_in_several_waves(limit: int, waves: int) -> None:
+    """One rank has the large matrix; the other has the rest, in waves of one where no more is allowed."""
     from megatron_fsdp.optim import muon
 
     calls, send = [], dist.all_to_all_single
-    muon.WAVE_BYTES, usual = limit, muon.WAVE_BYTES
-    try:
-        dist.all_to_all_single = lambda *args, **kwargs: calls.append(args[1].numel()) or send(*args, **kwargs)
-        found = three_steps("defaults", partial(flat, 3))
-    finally:
-        dist.all_to_all_single, muon.WAVE_BYTES = send, usual
-    return found, len(calls)
-
-
-def test_matrices_may_go_in_several_waves(run_ranks: RunRanks) -> None:
-    (found, many), _ = run_ranks(2, in_small_waves, 1)
-    # One rank has the large matrix; the other has the rest, in waves of one.
-    assert (found, many) == ([], 2 * 3 * 4)
-    assert run_ranks(2, in_small_waves, 1 << 20)[0] == ([], 2 * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "WAVE_BYTES", limit)
+        patch.setattr(dist, "all_to_all_single", lambda *args, **kwargs: calls.append(0) or send(*args, **kwargs))
+        three_steps(matrices(), VARIANTS["defaults"], flat(3), without=2)
+    assert len(calls) == 2 * 3 * waves
 
 
 def bytes_of_a_step(strategy: int) -> tuple[int, int]:
     """Bytes that this rank sends in one step of Muon, to others and to itself; elements of all matrices."""
-    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(matrices(), VARIANTS["defaults"], flat(strategy))
     sent, send = [], dist.all_to_all_single
     try:
         dist.all_to_all_single = lambda *args, **kwargs: sent.append(args[1].numel()) or send(*args, **kwargs)
@@ -193,7 +180,7 @@ def test_one_wave_is_computed_while_the_next_one_and_the_one_before_travel() -> 
     turns = ["send", "send compute", *["send compute receive"] * 2, "compute receive", "receive"]
     from megatron_fsdp.optim import muon
 
-    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(3), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(matrices(), VARIANTS["defaults"], flat(3))
     done: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,7 +204,7 @@ def test_an_iteration_that_fails_on_an_owner_fails_on_all_ranks_and_changes_no_w
     failing = 1
     from megatron_fsdp.optim import muon
 
-    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(3), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(matrices(), VARIANTS["defaults"], flat(3))
     before = [param.full_tensor().clone() for param in twins.params]
 
     def fails(*_args: object) -> Tensor:
@@ -258,7 +245,7 @@ def split_by_hand(whole: Tensor) -> list[nn.Parameter]:
 @on_ranks()
 def test_split_matrices_step_as_matrices_split_by_hand(tmp_path: Path, strategy: int) -> None:
     folder = tmp_path / "saved"
-    twins = Twins(matrices(), splitting, {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(matrices(), splitting, flat(strategy))
     pieces = [split_by_hand(copy.detach()) for copy in twins.copies]
     reference = torch.optim.Muon(itertools.chain(*pieces), lr=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
@@ -269,7 +256,7 @@ def test_split_matrices_step_as_matrices_split_by_hand(tmp_path: Path, strategy:
                 part.grad = grad
         reference.step()
     save_checkpoint(twins.model, twins.optimizer, folder, iteration=3)
-    fresh = Twins(matrices(), splitting, {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    fresh = Twins(matrices(), splitting, flat(strategy))
     load_checkpoint(fresh.model, fresh.optimizer, folder)
     found = []
     for sharded in (twins, fresh):
@@ -358,17 +345,17 @@ def test_muon_and_adamw_train_as_in_one_process() -> None:
 
 
 def save_after_two_steps(folder: Path, strategy: int) -> None:
-    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(matrices(), VARIANTS["defaults"], flat(strategy))
     for step in range(2):
         twins.step(step)
     save_checkpoint(twins.model, twins.optimizer, folder, iteration=2)
 
 
 def go_on(folder: Path, strategy: int) -> list[str]:
-    twins = Twins(matrices(), VARIANTS["defaults"], {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(matrices(), VARIANTS["defaults"], flat(strategy))
     for step in range(2):  # for the copies; what the sharded ones become is overwritten
         twins.step(step)
-    fresh = Twins(matrices(), VARIANTS["defaults"], {**flat(strategy), "fsdp_unit_modules": [nn.Linear]})
+    fresh = Twins(matrices(), VARIANTS["defaults"], flat(strategy))
     load_checkpoint(fresh.model, fresh.optimizer, folder)
     fresh.copies, fresh.reference = twins.copies, twins.reference
     found = fresh.differing()
@@ -394,7 +381,24 @@ class OwnMuon(torch.optim.Muon):
     """Somebody's own."""
 
 
-def refusals() -> list[tuple[str, str]]:
+def test_parameters_that_are_no_matrices_are_refused() -> None:
+    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # torch looks in the constructor only
+    with pytest.raises(
+        ConfigurationError, match=r"of shape \(3,\); give it parameters of two dimensions, and the others"
+    ):
+        check_muon(optimizer)
+
+
+@pytest.mark.parametrize("options", [{"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}])
+def test_options_that_torch_would_refuse_on_an_owner_alone_are_refused_at_once(options: dict[str, Any]) -> None:
+    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], **options)
+    with pytest.raises(ConfigurationError, match="give fewer than 100 steps and three coefficients"):
+        check_muon(optimizer)
+
+
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
     found = []
     model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
     try:
@@ -414,28 +418,7 @@ def refusals() -> list[tuple[str, str]]:
         muon.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     except ValueError as error:
         found.append(message_of(error))
-    return found
-
-
-def test_parameters_that_are_no_matrices_are_refused() -> None:
-    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # torch looks in the constructor only
-    with pytest.raises(
-        ConfigurationError, match=r"of shape \(3,\); give it parameters of two dimensions, and the others"
-    ):
-        check_muon(optimizer)
-
-
-@pytest.mark.parametrize("options", [{"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}])
-def test_options_that_torch_would_refuse_on_an_owner_alone_are_refused_at_once(options: dict[str, Any]) -> None:
-    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], **options)
-    with pytest.raises(ConfigurationError, match="give fewer than 100 steps and three coefficients"):
-        check_muon(optimizer)
-
-
-def test_what_cannot_be_right_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, refusals)
-    assert first == second
+    first = same_on_ranks(found)
     own, narrow, foreign = first
     assert own[0] == narrow[0] == "ConfigurationError"
     assert own[1].startswith("OwnMuon cannot update sharded parameters: it works on whole tensors")

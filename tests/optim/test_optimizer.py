@@ -506,7 +506,8 @@ def test_one_optimizer_trains_two_models(strategies: tuple[int, int], defers: bo
     assert max(worst, *differences) < TOLERANCE
 
 
-def copies() -> list[str]:
+@on_ranks(2)
+def test_a_connected_optimizer_is_not_copied() -> None:
     model = wrap(3)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     found = []
@@ -514,13 +515,8 @@ def copies() -> list[str]:
         with pytest.raises(ConfigurationError) as raised:
             copied(optimizer)
         found.append(str(raised.value))
-    return found
-
-
-def test_a_connected_optimizer_is_not_copied(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, copies):
-        assert len(set(found)) == 1
-        assert found[0].startswith("an optimizer of sharded parameters can be neither copied nor pickled")
+    assert len(set(found)) == 1
+    assert found[0].startswith("an optimizer of sharded parameters can be neither copied nor pickled")
 
 
 @on_ranks(2)
@@ -542,7 +538,12 @@ def test_an_optimizer_takes_no_second_model_later() -> None:
     )
 
 
-def collect_a_model_between_hooks() -> bool:
+def collect() -> None:
+    gc.collect()
+
+
+@on_ranks(2)
+def test_a_model_may_be_collected_during_a_step_of_others() -> None:
     """A model that is garbage is collected while torch iterates over its hooks for the steps of all optimizers."""
     garbage: Any = wrap(3)
     garbage.cycle = [garbage]
@@ -555,12 +556,4 @@ def collect_a_model_between_hooks() -> bool:
         torch.optim.SGD([weight], lr=0.1).step()
     finally:
         handle.remove()
-    return reference() is None
-
-
-def collect() -> None:
-    gc.collect()
-
-
-def test_a_model_may_be_collected_during_a_step_of_others(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, collect_a_model_between_hooks) == [True, True]
+    assert reference() is None

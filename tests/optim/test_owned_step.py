@@ -1,7 +1,6 @@
 """Optimizers that need whole tensors, stepped by owners: what one process computes, bit for bit, state included."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.support.expert_meshes import FLAT, experts_of
 from tests.support.mixture import ListedExperts, build_with_experts
 from tests.support.models import Block
 from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices
+from tests.support.optimizer_twins import Make, Twins, flat, hybrid, matrices, three_steps
 
 
 @steps_whole_tensors
@@ -85,39 +84,37 @@ VARIANTS: dict[str, Make] = {
 }
 
 
-def three_steps(variant: str, arguments: Callable[[], dict[str, Any]]) -> list[str]:
-    twins = Twins(matrices(), VARIANTS[variant], {**arguments(), "fsdp_unit_modules": [nn.Linear]})
-    for step in range(3):
-        twins.step(step, without=2 if step == 0 else None)
-        if found := twins.differing():
-            return [f"step {step}", *found]
-    options = [
-        {key: value for key, value in group.items() if key != "params"} for group in twins.optimizer.param_groups
-    ]
-    wanted = [{key: value for key, value in group.items() if key != "params"} for group in twins.reference.param_groups]
-    return [] if options == wanted else [f"options {options} for {wanted}"]
+def assert_steps(variant: str, arguments: dict[str, Any]) -> None:
+    twins = three_steps(matrices(), VARIANTS[variant], arguments, without=2)
+    options, wanted = (
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for optimizer in (twins.optimizer, twins.reference)
+    )
+    assert options == wanted
 
 
 @pytest.mark.full(cover=1)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", range(1, 4))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_strategy_steps_as_one_process(run_ranks: RunRanks, variant: str, strategy: int, ranks: int) -> None:
-    assert run_ranks(ranks, three_steps, variant, partial(flat, strategy)) == [[]] * ranks
+@on_ranks()
+def test_every_strategy_steps_as_one_process(variant: str, strategy: int) -> None:
+    assert_steps(variant, flat(strategy))
 
 
 @pytest.mark.full(short=["own-optim"])
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 @pytest.mark.parametrize("variant", ["own", "adafactor"])
-def test_hybrid_sharding_steps_as_one_process(run_ranks: RunRanks, variant: str, outer: str) -> None:
-    assert run_ranks(4, three_steps, variant, partial(hybrid, 3, outer)) == [[]] * 4
+@on_ranks(4)
+def test_hybrid_sharding_steps_as_one_process(variant: str, outer: str) -> None:
+    assert_steps(variant, hybrid(3, outer))
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def twins_of(variant: str, steps: int) -> Twins:
-    twins = Twins(matrices(), VARIANTS[variant], {**flat(3), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(matrices(), VARIANTS[variant], flat(3))
     for step in range(steps):
         twins.step(step)
     return twins
@@ -154,7 +151,7 @@ def failures(ranks: tuple[int, ...]) -> list[tuple[str, str]]:
     """A step that fails on some ranks, one that succeeds, and one with a closure."""
     found = []
     fails = dist.get_rank() in ranks
-    twins = Twins(matrices(), Factored, {**flat(3), "fsdp_unit_modules": [nn.Linear]})
+    twins = Twins(matrices(), Factored, flat(3))
     before = [param.full_tensor().clone() for param in twins.params]
     twins.optimizer.fails = fails  # type: ignore[attr-defined]
     try:
@@ -232,7 +229,7 @@ class Holder(torch.optim.Optimizer):
 
 def hold() -> tuple[str, str] | None:
     try:
-        Twins(matrices(), Holder, {**flat(3), "fsdp_unit_modules": [nn.Linear]}).step(0)
+        Twins(matrices(), Holder, flat(3)).step(0)
     except RuntimeError as error:
         return message_of(error)
     return None
@@ -278,14 +275,11 @@ def test_only_classes_of_optimizers_can_be_declared() -> None:
         steps_whole_tensors(torch.optim.Muon)
 
 
-def schedule() -> float:
+@on_ranks(2)
+def test_a_scheduler_may_be_built_on_a_connected_optimizer() -> None:
     model = fully_shard_model(matrices(), mesh(), fsdp_unit_modules=[nn.Linear])
     optimizer = fully_shard_optimizer(torch.optim.Adafactor(model.parameters(), lr=0.1))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     optimizer.step()
     scheduler.step()
-    return float(optimizer.param_groups[0]["lr"])
-
-
-def test_a_scheduler_may_be_built_on_a_connected_optimizer(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, schedule) == [0.05, 0.05]
+    assert float(optimizer.param_groups[0]["lr"]) == 0.05

@@ -33,10 +33,10 @@ class Clip:
     def __call__(self, run: Run) -> None:
         for step, max_norm in enumerate((SMALL, math.inf, SMALL)):
             run.loss(step).backward()
-            run.note("norm", {"norm": self._clip(run, max_norm)})
+            run.note("norm", {"norm": self.clip(run, max_norm)})
             run.step()
 
-    def _clip(self, run: Run, max_norm: float) -> torch.Tensor:
+    def clip(self, run: Run, max_norm: float) -> torch.Tensor:
         if self.by_model and run.sharded is not None:
             return run.sharded.clip_grad_norm_(max_norm, norm_type=self.norm_type)
         return nn.utils.clip_grad_norm_(run.model.parameters(), max_norm, norm_type=self.norm_type)
@@ -97,7 +97,7 @@ def scale_and_clip(run: Run) -> None:
         run.scale(1.0 / factor)
         run.loss(3 * index + 2).backward()
         run.scale(factor)
-        run.note("norm", {"norm": Clip(3.5, by_model=True)._clip(run, SMALL)})
+        run.note("norm", {"norm": Clip(3.5, by_model=True).clip(run, SMALL)})
         run.step()
 
 

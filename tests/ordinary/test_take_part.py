@@ -11,14 +11,13 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.engine.participation import UnitCall, unit_calls
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
-from tests.support.experts import Expert, Experts, let_take_part
-from tests.support.models import ModelCase
+from tests.support.experts import Experts, let_take_part
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded_run import Run, Scenario, Setting, check_strategies
-from tests.support.usage_models import FEATURES, Layer, Nested, Ordered, make_batch, squared_error, vector_case
+from tests.support.usage_models import FEATURES, Layer, Nested, Ordered, vector_case
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
-EXPERTS = ModelCase(Experts, make_batch, squared_error, (Expert,))
+EXPERTS = vector_case(Experts)
 
 
 def train_experts(run: Run) -> None:
@@ -121,7 +120,7 @@ def _build_frozen() -> Experts:
 
 
 def test_frozen_units_that_some_ranks_skip(run_ranks: RunRanks) -> None:
-    case = ModelCase(_build_frozen, make_batch, squared_error, (Expert,))
+    case = vector_case(_build_frozen)
     check_strategies(run_ranks, 2, Scenario(frozen_but_one, case), ALL[::3])
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_fsdp.checkpoint.save import write_state
+from megatron_fsdp.checkpoint.save import save_alone, write_state
 
 
 def small_state() -> dict[str, Any]:
@@ -39,9 +38,7 @@ def write_ours(folder: Path) -> None:
 
 def write_plain(folder: Path) -> None:
     """As torch alone writes it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        save(small_state(), checkpoint_id=folder, no_dist=True)
+    save_alone(small_state(), checkpoint_id=folder)
 
 
 def saved_bytes(value: object) -> bytes:

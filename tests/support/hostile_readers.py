@@ -1,16 +1,15 @@
 """Everything that reads checkpoints, as functions of a folder; and a small checkpoint for them."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.load import load_checkpoint
+from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.errors import CheckpointError
 
@@ -20,9 +19,7 @@ WEIGHT, STEP = "model.weight", "schedule.step"
 def write_linear(folder: Path) -> None:
     """A linear layer and one object, as torch writes them."""
     state = {"model": dict(torch.nn.Linear(4, 3).state_dict()), "schedule": {"step": 5}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        save(state, checkpoint_id=folder, no_dist=True)
+    save_alone(state, checkpoint_id=folder)
 
 
 def by_folder(folder: Path) -> None:

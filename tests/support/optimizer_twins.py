@@ -39,10 +39,13 @@ Make = Callable[[Sequence[Any]], torch.optim.Optimizer]
 
 
 class Twins:
-    """A sharded optimizer and one on whole copies of the same parameters, given the same gradients."""
+    """A sharded optimizer and one on whole copies of the same parameters, given the same gradients.
+
+    Units are linear layers, where the arguments do not say otherwise.
+    """
 
     def __init__(self, model: nn.Module, make: Make, arguments: dict[str, Any]) -> None:
-        self.model: MegatronFSDP = fully_shard_model(model, **arguments)
+        self.model: MegatronFSDP = fully_shard_model(model, **{"fsdp_unit_modules": [nn.Linear], **arguments})
         self.params = list(self.model.parameters())
         self.optimizer = fully_shard_optimizer(make(self.params))
         self.copies = [nn.Parameter(param.full_tensor().detach().clone()) for param in self.params]  # type: ignore[attr-defined]
@@ -71,6 +74,15 @@ class Twins:
                 if not _equal(whole[key], value):
                     found.append(f"{key} of {index}")
         return found
+
+
+def three_steps(model: nn.Module, make: Make, arguments: dict[str, Any], without: int) -> Twins:
+    """Assert the bits of one process after each of three steps, in the first of which one parameter has no gradient."""
+    twins = Twins(model, make, arguments)
+    for step in range(3):
+        twins.step(step, without=without if step == 0 else None)
+        assert twins.differing() == [], f"step {step}"
+    return twins
 
 
 def flat(strategy: int) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.run_job import run_job
 from tests.support.forked_programs import Program, trainer
+from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 
-LIMIT_S = 600.0  # only for a program that hangs: a busy machine takes many times as long as a quiet one
 OPTIONS: tuple[str, ...] = (
     *("--preset", "tiny", "--num-layers", "1", "--hidden-size", "32", "--ffn-hidden-size", "64"),
     *("--num-attention-heads", "2", "--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "6"),
