@@ -200,7 +200,7 @@ def make_feed(data: TokenData, job: Job, data_index: int, *, pins: bool = False)
     """Return the microbatches of a data-parallel rank; ranks that share the index get equal ones."""
     options = job.options
     order = SampleOrder(data.training.count, job.seq_length, options.training.seed)
-    unlearned = data.vocabulary.end_id if options.data.eod_mask_loss else None
+    unlearned = data.end_id if options.data.eod_mask_loss else None
     microbatches = Microbatches(data.training, order, job.batch, data_index, unlearned)
     return Feed(microbatches, num_workers=options.data.num_workers, pins=pins)
 
