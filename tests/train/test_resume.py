@@ -157,7 +157,7 @@ def test_another_number_of_ranks_trains_on_the_same_samples(
     assert "--global-batch-size" not in told[0]
     for text, ranks in ((told[1], 3), (told[2], 1)):
         assert f"--global-batch-size 4, as in the run that saved {folder}" in text
-        assert f"would follow from {ranks} data-parallel ranks" in text
+        assert f"{2 * ranks} would follow from the ranks" in text
     whole, found = (by_step(tmp_path / name, *NUMBERS) for name in ("whole", "parts"))
     assert list(found) == list(range(1, 9))
     for step, (loss, norm, rate, samples, checksum) in whole.items():
@@ -198,9 +198,9 @@ def refusal_without_batch(*options: str) -> str:
 
 
 def test_an_error_names_options_and_no_arguments() -> None:
-    with pytest.raises(CheckpointError, match="move it away") as caught, in_options():
-        raise CheckpointError("a exists; pass overwrite=True to replace it, or save another iteration")
-    assert "overwrite" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="give --no-strict-fsdp-dtensor-load to load") as caught, in_options():
+        raise CheckpointError("a does not fit; pass strict=False to load what fits")
+    assert "strict=False" not in str(caught.value)
     with pytest.raises(CheckpointError, match=r"^as it is$"), in_options():
         raise CheckpointError("as it is")
 

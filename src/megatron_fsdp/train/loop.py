@@ -6,21 +6,21 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import decided_by_first, gather_objects
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Batch, Feed, held_out_batches
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.failures import NonFiniteStepError
-from megatron_fsdp.train.faults import Pulse
+from megatron_fsdp.train.faults import memory_told, telling_of_memory
 from megatron_fsdp.train.measure import Evaluation, ExposedCommunication, Progress, Speed, StepRecord, peak_bytes
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank, reduce_values
@@ -39,7 +39,6 @@ class Run:
     feed: Feed
     rank: Rank
     speed: Speed | None = None
-    pulse: Pulse = field(default_factory=Pulse)
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Outcome:
     """The result of training besides the weights."""
 
     progress: Progress
-    last_traffic: Traffic | None  # of the last step on this rank; None with an engine that does not count
     is_interrupted: bool
 
 
@@ -74,23 +72,17 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
     exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
-    with run.pulse.resting():
-        done = keeper.start()
+    done = keeper.start()
     recorder.start(done)
-    _make_up(run, recorder, done)
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
-    traffic, is_interrupted = None, False
+    is_interrupted = False
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
-        run.pulse.beat(step)
         scale = 1.0 if run.trained.scale is None else run.trained.scale.value
-        before = None if run.trained.inside is None else run.trained.inside.traffic()
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
-        with exposed.step(is_measured=is_shown):
+        with exposed.step(is_measured=is_shown), telling_of_memory(partial(memory_told, job, run.rank, step)):
             result = train_step(run, done, guard, (keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s))
-        if before is not None and run.trained.inside is not None:
-            traffic = run.trained.inside.traffic().since(before)
         last_s, now_s = done.elapsed_s, time.perf_counter() - began_s
         done = Progress(step, done.samples + job.batch.total, done.skipped + (not result.is_finite), now_s)
         records.append(_record_of(run, done, result, now_s - last_s, scale))
@@ -99,30 +91,18 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
         is_save, is_check = keeper.is_due(step), _is_due(step, training.eval_interval)
         if is_last or is_check or is_save or is_shown:
             recorder.on_steps(_measured(run, records, exposed.take_share()))
-            with run.pulse.resting():
-                if is_save or is_last:
-                    keeper.save(done)
-                if (is_check or is_last) and not is_interrupted:
-                    recorder.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
+            if (is_check or is_last) and not is_interrupted:  # before the save, so that it is not missed
+                recorder.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
+            if is_save or is_last:
+                keeper.save(done)
             began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break
-    return Outcome(done, traffic, is_interrupted)
+    return Outcome(done, is_interrupted)
 
 
 def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
-
-
-def _make_up(run: Run, recorder: Recorder, done: Progress) -> None:
-    """Evaluate first if that was due after the last step and the run was ended in between."""
-    steps, training = done.steps, run.job.options.training
-    is_due = steps > 0 and (_is_due(steps, training.eval_interval) or steps == run.job.train_iters)
-    if not is_due or training.skip_train:
-        return
-    if decided_by_first(lambda: recorder.lacks_evaluation(steps), "reading evaluations"):
-        with run.pulse.resting():
-            recorder.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
 
 
 def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> StepResult:
