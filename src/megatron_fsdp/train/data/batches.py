@@ -230,6 +230,6 @@ def _places(first: int, plan: BatchPlan) -> Iterator[Place]:
 
 
 def _outlive_interrupts(_worker: int) -> None:
-    """Ignore SIGINT and SIGTERM in a worker, which are the rank's to handle; a worker ends with its rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore signals that ask the ranks to end, which are the rank's to handle; a worker ends with its rank."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

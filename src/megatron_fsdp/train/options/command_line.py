@@ -87,11 +87,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def find_preset(name: str) -> Mapping[str, Any]:
+def find_preset(name: str) -> dict[str, Any]:
     """Return the options of a preset."""
     if name not in PRESETS:
         raise ConfigurationError(f"preset {name!r} does not exist: choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]
+    return dict(PRESETS[name])
 
 
 # ---- the command line and the file -----------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         except ConfigurationError as error:
             wrong.append(str(error))
     if preset is not None:
-        layers.insert(0, Layer(f"preset {preset}", dict(find_preset(preset)), gives_way=True))
+        layers.insert(0, Layer(f"preset {preset}", find_preset(preset), gives_way=True))
     return assemble(tuple(layers), wrong)
 
 
