@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -26,6 +26,7 @@ from megatron_fsdp.train.console import ConsoleWatcher, library_messages, make_c
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.sharded import build
+from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.faults import memory_told, telling_of_memory
 from megatron_fsdp.train.loop import Outcome, Run, evaluate, train
 from megatron_fsdp.train.measure import Evaluation, Speed, describe_peak, peak_bytes, peak_tflops
@@ -86,11 +87,10 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
     with library_messages(console, job.options.reporting.logging_level):
         trained = build(job, data.vocab_size, rank)
         feed = make_feed(data, job, trained.data_index, pins=trained.device.type != "cpu")
-        if trained.inside is not None and FOLDER_VARIABLE not in os.environ:
-            trained.inside.log_for_hangs(folder / HANG_FOLDER)  # errors of communication tell what it knows
         run = Run(job, trained, data, feed, rank, speed)
         display = ConsoleWatcher(console, job.train_iters, job.limit_s)
-        with display, RunCheckpoints(job, trained, data, origin, display.say) as keeper:
+        keeper = RunCheckpoints(job, trained, data, origin, display.say)
+        with logging_for_hangs(trained, folder / HANG_FOLDER), display, keeper:
             recorder = make_recorder(run, display, folder)
             try:
                 outcome = train(run, recorder, keeper)
@@ -116,6 +116,17 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
     if rank.is_first:
         save(folder, job, recorder, outcome, results, say)
     show(console, folder, outcome, results)
+
+
+@contextmanager
+def logging_for_hangs(trained: Trained, folder: Path) -> Iterator[None]:
+    """Let a model of this package keep the log that its errors of communication tell of, unless it keeps one."""
+    model = None if FOLDER_VARIABLE in os.environ else trained.inside
+    if model is not None:
+        model.log_for_hangs(folder)
+    yield
+    if model is not None:
+        model.stop_logging_for_hangs()
 
 
 def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -207,35 +208,34 @@ class Trained:
 
     def norm_of_parameters(self) -> float:
         """Return the 2-norm of all weights, the same on all ranks."""
-        if self._measured is self.inside is not None:
+        if self.inside is not None and self._measured is self.inside:
             return self.inside.parameter_statistics().total.norm
-        from megatron_fsdp.automodel.gradients import norm_of_parameters
-
-        return norm_of_parameters(self._measured)
+        return float(self._gradients.norm_of_parameters(self._measured))
 
     def count_zero_gradients(self) -> int:
         """Return how many elements of all gradients are zero, the same on all ranks."""
-        if self._measured is self.inside is not None:
-            assert isinstance(self.optimizer, DistributedOptimizer)
+        if isinstance(self.optimizer, DistributedOptimizer) and self._measured is self.inside:
             return self.optimizer.count_zeros()
-        from megatron_fsdp.automodel.gradients import count_zero_gradients
-
-        return count_zero_gradients(self._measured)
+        return int(self._gradients.count_zero_gradients(self._measured))
 
     def _scale_gradients(self, factor: float) -> None:
-        if self._measured is self.inside is not None:
+        if self.inside is not None and self._measured is self.inside:
             self.inside.scale_gradients(factor)
-            return
-        from megatron_fsdp.automodel.gradients import gather_gradients
-
-        gather_gradients(self._measured).scale(factor)
+        else:
+            self._gradients.gather_gradients(self._measured).scale(factor)
 
     def _clip(self, max_norm: float) -> Tensor:
-        if self._measured is self.inside is not None:
+        if self.inside is not None and self._measured is self.inside:
             return self.inside.clip_grad_norm_(max_norm)
-        from megatron_fsdp.automodel.gradients import clip_grad_norm_
+        found: Tensor = self._gradients.clip_grad_norm_(self._measured, max_norm)
+        return found
 
-        return clip_grad_norm_(self._measured, max_norm)
+    @property
+    def _gradients(self) -> ModuleType:
+        """What clips and measures models of FSDP2 and pipelines; imports transformers."""
+        from megatron_fsdp.automodel import gradients
+
+        return gradients
 
     @property
     def _loss_weight(self) -> float:
@@ -247,9 +247,10 @@ class Trained:
         """Return the context for forward and backward of a microbatch."""
         if self.inside is not None:
             return self.inside.no_sync() if self._defers and not is_last else nullcontext()
-        from megatron_fsdp.automodel.gradients import accumulation_context
-
-        return accumulation_context(self.model, is_last, defer_grad_sync=True)
+        found: AbstractContextManager[None] = self._gradients.accumulation_context(
+            self.model, is_last, defer_grad_sync=True
+        )
+        return found
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return the loss of each token of this rank, [samples, length / context-parallel ranks]."""
