@@ -49,24 +49,6 @@ class Outcome:
     is_interrupted: bool
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step, the same on all ranks; NaN: not asked for."""
-
-    loss: float
-    grad_norm: float
-    checksum: int
-    is_interrupted: bool
-    is_late: bool  # by the first rank's clock
-    params_norm: float = math.nan
-    num_zeros_in_grad: float = math.nan
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and norm are finite, so that the step may be taken."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
 def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
     """Train for as many steps as the job allows, from the keeper's progress."""
     job, training = run.job, run.job.options.training
@@ -79,15 +61,14 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
-        scale = 1.0 if run.trained.scale is None else run.trained.scale.value
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
+        flags = keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s
         with exposed.step(is_measured=is_shown), telling_of_memory(partial(memory_told, job, run.rank, step)):
-            result = train_step(run, done, guard, (keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s))
-        last_s, now_s = done.elapsed_s, time.perf_counter() - began_s
-        done = Progress(step, done.samples + job.batch.total, done.skipped + (not result.is_finite), now_s)
-        records.append(_record_of(run, done, result, now_s - last_s, scale))
-        is_interrupted = result.is_interrupted
-        is_last = is_interrupted or result.is_late or step == job.train_iters or _is_due(step, training.exit_interval)
+            record, is_interrupted, is_late = train_step(run, done, guard, flags)
+        record = _timed(run, record, done.elapsed_s, time.perf_counter() - began_s)
+        done = Progress(step, record.samples, record.skipped, record.elapsed_s)
+        records.append(record)
+        is_last = is_interrupted or is_late or step == job.train_iters or _is_due(step, training.exit_interval)
         is_save, is_check = keeper.is_due(step), _is_due(step, training.eval_interval)
         if is_last or is_check or is_save or is_shown:
             recorder.on_steps(_measured(run, records, exposed.take_share()))
@@ -105,28 +86,49 @@ def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
-def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> StepResult:
+def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> tuple[StepRecord, bool, bool]:
     """Do the optimizer step after `done`, or skip it if its loss or gradient is not finite.
 
-    `flags` say whether this rank was asked to end, and whether its time is over.
+    Args:
+        run: What the step is of.
+        done: Where training is.
+        guard: Ends the run after too many steps that are not finite.
+        flags: Whether this rank was asked to end, and whether its time is over.
+
+    Returns:
+        The step, without its times, and whether any rank was asked to end, and whether the first rank's time is over.
     """
-    for group in run.trained.optimizer.param_groups:
-        group["lr"] = run.job.schedule.rate(done.steps)
+    trained, asked = run.trained, run.job.options.reporting
+    rate = run.job.schedule.rate(done.steps)
+    for group in trained.optimizer.param_groups:
+        group["lr"] = rate
     batches = run.feed.batches(done.samples)
-    loss = run.trained.accumulate(batches, _loss_factors(run, batches))
-    norm = run.trained.clip(run.job.options.optimizer.clip_grad)
-    result = _exchange(run, loss, norm, sum(batch.checksum for batch in batches), flags)
-    asked = run.job.options.reporting
-    if asked.log_num_zeros_in_grad:
-        result = replace(result, num_zeros_in_grad=float(run.trained.count_zero_gradients()))
-    guard.judge(done.steps + 1, result.loss, result.grad_norm, run.trained)
-    if result.is_finite:
-        run.trained.update()
+    loss = trained.accumulate(batches, _loss_factors(run, batches))
+    grad_norm = float(trained.clip(run.job.options.optimizer.clip_grad))
+    share = trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
+    checksum = sum(batch.checksum for batch in batches)
+    mine = [float(loss) * share, checksum * share, float(flags[0]), float(flags[1] and run.rank.is_first)]
+    total, checksums, interrupts, lates = reduce_values(run.rank, mine, "sum")
+    is_finite = math.isfinite(total) and math.isfinite(grad_norm)
+    record = StepRecord(
+        step=done.steps + 1,
+        samples=done.samples + run.job.batch.total,
+        loss=total,
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        skipped=done.skipped + (not is_finite),
+        data_checksum=round(checksums) if math.isfinite(checksums) else 0,
+        loss_scale=1.0 if trained.scale is None else trained.scale.value,
+        num_zeros_in_grad=float(trained.count_zero_gradients()) if asked.log_num_zeros_in_grad else math.nan,
+    )
+    guard.judge(record.step, total, grad_norm, trained)
+    if is_finite:
+        trained.update()
     else:
-        run.trained.skip()
+        trained.skip()
     if asked.log_params_norm:
-        result = replace(result, params_norm=run.trained.norm_of_parameters())
-    return result
+        record = replace(record, params_norm=trained.norm_of_parameters())
+    return record, interrupts > 0, lates > 0
 
 
 def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
@@ -141,36 +143,16 @@ def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
     return [batch.factors_per_token(tokens) for batch in batches]
 
 
-def _exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[bool, bool]) -> StepResult:
-    """All-reduce the results of a step; waits for the device."""
-    interrupted, late = flags
-    share = run.trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
-    mine = [float(loss) * share, checksum * share, float(interrupted), float(late and run.rank.is_first)]
-    total, checksums, interrupts, lates = reduce_values(run.rank, mine, "sum")
-    whole = round(checksums) if math.isfinite(checksums) else 0
-    return StepResult(total, float(norm), whole, interrupts > 0, lates > 0)
-
-
-def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scale: float) -> StepRecord:
-    """Make the record of a step from what is known as soon as it is done."""
-    speed = run.speed or Speed(run.job.tokens_per_step)
-    return StepRecord(
-        step=done.steps,
-        samples=done.samples,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        learning_rate=run.job.schedule.rate(done.steps - 1),
-        skipped=done.skipped,
-        data_checksum=result.checksum,
-        tokens_per_s=speed.tokens_per_s(step_s),
+def _timed(run: Run, record: StepRecord, before_s: float, elapsed_s: float) -> StepRecord:
+    """Add the times of a step, from the seconds of training before and after it."""
+    speed, step_s = run.speed or Speed(run.job.tokens_per_step), elapsed_s - before_s
+    return replace(
+        record,
         step_s=step_s,
-        peak_bytes=0,
-        elapsed_s=done.elapsed_s,
+        elapsed_s=elapsed_s,
+        tokens_per_s=speed.tokens_per_s(step_s),
         tflops=speed.tflops(step_s),
         mfu=speed.mfu(step_s),
-        loss_scale=scale,
-        params_norm=result.params_norm,
-        num_zeros_in_grad=result.num_zeros_in_grad,
     )
 
 

@@ -41,10 +41,10 @@ class StepRecord:
     learning_rate: float
     skipped: int  # steps so far, since their loss or gradient was not finite
     data_checksum: int  # the same for any number of ranks
-    tokens_per_s: float  # of all ranks, in this step
-    step_s: float
-    peak_bytes: int  # largest peak of any rank so far
-    elapsed_s: float  # earlier runs included
+    tokens_per_s: float = math.nan  # of all ranks, in this step
+    step_s: float = math.nan
+    peak_bytes: int = 0  # largest peak of any rank so far
+    elapsed_s: float = math.nan  # earlier runs included
     tflops: float = math.nan  # per rank, in this step
     mfu: float = math.nan  # model FLOPs utilization: the share of what the hardware could do
     exposed_share: float = math.nan  # of the time of this step, in which ranks waited for communication
