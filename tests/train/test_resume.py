@@ -77,7 +77,7 @@ def test_a_folder_that_does_not_fit_is_refused(run_ranks: RunRanks, data: tuple[
         "has 2 steps already: give --train-iters above 2": ("--load", folder, "--no-load-optim"),
         "holds a checkpoint of step 2, and this run begins after step 0": ("--save", folder),
         "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim": ("--load", folder),
-        "file cannot be written (File exists): give a folder that can be": ("--save", str(tmp_path / "file")),
+        "file cannot be written (File exists): give another folder": ("--save", str(tmp_path / "file")),
     }
     for number, (words, options) in enumerate(cases.items()):
         told = run_ranks(2, refusal, *short, *options, "--out", str(tmp_path / f"refused{number}"))

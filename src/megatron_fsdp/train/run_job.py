@@ -6,7 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -90,7 +90,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
         run = Run(job, trained, data, feed, rank, speed)
         display = ConsoleWatcher(console, job.train_iters, job.limit_s)
         keeper = RunCheckpoints(job, trained, data, origin, display.say)
-        with logging_for_hangs(trained, folder / HANG_FOLDER), display, keeper:
+        with logging_for_hangs(trained, folder / HANG_FOLDER, rank), display, keeper:
             recorder = make_recorder(run, display, folder)
             try:
                 outcome = train(run, recorder, keeper)
@@ -119,7 +119,7 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
 
 
 @contextmanager
-def logging_for_hangs(trained: Trained, folder: Path) -> Iterator[None]:
+def logging_for_hangs(trained: Trained, folder: Path, rank: Rank) -> Iterator[None]:
     """Let a model of this package keep the log that its errors of communication tell of, unless it keeps one."""
     model = None if FOLDER_VARIABLE in os.environ else trained.inside
     if model is not None:
@@ -127,6 +127,10 @@ def logging_for_hangs(trained: Trained, folder: Path) -> Iterator[None]:
     yield
     if model is not None:
         model.stop_logging_for_hangs()
+        with suppress(OSError):  # nobody needs the log of a rank that ended well
+            for path in folder.glob(f"rank-{rank.index:05d}*"):
+                path.unlink()
+            folder.rmdir()  # where it is empty
 
 
 def make_recorder(run: Run, display: ConsoleWatcher, folder: Path) -> Recorder:
