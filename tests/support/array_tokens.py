@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from megatron_fsdp.train.data.batches import Feed, Microbatches, SampleOrder
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.token_file import TokenFile
-from megatron_fsdp.train.data.tokenizer import ByteVocabulary
 from megatron_fsdp.train.options.job import Job
 
 
@@ -32,10 +31,10 @@ def in_memory(array: NDArray[Any]) -> TokenFile:
     return cast("TokenFile", ArrayTokens(array))
 
 
-def token_data(training: NDArray[Any], held_out: NDArray[Any] | None = None, held_out_bytes: int = 0) -> TokenData:
+def token_data(training: NDArray[Any], held_out: NDArray[Any] | None = None) -> TokenData:
     """Tokens as the trainer prepares them, but in memory."""
     held_out = np.zeros(0, training.dtype) if held_out is None else held_out
-    return TokenData(in_memory(training), in_memory(held_out), held_out_bytes, ByteVocabulary(), "no checksum")
+    return TokenData(in_memory(training), in_memory(held_out), vocab_size=256, end_id=0, checksum="no checksum")
 
 
 def feed_of(data: TokenData, job: Job, data_index: int, unlearned: int | None = None) -> Feed:

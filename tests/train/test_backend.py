@@ -19,14 +19,14 @@ ASKED = "asked"
 def trainer_that_notes_back_ends(argv: Sequence[str]) -> int:
     """The trainer; ranks append the back end that they meet by to a file in TMPDIR. Torch's own choice is no gloo."""
     module: Any = ranks
-    meet = module._meet
+    meet = module.dist.init_process_group
 
-    def note(backend: str, timeout: object, _bound: object) -> None:
+    def note(backend: str, **more: Any) -> None:
         with Path(os.environ["TMPDIR"], ASKED).open("a") as file:
             file.write(f"{backend}\n")
-        meet("gloo", timeout, None)
+        meet("gloo", **{**more, "device_id": None})
 
-    module._meet = note
+    module.dist.init_process_group = note
     module.dist.get_default_backend_for_device = lambda _: "the one for this device"
     return trainer(argv)
 

@@ -17,7 +17,7 @@ from tests.support.train_program import LIMIT_S, OPTIONS, environment, metrics, 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
 KILLED = "rank 1: it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out\n"
-AGAIN = "starting all ranks again, 1 of at most 1 times\n"
+AGAIN = "failed (exitcode: -9)"  # of torch's agent, which starts all ranks again
 
 
 class Started:
@@ -96,7 +96,7 @@ def test_killed_once_too_often_while_it_saves_in_the_background(tmp_path: Path) 
     ranks = run.wait_for_ranks(lambda: steps_done(run.out) > before and run.is_saving)
     os.kill(ranks[1], signal.SIGKILL)
     code, _, errors = run.end()
-    assert (code, errors) == (7, f"{KILLED}{AGAIN}{KILLED}")
+    assert (code, errors.endswith(KILLED)) == (7, True)
     whole = sorted(path.name for path in run.saved.glob("iter_*"))
     assert kept
     assert int((run.saved / "latest_checkpointed_iteration.txt").read_text()) in [int(name[-7:]) for name in whole]
@@ -106,15 +106,14 @@ def making_tokens_for_ever(argv: Sequence[str]) -> int:
     """The trainer, whose first start does not get beyond making tokens."""
 
     module: Any = preparation
-    encode = module.encode_documents
+    encode = module.encode_texts
 
-    def stop(*args: Any) -> Any:
-        found = encode(*args)
+    def stop(*args: Any) -> None:
+        encode(*args)
         while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             time.sleep(0.05)
-        return found
 
-    module.encode_documents = stop
+    module.encode_texts = stop
     return trainer(argv)
 
 
@@ -122,9 +121,9 @@ def making_tokens_for_ever(argv: Sequence[str]) -> int:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_while_tokens_are_made(victim: int, tmp_path: Path) -> None:
     run = Started(making_tokens_for_ever, tmp_path, "--max-restarts", "1", "--exit-interval", "1")
-    ranks = run.wait_for_ranks(lambda: any(run.out.glob(".tokens-*/*")))
+    ranks = run.wait_for_ranks(lambda: any(run.out.glob(".tokens-*/*/*")))
     os.kill(ranks[victim], signal.SIGKILL)
     code, _, errors = run.end()
-    assert (code, errors) == (0, f"{KILLED.replace('1', str(victim), 1)}{AGAIN}")
-    assert [path.name[:7] for path in run.out.iterdir() if "tokens-" in path.name] == ["tokens-"]
+    assert (code, errors.count(AGAIN)) == (0, 1)
+    assert len(list(run.out.glob("tokens-*"))) == 1
     assert len(metrics(run.out)) == 1

@@ -1,9 +1,6 @@
 """Every way in which a run ends has its exit code and its words, in whole runs."""
 
-import os
 import resource
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import torch
 
 from megatron_fsdp.train.faults import is_out_of_memory, memory_told
 from tests.conftest import RunRanks
-from tests.support.forked_programs import Program, children_of, trainer
+from tests.support.forked_programs import Program, trainer
 from tests.support.train_program import (
     LIMIT_S,
     OPTIONS,
@@ -20,47 +17,20 @@ from tests.support.train_program import (
     job_of,
     metrics,
     run,
-    start,
-    steps_done,
     this_rank,
-    wait_for,
 )
 
 
 @pytest.mark.full
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(data: tuple[str, str], tmp_path: Path) -> None:
     wild = ("--optimizer", "sgd", "--lr", "1e30", "--lr-warmup-iters", "0", "--max-nan-steps", "2")
-    again = ("--max-restarts", "3", "--save", str(tmp_path / "s"), "--log-interval", "1")
+    again = ("--save", str(tmp_path / "s"), "--log-interval", "1")
     shown, errors = run(*data, *wild, *again, "--out", str(tmp_path), code=4)
     skipped = [record["skipped"] for record in metrics(tmp_path)]
     assert skipped[-2:] == [1, 2]
     shown = " ".join(shown.split())
-    assert (shown.count("of at most 2 in a row"), shown.count("starting all ranks again")) == (2, 0)
+    assert shown.count("of at most 2 in a row") == 2
     assert "3 steps in a row could not be taken, and --max-nan-steps is 2; lower --lr" in errors
-    assert "Traceback" not in errors
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks")
-def test_a_hung_run_is_explained_ended_and_started_again(data: tuple[str, str], tmp_path: Path) -> None:
-    out, saved = tmp_path / "out", tmp_path / "saved"
-    options = ("--hang-timeout-minutes", "0.1", "--max-restarts", "1", "--save", str(saved), "--save-interval", "100")
-    process = start(*data, *options, "--train-iters", "1000000", "--out", str(out))
-    wait_for(lambda: steps_done(out) >= 102, process)  # far from a save, where silence is no standstill
-    first = children_of(process.pid)
-    os.kill(first[1], signal.SIGSTOP)
-    wait_for(lambda: "starting all ranks again, 1 of at most 1" in process.shown("err"), process)
-    report = (out / "hang" / "report.txt").read_text()
-    assert "nothing has happened for" in report
-    assert "rank 1" in report.partition("\n")[2]
-    assert "in train_step" in (out / "hang" / "stack_rank0.txt").read_text()
-    assert [pid for pid in first if Path(f"/proc/{pid}").exists()] == []
-    before = metrics(out)[-1]["step"]
-    wait_for(lambda: metrics(out)[-1]["step"] > before + 2, process)
-    os.kill(children_of(process.pid)[1], signal.SIGSTOP)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 5
-    assert errors.count("nothing has happened for") == 2
     assert "Traceback" not in errors
 
 
@@ -110,12 +80,12 @@ def test_errors_of_memory_count_also_as_a_cause_and_others_do_not() -> None:
     assert not is_out_of_memory(RuntimeError("NCCL error: remote process exited or there was a network error"))
 
 
-def told_before_the_first_step() -> str:
-    return memory_told(MemoryError("no room"), job_of("--micro-batch-size", "1"), this_rank(), 0)
+def told_outside_of_a_step() -> str:
+    return memory_told(job_of("--micro-batch-size", "1"), this_rank(), 0, MemoryError("no room"))
 
 
 def test_memory_that_ran_out_before_the_first_step(run_ranks: RunRanks) -> None:
-    told = run_ranks(2, told_before_the_first_step)
-    assert told[1].startswith("out of memory on rank 1 before the first step on cpu: no room\n")
+    told = run_ranks(2, told_outside_of_a_step)
+    assert told[1].startswith("out of memory on rank 1 outside of a step on cpu: no room\n")
     assert "--init-model-with-meta-device; more ranks" in told[0]
     assert "--micro-batch-size 0" not in told[0]

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.train.data.tokenizer import IdVocabulary
 from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.resolve import resolve
-from megatron_fsdp.train.results import export
-from megatron_fsdp.train.run_job import run_job
+from megatron_fsdp.train.run_job import export, run_job
 from tests.conftest import RunRanks
 from tests.support.train_program import refusal, this_rank, write_text
 from tests.support.train_program import train as train_whole
@@ -26,7 +24,7 @@ FAMILY = ("--transformer-impl", "transformers", "--no-qk-layernorm", "--train-it
 
 def trained_and_exported(values: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
     run = prepare(values)
-    run = replace(run, data=replace(run.data, vocabulary=IdVocabulary(IDS)))
+    run = replace(run, data=replace(run.data, vocab_size=IDS))
     train(run, Silent(), NoCheckpoints())
     export(run, Path(folder))
     return whole_weights(run.trained.model)
@@ -85,7 +83,7 @@ def test_a_tuned_model_takes_along_what_lies_beside_its_weights(run_ranks: RunRa
     model.save_pretrained(source)
     (source / "chat_template.jinja").write_text("{{ messages }}")
     text, steps = str(write_text(tmp_path / "text.txt")), ("--seq-length", "16", "--micro-batch-size", "1")
-    data = ("--tokenizer-type", "byte", "--data-path", text, "--out", str(tmp_path / "out"), "--prompt", "")
+    data = ("--tokenizer-type", "byte", "--data-path", text, "--out", str(tmp_path / "out"))
     begin = ("--hf-model", str(source), "--train-iters", "2", "--lr", "0.1", "--device", "cpu", "--use-megatron-fsdp")
     run_ranks(1, train_words, *begin, *steps, *data, "--export-hf", str(folder))
     assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"

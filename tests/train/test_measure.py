@@ -1,20 +1,14 @@
-"""Peaks, memory and exposed communication as they are measured, and beside the formulas."""
+"""Peaks, memory and exposed communication as they are measured."""
 
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.describe.model import MemoryUse
-from megatron_fsdp.sharding.accounting import GroupFootprint
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.loop import Run, train
@@ -23,7 +17,6 @@ from megatron_fsdp.train.measure import (
     ExposedCommunication,
     Speed,
     StepRecord,
-    compare,
     optimizer_bytes,
     peak_by_name,
     peak_tflops,
@@ -35,76 +28,6 @@ from tests.conftest import RunRanks
 from tests.support.array_tokens import feed_of, token_data
 from tests.support.train_program import this_rank
 from tests.train.engines.runs import NoCheckpoints, Silent
-
-
-def formulas(
-    strategy: ShardingStrategy,
-    *,
-    microbatches: int = 1,
-    exchanges_pairwise: bool = False,
-    outer_ranks: int = 1,
-    outer_shares: bool = False,
-) -> list[int]:
-    groups = tuple(
-        GroupFootprint(
-            outer_ranks=outer_ranks,
-            outer_shares=outer_shares,
-            unit=unit,
-            numel=numel,
-            num_shards=2,
-            compute=torch.bfloat16,
-            main_params=torch.float32,
-            main_grads=torch.float32,
-            grad_comm=torch.bfloat16,
-            requires_grad=True,
-        )
-        for unit, numel in enumerate((100, 400, 400, 400))
-    )
-    model: Any = SimpleNamespace(
-        memory=lambda: MemoryUse(1, 0, 0, 2, 0),
-        footprints=lambda: groups,
-        resolved=SimpleNamespace(strategy=strategy),
-        parameter_groups=lambda: [SimpleNamespace(exchanges_inner=exchanges_pairwise)],
-    )
-    rows = compare(model, torch.optim.AdamW([torch.zeros(1)]), Traffic(4, 5, 6, 7), microbatches)
-    assert [row.measured for row in rows] == [4, 6 + 7, 1 + 2]
-    return [row.formula for row in rows]
-
-
-HELD = 650 * (2 + 4 + 4) + 650 * 8  # a bf16 weight, float32 main weight and gradient per owned element, and Adam's two
-
-
-def test_fully_sharded_formulas_are_worked_out_by_hand() -> None:
-    assert formulas(ShardingStrategy.optim_grads_params) == [
-        5,  # root and three units, and the unit that gave way to the last two again in backward
-        (50 + 4 * 200) * 2 + 650 * 2,
-        HELD + 2 * (256 + 2 * 896),  # the root and two units, gathered; a bucket for the root and two for units
-    ]
-
-
-def test_what_takes_more_is_in_the_formulas() -> None:
-    """A pairwise exchange takes one more bucket; each microbatch reduces again where gradients are sharded."""
-    plain = formulas(ShardingStrategy.optim_grads_params)
-    pairwise = formulas(ShardingStrategy.optim_grads_params, exchanges_pairwise=True)
-    assert [after - before for before, after in zip(plain, pairwise, strict=True)] == [0, 0, 896]
-    once, thrice = (formulas(ShardingStrategy.optim_grads, microbatches=number) for number in (1, 3))
-    assert thrice[1] - once[1] == 2 * 1300
-    assert formulas(ShardingStrategy.optim) == formulas(ShardingStrategy.optim, microbatches=3)
-
-
-def test_the_outer_axis_is_counted_too() -> None:
-    inside = formulas(ShardingStrategy.optim_grads, microbatches=3)
-    hybrid = formulas(ShardingStrategy.optim_grads, microbatches=3, outer_ranks=2)
-    part = 650 * 2  # bytes of the bfloat16 weights, or gradients, that an inner rank stands for
-    assert hybrid[0] == inside[0]
-    assert hybrid[1] == inside[1] + 3 * (2 * part // 2)  # an all-reduce of each group after each microbatch
-    shared = formulas(ShardingStrategy.optim_grads, microbatches=3, outer_ranks=2, outer_shares=True)
-    assert shared[0] == inside[0] + 4
-    assert shared[1] == inside[1] + part // 2 + 3 * (part // 2)
-
-
-def test_counters_subtract() -> None:
-    assert Traffic(5, 7, 9, 11).since(Traffic(1, 2, 3, 4)) == Traffic(4, 5, 6, 7)
 
 
 def test_optimizer_bytes_count_adam_twice_and_no_step_counters() -> None:
@@ -166,8 +89,8 @@ def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], int, list[tor
     rank = this_rank()
     job = resolve(parse_options([*FLAGS, *flags]), World(rank.count, "cpu"))
     tokens = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
-    data = token_data(tokens, tokens[:400], 400)
-    built = build(job, data.vocabulary.vocab_size, rank)
+    data = token_data(tokens, tokens[:400])
+    built = build(job, data.vocab_size, rank)
     feed = feed_of(data, job, built.data_index)
     notes = Notes()
     speed = Speed(job.tokens_per_step, flops=2e9, ranks=rank.count, peak_tflops=0.5)

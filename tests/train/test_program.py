@@ -1,7 +1,6 @@
 """The program as a person starts it: a launcher and its ranks, each a process."""
 
 import os
-import re
 import signal
 import sys
 from contextlib import suppress
@@ -27,7 +26,7 @@ FOREVER = ("--train-iters", "1000000", "--exit-duration-in-mins", "60")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_ends_well_and_shows_everything(text_file: Path, tmp_path: Path, ranks: int) -> None:
     shown, errors = run("--nproc", str(ranks), "--data-path", str(text_file), "--out", str(tmp_path))
-    for part in ("8/8", "held-out loss", "the model writes", "gathers per step"):
+    for part in ("8/8", "held-out loss", "peak memory per rank"):
         assert shown.count(part) >= 1, part
     assert (errors, [record["step"] for record in metrics(tmp_path)]) == ("", list(range(1, 9)))
 
@@ -79,32 +78,6 @@ def test_nothing_listens_to_the_outside_and_an_interrupt_ends_all_without_a_trac
     assert (process.returncode, errors) == (130, "stopped; what was written so far is kept\n")
     assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
     assert metrics(tmp_path)[0]["step"] == 1
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP has stopped a process."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def is_asked_to_end(pid: int) -> bool:
-    """Whether SIGTERM waits for a process that is stopped."""
-    (waiting,) = re.findall(r"^ShdPnd:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return bool(int(waiting, 16) >> (signal.SIGTERM - 1) & 1)
-
-
-@pytest.mark.full
-@only_linux
-def test_a_second_ctrl_c_ends_at_once(text_file: Path, tmp_path: Path) -> None:
-    process = started_forever(text_file, tmp_path / "out", "--save", str(tmp_path / "saved"))
-    ranks = children_of(process.pid)
-    os.kill(ranks[1], signal.SIGSTOP)  # so that no step can end
-    wait_for(lambda: is_stopped(ranks[1]), process)  # else a later SIGTERM may come first
-    process.send_signal(signal.SIGINT)
-    wait_for(lambda: is_asked_to_end(ranks[1]), process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, "Traceback" in errors) == (130, False)
-    assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
 
 
 @pytest.mark.full

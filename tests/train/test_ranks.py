@@ -12,12 +12,11 @@ import torch
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train import ranks
 from megatron_fsdp.train.failures import OutOfMemoryError
-from megatron_fsdp.train.program import agree_on_restarts
-from megatron_fsdp.train.ranks import Rank, goes_on_without_others, is_first_here, work_on_machines
+from megatron_fsdp.train.ranks import Rank, is_first_here, restarts_so_far, work_on_machines
 from tests.conftest import RunRanks
 from tests.support.forked_programs import children_of
 from tests.support.hosts import start_agent, two_hosts
-from tests.support.train_program import LIMIT_S, by_step, differences, metrics, run, this_rank, wait_for, write_text
+from tests.support.train_program import LIMIT_S, by_step, differences, run, this_rank, wait_for, write_text
 
 
 def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tuple[bool, str | None]:
@@ -73,7 +72,7 @@ def agreed(counts: list[str]) -> int:
     rank = this_rank()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[rank.index]
     try:
-        return agree_on_restarts(rank)
+        return restarts_so_far(rank)
     finally:
         del os.environ["TORCHELASTIC_RESTART_COUNT"]
 
@@ -81,32 +80,6 @@ def agreed(counts: list[str]) -> int:
 def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew(run_ranks: RunRanks) -> None:
     assert run_ranks(2, agreed, ["1", "0"]) == [1, 1]
     assert run_ranks(2, agreed, ["0", "0"]) == [0, 0]
-
-
-def goes_on(agents: list[str], asked: list[bool], starts: str) -> bool:
-    rank = this_rank()
-    told = {"GROUP_RANK": agents[rank.index], "TORCHELASTIC_RESTART_COUNT": starts, "TORCHELASTIC_MAX_RESTARTS": "1"}
-    os.environ.update(told)
-    try:
-        return goes_on_without_others(is_asked=asked[rank.index])
-    finally:
-        for name in told:
-            del os.environ[name]
-
-
-@pytest.mark.parametrize(
-    ("agents", "asked", "starts", "expected"),
-    [
-        (["0", "0", "1"], [False, False, True], "0", [True, True, False]),  # the second machine leaves
-        (["0", "0", "1"], [False, False, True], "1", [False, False, False]),  # and no start is left
-        (["0", "0", "1"], [True, False, True], "0", [False, False, False]),  # the whole job is asked to end
-        (["0", "0", "0"], [False, True, False], "0", [False, False, False]),  # one rank of a single machine is
-    ],
-)
-def test_ranks_are_to_start_again_where_another_machine_leaves(
-    run_ranks: RunRanks, agents: list[str], asked: list[bool], starts: str, expected: list[bool]
-) -> None:
-    assert run_ranks(3, goes_on, agents, asked, starts) == expected
 
 
 STEPS = 60
@@ -141,32 +114,3 @@ def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
     assert by_step(out, *NUMBERS) == by_step(alone, *NUMBERS)
     assert differences(saved / LAST, alone / "saved" / LAST) == []
-
-
-STEPS_OF_TWO = 80
-SAME = ("learning_rate", "samples", "data_checksum")
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="uses network namespaces")
-def test_the_run_goes_on_without_a_host_that_leaves_in_good_order(tmp_path: Path) -> None:
-    data = ("--data-path", str(write_text(tmp_path / "text.txt")), "--train-iters", str(STEPS_OF_TWO))
-    alone, out, saved = tmp_path / "alone", tmp_path / "out", tmp_path / "saved"
-    run(*data, "--nproc", "2", "--out", str(alone))
-    with two_hosts() as (first, second):
-        options = (*data, "--save", str(saved), "--load", str(saved), "--save-interval", "10", "--out", str(out))
-        stays = start_agent(first, first, "1:2", 1, *options)
-        leaves = start_agent(second, first, "1:2", 1, *options)
-        wait_for(lambda: (saved / "iter_0000010").exists(), stays)
-        ranks = children_of(leaves.pid)
-        os.kill(leaves.pid, signal.SIGTERM)
-        left = leaves.communicate(timeout=LIMIT_S)
-        assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == [], left
-        shown, errors = stays.communicate(timeout=LIMIT_S)
-    assert stays.returncode == 0, errors[-3000:]
-    assert "stopped and saved after " in " ".join(shown.split())
-    assert list(by_step(out, "loss")) == list(range(1, STEPS_OF_TWO + 1)), (shown[-3000:], errors[-3000:])
-    assert [record["step"] for record in metrics(out)] == list(range(1, STEPS_OF_TWO + 1))  # none came twice
-    assert by_step(out, *SAME) == by_step(alone, *SAME)
-    for step, (loss,) in by_step(alone, "loss").items():
-        assert by_step(out, "loss")[step][0] == pytest.approx(loss, rel=2e-3)

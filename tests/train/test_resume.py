@@ -77,7 +77,7 @@ def test_a_folder_that_does_not_fit_is_refused(run_ranks: RunRanks, data: tuple[
         "has 2 steps already: give --train-iters above 2": ("--load", folder, "--no-load-optim"),
         "holds a checkpoint of step 2, and this run begins after step 0": ("--save", folder),
         "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim": ("--load", folder),
-        "file cannot be written (File exists): give a folder that can be": ("--save", str(tmp_path / "file")),
+        "file cannot be written (File exists): give another folder": ("--save", str(tmp_path / "file")),
     }
     for number, (words, options) in enumerate(cases.items()):
         told = run_ranks(2, refusal, *short, *options, "--out", str(tmp_path / f"refused{number}"))
@@ -157,7 +157,7 @@ def test_another_number_of_ranks_trains_on_the_same_samples(
     assert "--global-batch-size" not in told[0]
     for text, ranks in ((told[1], 3), (told[2], 1)):
         assert f"--global-batch-size 4, as in the run that saved {folder}" in text
-        assert f"would follow from {ranks} data-parallel ranks" in text
+        assert f"{2 * ranks} would follow from the ranks" in text
     whole, found = (by_step(tmp_path / name, *NUMBERS) for name in ("whole", "parts"))
     assert list(found) == list(range(1, 9))
     for step, (loss, norm, rate, samples, checksum) in whole.items():
@@ -198,9 +198,9 @@ def refusal_without_batch(*options: str) -> str:
 
 
 def test_an_error_names_options_and_no_arguments() -> None:
-    with pytest.raises(CheckpointError, match="move it away") as caught, in_options():
-        raise CheckpointError("a exists; pass overwrite=True to replace it, or save another iteration")
-    assert "overwrite" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="give --no-strict-fsdp-dtensor-load to load") as caught, in_options():
+        raise CheckpointError("a does not fit; pass strict=False to load what fits")
+    assert "strict=False" not in str(caught.value)
     with pytest.raises(CheckpointError, match=r"^as it is$"), in_options():
         raise CheckpointError("as it is")
 

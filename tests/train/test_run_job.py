@@ -21,8 +21,6 @@ OPTIONS: dict[str, Any] = {
     "global_batch_size": 4,
     "eval_interval": 4,
     "log_interval": 3,
-    "sample_tokens": 20,
-    "prompt": "def ",
 }
 
 
@@ -57,56 +55,13 @@ def test_two_ranks_train_and_evaluate_as_one_process_does(
     assert summary(tmp_path)["held_out_loss"] == pytest.approx(summary(one_process)["held_out_loss"], rel=1e-4)
 
 
-@pytest.mark.full(short=["model1"])
-@pytest.mark.parametrize(
-    "model", [{}, {"transformer_impl": "transformers"}, {"transformer_impl": "transformers", "use_torch_fsdp2": True}]
-)
-def test_traffic_and_memory_are_what_the_formulas_say(
-    run_ranks: RunRanks, text_file: Path, tmp_path: Path, model: dict[str, Any]
-) -> None:
-    run_ranks(2, train, {**OPTIONS, **model, "bf16": True, "data_path": str(text_file), "out": str(tmp_path)})
-    rows = {row["what"]: (row["measured"], row["formula"]) for row in summary(tmp_path)["rows"]}
-    assert len(rows) == (0 if "use_torch_fsdp2" in model else 3)
-    for what, (measured, formula) in rows.items():
-        assert (0 < measured <= formula) if what.startswith("peak") else (0 < measured == formula)
-
-
-@pytest.mark.full(short=["optim_grads_params-optim"])
-@pytest.mark.parametrize(
-    ("strategy", "outer"), [("optim_grads_params", "no_shard"), ("optim_grads_params", "optim"), ("optim", "optim")]
-)
-def test_traffic_over_the_outer_axis_is_what_the_formulas_say(
-    run_ranks: RunRanks, text_file: Path, tmp_path: Path, strategy: str, outer: str
-) -> None:
-    """Two microbatches a step over two inner and two outer ranks."""
-    options = {
-        **OPTIONS,
-        "train_iters": 2,
-        "eval_interval": 9,
-        "sample_tokens": 1,
-        "micro_batch_size": 1,
-        "global_batch_size": 8,
-        "num_distributed_optimizer_instances": 2,
-        "data_parallel_sharding_strategy": strategy,
-        "outer_dp_sharding_strategy": outer,
-        "data_path": str(text_file),
-        "out": str(tmp_path),
-    }
-    run_ranks(4, train, options)
-    rows = {row["what"]: row for row in summary(tmp_path)["rows"]}
-    for what in ("gathers per step", "bytes sent per step"):
-        assert rows[what]["measured"] == rows[what]["formula"] > 0
-
-
-def test_run_leaves_metrics_sample_and_summary(one_process: Path) -> None:
+def test_run_leaves_metrics_and_summary(one_process: Path) -> None:
     records = read_lines(one_process / "metrics.jsonl", StepRecord)
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert records[-1].loss < records[0].loss - 1.0
     assert all(record.grad_norm > 0 and record.tokens_per_s > 0 and record.peak_bytes > 0 for record in records)
-    assert (one_process / "sample.txt").read_text().startswith("def ")
     told = summary(one_process)
     assert [evaluation["step"] for evaluation in told["evaluations"]][:2] == [4, 8]
-    assert told["bits_per_byte"] == pytest.approx(told["held_out_loss"] / math.log(2))
 
 
 @pytest.mark.full
@@ -114,7 +69,7 @@ def test_pieces_of_words_can_be_the_tokens(run_ranks: RunRanks, text_file: Path,
     run_ranks(2, train, {**OPTIONS, "tokenizer_type": "bpe", "data_path": str(text_file), "out": str(tmp_path)})
     told = summary(tmp_path)
     assert len(list(tmp_path.rglob("tokenizer.json"))) == 1
-    assert told["bits_per_byte"] < 0.8 * told["held_out_loss"] / math.log(2)  # a token is more than a byte
+    assert told["held_out_loss"] < math.log(8192)
 
 
 def test_folder_of_an_earlier_run_is_refused(run_ranks: RunRanks, one_process: Path, text_file: Path) -> None:

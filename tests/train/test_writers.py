@@ -1,8 +1,7 @@
-"""Files and trackers over restarts; W&B and MLflow are stand-in modules, since they need an account or a server."""
+"""Files and trackers over restarts; W&B is a stand-in module, since it needs an account."""
 
 import importlib.util
 import math
-import resource
 import sys
 import types
 from pathlib import Path
@@ -17,55 +16,8 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.program import start_ranks
-from megatron_fsdp.train.recorder import LineFile, Writer, applied, find_writers, step_scalars
+from megatron_fsdp.train.recorder import Writer, applied, find_writers, step_scalars
 from tests.train.records import record
-
-FULL = Path("/dev/full")
-
-
-def test_lines_are_added_and_kept_and_a_torn_one_goes(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    file = LineFile(path)
-    file.keep(lambda _: True)
-    file.append(["a\n", "b\n"])
-    file.append(["c\n"])
-    assert path.read_text() == "a\nb\nc\n"
-    with path.open("a") as opened:
-        opened.write("to")
-    LineFile(path).keep(lambda line: line != "b\n")
-    assert path.read_text() == "a\nc\n"
-    assert [found.name for found in tmp_path.iterdir()] == ["lines"]
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="this system has no full device")
-def test_a_full_disk_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    path.symlink_to(FULL)
-    file = LineFile(path)
-    for line in ("a\n", "b\n"):
-        with pytest.raises(OSError, match="No space left"):
-            file.append([line])
-    path.unlink()  # there is room again
-    file.append(["c\n"])
-    assert path.read_text() == "a\nb\nc\n"
-    file.flush()
-    assert path.read_text() == "a\nb\nc\n"
-
-
-def test_half_a_line_is_taken_off_again(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    path.write_text("a\n")
-    file, before = LineFile(path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))  # three bytes more are written, and no fourth
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            file.append(["long line\n"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert path.read_text() == "a\n"
-    file.append(["b\n"])
-    assert path.read_text() == "a\nlong line\nb\n"
-
 
 SECRET = "zq7secret"
 
@@ -170,66 +122,8 @@ def test_wandb_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.Mo
     assert SECRET not in str(calls)
 
 
-def stand_in_for_mlflow(calls: list[tuple[str, Any]]) -> types.ModuleType:
-    """What the writer uses of mlflow, with a note of every call."""
-
-    class Client:
-        def __init__(self, tracking_uri: str) -> None:
-            calls.append(("client", tracking_uri))
-
-        def get_experiment_by_name(self, name: str) -> None:
-            calls.append(("get_experiment_by_name", name))
-
-        def create_run(self, experiment: str, run_name: str) -> Any:
-            calls.append(("create_run", (experiment, run_name)))
-            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-7"))
-
-        def create_experiment(self, name: str) -> str:
-            return f"id of {name}"
-
-        def log_param(self, run: str, name: str, value: str) -> None:
-            calls.append(("log_param", (run, name, value)))
-
-        def log_batch(self, run: str, metrics: list[Any]) -> None:
-            calls.append(("log_batch", (run, metrics)))
-
-        def update_run(self, run: str, status: str) -> None:
-            calls.append(("update_run", (run, status)))
-
-        def set_terminated(self, run: str) -> None:
-            calls.append(("set_terminated", run))
-
-    module = types.ModuleType("mlflow")
-    entities = types.SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, timestamp > 0, step))
-    module.__dict__.update(MlflowClient=Client, entities=entities)
-    return module
-
-
-def test_mlflow_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "mlflow", stand_in_for_mlflow(calls))
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", SECRET)
-    train_twice(job_of("--mlflow-tracking-uri", "https://host:5000"), tmp_path)
-    assert [value for name, value in calls if name == "client"] == 2 * ["https://host:5000"]
-    assert [value for name, value in calls if name == "create_run"] == [("id of megatron_fsdp", tmp_path.name)]
-    assert ("log_param", ("run-7", "train_iters", "30")) in calls
-    assert ("update_run", ("run-7", "RUNNING")) in calls
-    batches = [metrics for name, (_, metrics) in (call for call in calls if call[0] == "log_batch")]
-    losses = [(step, value) for metrics in batches for key, value, stamped, step in metrics if key == "lm loss"]
-    assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 23.0), (4, 24.0), (5, 25.0)]
-    assert all(stamped for metrics in batches for _, _, stamped, _ in metrics)
-    assert [name for name, _ in calls].count("set_terminated") == 2
-    assert all(len(value) <= 500 for name, value in calls if name == "log_param" for value in value[2:])
-    assert SECRET not in str(calls)
-    calls.clear()
-    writer = writers_of(job_of("--mlflow-tracking-uri", "somewhere"), tmp_path, Progress())[-1]
-    writer.on_steps([record(step) for step in range(1, 201)])  # in parts that MLflow takes
-    sizes = [len(metrics) for name, (_, metrics) in (call for call in calls if call[0] == "log_batch")]
-    assert (sum(sizes), len(sizes), max(sizes) <= 1000) == (200 * len(step_scalars(record(1))), 4, True)
-
-
 def test_trackers_that_nobody_asked_for_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wandb", "mlflow", "tensorboard", "torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     train_twice(job_of(), tmp_path)
     assert (tmp_path / "metrics.jsonl").exists()
@@ -237,7 +131,7 @@ def test_trackers_that_nobody_asked_for_are_not_imported(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("flag", "package"),
-    [("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb"), ("--mlflow-tracking-uri", "mlflow")],
+    [("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")],
 )
 def test_a_missing_package_is_refused_in_words(flag: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else pytest.fail(name))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +16,7 @@ import torch
 from megatron_fsdp.checkpoint import Checkpointer, LoadReport, load_checkpoint
 from megatron_fsdp.checkpoint.convert.groups import dump_param_to_param_group_map
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder, iteration_of
+from megatron_fsdp.checkpoint.store import CheckpointStore, RunFolder
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -28,14 +26,13 @@ from megatron_fsdp.train.failures import NotSavedError
 from megatron_fsdp.train.faults import is_out_of_memory
 from megatron_fsdp.train.measure import Progress
 from megatron_fsdp.train.models.megatron_checkpoint import view_for
-from megatron_fsdp.train.options.job import Job
+from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options, flag_for
-from megatron_fsdp.train.options.resolve import with_samples_of_step
+from megatron_fsdp.train.options.resolve import resolve
+from megatron_fsdp.train.ranks import Rank
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_OPTIMIZER = {"sgd": ("sgd_momentum",), "adam": ("adam_beta1", "adam_beta2", "adam_eps")}
-_NO_ARITHMETIC = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-_FACTS = "trainer.facts"
 _BATCH = "--global-batch-size"
 
 Say = Callable[[str], None]
@@ -117,39 +114,28 @@ def _require_sound(path: Path) -> None:
         require_sound(folder, rank_of(None), world_size_of(None))
 
 
-def saved_batch(path: Path) -> int | None:
-    """Return the samples of a step of the run that saved a checkpoint; None if it does not say."""
-    folder = CheckpointFolder(path)
-    facts = folder.read_object(_FACTS) if _FACTS in folder.objects else []
-    found = {str(name): str(value) for name, value in facts} if isinstance(facts, list) else {}
-    return int(found[_BATCH]) if _BATCH in found else None
-
-
-def with_saved_batch(job: Job, origin: Origin, say: Say) -> Job:
+def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
     """Return the job with as many samples in a step as the run that it resumes; collective.
 
     With `--global-batch-size` left out, a step has one microbatch of each rank. On another number of ranks that would
     be another run, so the number that was decided when it began is kept.
     """
     options, training = job.options, job.options.training
-    is_free = training.global_batch_size is not None and training.train_samples is None
-    if origin.folder is None or (options.checkpoint.finetune and not origin.is_own) or is_free:
+    if origin.folder is None or training.global_batch_size or (options.checkpoint.finetune and not origin.is_own):
         return job
-    path = CheckpointStore(origin.folder).resolve_or_itself()
-    total = together(f"reading {path}", lambda: saved_batch(path))
+    folder = CheckpointFolder(CheckpointStore(origin.folder).resolve_or_itself())
+
+    def saved() -> int | None:
+        facts = folder.read_object("trainer.facts") if "trainer.facts" in folder.objects else []
+        found = {str(name): str(value) for name, value in facts} if isinstance(facts, list) else {}
+        return int(found[_BATCH]) if _BATCH in found else None
+
+    total = together(f"reading {folder.path}", saved)
     if total is None or total == job.batch.total:
         return job
-    if training.global_batch_size is not None:
-        raise ConfigurationError(
-            f"{path} was saved by a run with {total} samples in a step, and --global-batch-size is {job.batch.total}: "
-            f"all steps of --train-samples have one size; give --global-batch-size {total}, or --train-iters"
-        )
-    resumed = with_samples_of_step(job, total)
-    say(
-        f"--global-batch-size {total}, as in the run that saved {path}; {job.batch.total} would follow from "
-        f"{job.batch.ranks} data-parallel ranks, and be another run"
-    )
-    return resumed
+    say(f"{_BATCH} {total}, as in the run that saved {folder.path}; {job.batch.total} would follow from the ranks")
+    options = replace(options, training=replace(training, global_batch_size=total))
+    return resolve(options, World(rank.count, rank.device.type, job.restarts))
 
 
 # ---- what decides its numbers ----------------------------------------------------------------------------------------
@@ -199,7 +185,6 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--global-batch-size": str(job.batch.total),
         "--seq-length": str(job.seq_length),
         **{flag_for(name): str(options.value(name)) for name in _deciding(options)},
-        **_source_facts(options.model.source),
         **_dtype_facts(job),
         "--data-path": f"text with checksum {data.checksum[:16]}",
     }
@@ -208,24 +193,13 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
 def _deciding(options: Options) -> Iterator[str]:
     """Yield the options that decide numbers as they were given."""
     yield from ("optimizer", *_OF_OPTIMIZER[options.optimizer.optimizer])
-    yield from ("weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss")
+    yield from ("weight_decay", "clip_grad", "calculate_per_token_loss", "seed", "eod_mask_loss", "split")
     if options.model.source is None:  # not visible in the shapes of weights
         yield from ("num_attention_heads", "normalization", "norm_epsilon")
         if options.model.position_embedding_type == "rope":
             yield "rotary_base"
         if options.model.num_experts is not None:
             yield "moe_router_topk"
-
-
-def _source_facts(source: Path | None) -> dict[str, str]:
-    """Return the checksum of a transformers configuration, without fields that change no number."""
-    if source is None:
-        return {}
-    file = source / "config.json" if source.is_dir() else source
-    found = json.loads(file.read_bytes())
-    said = {name: value for name, value in found.items() if name not in _NO_ARITHMETIC}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-    return {"the configuration of the model": f"one with checksum {digest[:16]}"}
 
 
 def _dtype_facts(job: Job) -> dict[str, str]:
@@ -246,8 +220,9 @@ def _dtype_facts(job: Job) -> dict[str, str]:
 class RunCheckpoints:
     """The checkpoints of one run of the trainer; without folders it does nothing. Every method is collective.
 
-    While it is entered and there is a folder to save to, SIGINT and SIGTERM no longer end the process: `is_interrupted`
-    becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends it at once.
+    While it is entered and there is a folder to save to, SIGINT, SIGTERM and SIGHUP no longer end the process:
+    `is_interrupted` becomes true on this rank, and the loop lets the ranks agree, saves and ends; a second SIGINT ends
+    it at once.
     `is_finished` is true after `start` where an earlier run of the same command has done all steps.
 
     A save that fails, as on a full disk, is reported and counted, and training goes on: earlier saves stay intact.
@@ -264,7 +239,6 @@ class RunCheckpoints:
         self._failed_saves = 0
         self._is_saving = False  # in the background, with an end that is not known yet
         self._problem: CheckpointError | None = None  # of the newest save, where it failed
-        self._replaceable: frozenset[int] = frozenset()
         self._handlers: dict[signal.Signals, Any] = {}
         self._checkpointer: Checkpointer | None = None
         if options.save is not None:
@@ -301,10 +275,13 @@ class RunCheckpoints:
         if steps >= total and not is_measured_only:
             raise ConfigurationError(f"--load {load} has {steps} steps already: give --train-iters above {steps}")
         if saved and saved[-1] > steps:
-            self._meet_later_ones(saved[-1], steps)
-        if options.save is not None:
-            folder = options.save
-            self._replaceable = decided_by_first(lambda: _numbers_in(folder, above=steps), f"looking into {folder}")
+            newer = f"--save {options.save} holds a checkpoint of step {saved[-1]}"
+            if not job.load_is_optional:
+                raise ConfigurationError(
+                    f"{newer}, and this run begins after step {steps}: give --load {options.save} to go on from there, "
+                    "or another folder"
+                )
+            self._say(f"{newer}, which its pointer does not name: this run goes on from step {steps}, and replaces it")
         if options.dump_param_to_param_group_map is not None:
             folder = options.dump_param_to_param_group_map
             dump_param_to_param_group_map(self._trained.model, self._trained.optimizer, folder)
@@ -325,15 +302,14 @@ class RunCheckpoints:
             self._await()
         options, trained = self._options, self._trained
         try:
-            with in_options():
-                path = self._checkpointer.save(
-                    progress.steps,
-                    trained.model,
-                    None if options.no_save_optim else trained.optimizer,
-                    extra=self._extra(),
-                    with_rng=not options.no_save_rng,
-                    overwrite=progress.steps in self._replaceable,
-                )
+            path = self._checkpointer.save(
+                progress.steps,
+                trained.model,
+                None if options.no_save_optim else trained.optimizer,
+                extra=self._extra(),
+                with_rng=not options.no_save_rng,
+                overwrite=True,  # what a run left that was given up; the folder is this one's alone
+            )
         except CheckpointError as error:
             self._note_failed(error)
             return
@@ -347,8 +323,7 @@ class RunCheckpoints:
         assert self._checkpointer is not None
         self._is_saving = False
         try:
-            with in_options():
-                self._checkpointer.wait()
+            self._checkpointer.wait()
         except CheckpointError as error:
             self._note_failed(error)
         else:
@@ -382,19 +357,6 @@ class RunCheckpoints:
         return NotSavedError(
             f"{what}; what was saved before is as it was. Make room in {folder}, or give another folder, and go on "
             f"with --load {folder}"
-        )
-
-    def _meet_later_ones(self, newest: int, steps: int) -> None:
-        """Decide about checkpoints of later steps than this run begins at."""
-        save = self._options.save
-        if not self._job.load_is_optional:
-            raise ConfigurationError(
-                f"--save {save} holds a checkpoint of step {newest}, and this run begins after step {steps}: "
-                f"give --load {save} to go on from there, or another folder"
-            )
-        self._say(
-            f"{save} holds a checkpoint of step {newest} that its pointer does not name: this run goes on from step "
-            f"{steps}, and replaces what it comes to again"
         )
 
     def _load(self, folder: Path) -> None:
@@ -441,14 +403,6 @@ class RunCheckpoints:
         self.is_interrupted = True
 
 
-_OPTION_OF = {
-    "pass strict=False to load what fits": "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim "
-    "where only the optimizer does not",
-    "pass overwrite=True to replace it, or save another iteration": "it was not there when this run began, so another "
-    "one may be saving here: move it away, or give another folder to --save",
-}
-
-
 @contextmanager
 def _own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep this run's options of each parameter group, whatever is loaded inside the block.
@@ -467,18 +421,11 @@ def _own_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @contextmanager
 def in_options() -> Iterator[None]:
     """Name the trainer's options in errors of the library that name arguments."""
+    said = "pass strict=False to load what fits"
+    told = "give --no-strict-fsdp-dtensor-load to load what fits, or --no-load-optim where only the optimizer does not"
     try:
         yield
     except CheckpointError as error:
-        message = str(error)
-        for argument, option in _OPTION_OF.items():
-            message = message.replace(argument, option)
-        if message == str(error):
+        if said not in str(error):
             raise
-        raise CheckpointError(message) from error
-
-
-def _numbers_in(folder: Path, above: int) -> frozenset[int]:
-    """Return the steps above `above` that folders of checkpoints are named after, whole or not."""
-    found = (iteration_of(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
-    return frozenset(number for number in found if number is not None and number > above)
+        raise CheckpointError(str(error).replace(said, told)) from error

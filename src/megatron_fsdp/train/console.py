@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import IO, Any, cast
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from megatron_fsdp.describe.description import in_bytes
-from megatron_fsdp.train.failures import point_nowhere
-from megatron_fsdp.train.measure import Evaluation, Progress, Row, StepRecord
+from megatron_fsdp.train.measure import Evaluation, Progress, StepRecord
 
 LIBRARY_LOGGER = "megatron_fsdp"
 PLAIN_WIDTH = 120
@@ -32,6 +33,8 @@ _NAME_WIDTH, _VALUE_WIDTH = 14, 10  # three cells and the space between them fit
 
 def make_console(*, is_first: bool) -> Console:
     """Make a console for this rank; those of other ranks are silent."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # letters that the encoding lacks
     console = _Console(quiet=not is_first, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
@@ -48,51 +51,11 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Stop printing when the reader of the pipe is gone (`| head`): the files of the run have everything."""
         self.quiet = True
-        point_nowhere(self.file)
 
-    @property
-    def file(self) -> IO[str]:
-        """The output file; text that it cannot take does not end the program."""
-        return cast("IO[str]", _Lenient(super().file))
-
-    @file.setter
-    def file(self, new_file: IO[str]) -> None:
-        self._file = new_file
-
-    @property
-    def encoding(self) -> str:
-        """The encoding of the output file; without UTF-8 frames are ASCII."""
-        return str(getattr(self.file, "encoding", None) or "utf-8").lower()
-
-
-class _Lenient:
-    """A text file that drops what it cannot write, as on a full disk, and replaces letters that it cannot encode."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._inner = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def write(self, text: str) -> int:
-        """Write what can be written; a broken pipe is raised."""
-        try:
-            return self._inner.write(text)
-        except BrokenPipeError:
-            raise
-        except UnicodeEncodeError:
-            encoding = getattr(self._inner, "encoding", None) or "ascii"
-            return self.write(text.encode(encoding, "replace").decode(encoding))
-        except OSError:
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._inner.flush()
-        except BrokenPipeError:
-            raise
-        except OSError:
-            return
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print, as far as that is possible: not on a full disk."""
+        with suppress(OSError):
+            super().print(*objects, **options)
 
 
 def printable(text: str) -> str:
@@ -143,14 +106,6 @@ def show_header(console: Console, facts: Sequence[tuple[str, str]], asides: Sequ
     for name, value in asides:
         grid.add_row(Text(printable(name), style="dim"), Text(printable(value), style="dim"))
     console.print(Panel(grid, title="megatron_fsdp training", expand=False))
-
-
-def show_comparison(console: Console, rows: Sequence[Row]) -> None:
-    """Print measured values beside computed ones."""
-    table = Table("one rank, last step", Column("measured", justify="right"), Column("formula", justify="right"))
-    for row in rows:
-        table.add_row(row.what, f"{row.measured:,}", f"{row.formula:,}")
-    console.print(table)
 
 
 class ConsoleWatcher:

@@ -12,19 +12,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.config.command_parser import EXIT_INTERRUPTED
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 
+MEETING_VARIABLE = "MEGATRON_FSDP_MEETING"
+"""Names the file, as a URL, by which ranks of one machine meet that this package has started."""
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_OUT_OF_MEMORY = 3
 EXIT_NOT_FINITE = 4
-EXIT_HUNG = 5
 EXIT_NOT_SAVED = 6
 EXIT_KILLED = 7
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -35,7 +36,6 @@ ENDS: Mapping[int, str] = {
     EXIT_USAGE: "a wrong option, data or checkpoint; one line says what to do",
     EXIT_OUT_OF_MEMORY: "a rank had no memory left",
     EXIT_NOT_FINITE: "more steps in a row than --max-nan-steps were not finite",
-    EXIT_HUNG: "nothing happened for --hang-timeout-minutes",
     EXIT_NOT_SAVED: "more saves in a row than --max-failed-saves failed, or the last one",
     EXIT_KILLED: "a rank was ended by a signal from outside",
     EXIT_INTERRUPTED: "Ctrl-C",
@@ -43,14 +43,10 @@ ENDS: Mapping[int, str] = {
 }
 """The meaning of every exit code of the program, where this package started the ranks."""
 
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torchrun
-
-LAUNCHER_VARIABLE = "MEGATRON_FSDP_LAUNCHER_PID"
-"""Names the process that starts the ranks; it may end before a rank can ask the system for its parent."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set for every rank by torch's agent
 
 _TOLD_IN_ONE_LINE = (ConfigurationError, CheckpointError)
-_USELESS_TO_REPEAT = (EXIT_USAGE, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
-_TOLD_BY_CODE = (EXIT_USAGE, EXIT_OUT_OF_MEMORY, EXIT_NOT_FINITE, EXIT_HUNG, EXIT_NOT_SAVED)
+_TOLD_BY_CODE = (EXIT_USAGE, EXIT_OUT_OF_MEMORY, EXIT_NOT_FINITE, EXIT_NOT_SAVED)
 """Exit codes that, almost certainly, only this package uses: they are trusted without an error file."""
 _ECHOES = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank may end because a peer did."""
@@ -74,22 +70,10 @@ class NonFiniteStepError(RunError):
     exit_code = EXIT_NOT_FINITE
 
 
-class HungError(RunError):
-    """Nothing happened for too long."""
-
-    exit_code = EXIT_HUNG
-
-
 class NotSavedError(RunError):
     """Too many saves in a row failed, or the last one."""
 
     exit_code = EXIT_NOT_SAVED
-
-
-class MachineLeftError(RunError):
-    """Another machine was asked to end; its work is saved, and this machine's ranks should start again."""
-
-    exit_code = EXIT_TERMINATED
 
 
 @dataclass(frozen=True)
@@ -104,11 +88,6 @@ class Failure:
     code: int
     time_ns: int
     is_echo: bool = False
-
-    @property
-    def is_worth_repeating(self) -> bool:
-        """Whether a restart of the ranks may get further."""
-        return self.code not in _USELESS_TO_REPEAT
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -135,54 +114,29 @@ def write_failure(error: BaseException, path: Path) -> None:
 
 
 def report_failure(error: BaseException, rank: int) -> int:
-    """Write an error for the launcher, and print it where the launcher does not: its sentence, or its traceback.
+    """Write an error for the agent, and print it where nobody else does: its sentence, or its traceback.
 
-    torchrun shows tracebacks only, at the end of a long report, so a sentence is printed here, too. An error that all
-    ranks share is printed by the first one. Returns the exit code, even if the report fails.
+    The launcher of this package prints the first error of all ranks when it gives up; torchrun does so for tracebacks,
+    at the end of a long report. An error that all ranks share is printed by the first one.
+
+    Returns:
+        The exit code.
     """
-    code = exit_code_of(error)
-    with suppress(OSError, ValueError):  # standard error may be closed, too
-        is_written = _hand_over(error, os.environ.get(ERROR_FILE_VARIABLE))
-        if code == EXIT_FAILED and not is_written:
-            traceback.print_exception(error)
-        elif code != EXIT_FAILED and not (is_written and LAUNCHER_VARIABLE in os.environ):
-            if code != EXIT_USAGE:
-                tell(f"rank {rank}: {error}")
-            elif rank == 0:
-                tell(f"error: {error}")
-    return code
-
-
-def _hand_over(error: BaseException, path: str | None) -> bool:
-    """Write the error file for the launcher; return whether that succeeded (not on a full disk)."""
-    if path is None:
-        return False
+    code, path = exit_code_of(error), os.environ.get(_ERROR_FILE)
+    restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    is_told = path is not None and restarts >= limit and (code == EXIT_FAILED or MEETING_VARIABLE in os.environ)
     try:
-        write_failure(error, Path(path))
-    except OSError:
+        if path is not None:
+            write_failure(error, Path(path))
+    except OSError:  # as on a full disk
+        is_told = False
         with suppress(OSError):
-            Path(path).unlink()  # half a file would hide the exit code
-        return False
-    return True
-
-
-def read_failure(rank: int, failure: ProcessFailure) -> Failure:
-    """Convert torchrun's record of a failed rank."""
-    message = failure.error_file_data.get("message")
-    if not isinstance(message, dict):  # ended from outside, or before it could write an error file
-        noticed_ns = failure.timestamp * 10**9 + 10**9
-        if failure.exitcode >= 0:
-            text = f"it ended with exit code {failure.exitcode} and without a word"
-            code = failure.exitcode if failure.exitcode in _TOLD_BY_CODE else EXIT_FAILED
-            return Failure(rank, text, code, noticed_ns, is_echo=code == EXIT_FAILED)
-        name = signal.Signals(-failure.exitcode).name
-        hint = ", as after kill -9 or when the machine's memory runs out" if name == "SIGKILL" else ""
-        is_echo = -failure.exitcode in _ECHOES
-        return Failure(rank, f"it was ended by {name}{hint}", EXIT_KILLED, noticed_ns, is_echo)
-    extra = message["extraInfo"]
-    code = int(extra.get("exit_code", EXIT_FAILED))
-    text = extra["py_callstack"] if code == EXIT_FAILED else message["message"]
-    return Failure(rank, text, code, int(extra.get("time_ns", failure.timestamp * 10**9)), code == EXIT_FAILED)
+            Path(path or "").unlink()  # half a file would hide the exit code
+    if not is_told and code == EXIT_USAGE:
+        tell(f"error: {error}" if rank == 0 else "")
+    elif not is_told:
+        tell(f"rank {rank}: {error}" if code != EXIT_FAILED else "".join(traceback.format_exception(error)))
+    return code
 
 
 def find_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
@@ -191,32 +145,27 @@ def find_cause(failures: Mapping[int, ProcessFailure]) -> Failure:
     return min(found, key=lambda f: (f.is_echo, f.time_ns, f.rank))
 
 
+def read_failure(rank: int, failure: ProcessFailure) -> Failure:
+    """Convert torch's record of a failed rank."""
+    message = failure.error_file_data.get("message")
+    if isinstance(message, dict):
+        extra = message["extraInfo"]
+        code = int(extra.get("exit_code", EXIT_FAILED))
+        text = extra["py_callstack"] if code == EXIT_FAILED else message["message"]
+        return Failure(rank, text, code, int(extra.get("time_ns", failure.timestamp * 10**9)), code == EXIT_FAILED)
+    noticed_ns = failure.timestamp * 10**9 + 10**9  # ended from outside, or before it could write an error file
+    if failure.exitcode >= 0:
+        text = f"it ended with exit code {failure.exitcode} and without a word"
+        code = failure.exitcode if failure.exitcode in _TOLD_BY_CODE else EXIT_FAILED
+        return Failure(rank, text, code, noticed_ns, is_echo=code == EXIT_FAILED)
+    name = signal.Signals(-failure.exitcode).name
+    hint = ", as after kill -9 or when the machine's memory runs out" if name == "SIGKILL" else ""
+    return Failure(rank, f"it was ended by {name}{hint}", EXIT_KILLED, noticed_ns, is_echo=-failure.exitcode in _ECHOES)
+
+
 def tell(text: str) -> None:
-    """Write lines to standard error; on a terminal on their own line, with the cursor shown."""
-    if sys.stderr is None:  # closed when the program started
-        return
-    # On a terminal the picture of a run that was ended leaves the cursor at the end of a line.
-    try:
-        new_line = "\r\n\x1b[?25h" if sys.stderr.isatty() else ""
-        sys.stderr.write(f"{new_line}{text.rstrip()}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        point_nowhere(sys.stderr)
-
-
-def let_go() -> None:
-    """Drop buffered output that cannot be written, for which Python would exit with another status."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except (OSError, ValueError):
-            point_nowhere(stream)
-
-
-def point_nowhere(file: IO[str]) -> None:
-    """Redirect a file of this process, with what it has buffered, to the null device."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    with suppress(OSError, ValueError):  # a file of no descriptor
-        os.dup2(nowhere, file.fileno())
-    os.close(nowhere)
+    """Write lines to standard error, if there is one; nothing where there is no text."""
+    if text and sys.stderr is not None:
+        with suppress(OSError, ValueError):  # full, closed, or nobody reads it
+            sys.stderr.write(f"{text.rstrip()}\n")
+            sys.stderr.flush()

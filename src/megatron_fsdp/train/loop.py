@@ -6,21 +6,21 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import decided_by_first, gather_objects
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Batch, Feed, held_out_batches
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.failures import NonFiniteStepError
-from megatron_fsdp.train.faults import Pulse
+from megatron_fsdp.train.faults import memory_told, telling_of_memory
 from megatron_fsdp.train.measure import Evaluation, ExposedCommunication, Progress, Speed, StepRecord, peak_bytes
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank, reduce_values
@@ -39,7 +39,6 @@ class Run:
     feed: Feed
     rank: Rank
     speed: Speed | None = None
-    pulse: Pulse = field(default_factory=Pulse)
 
 
 @dataclass(frozen=True)
@@ -47,26 +46,7 @@ class Outcome:
     """The result of training besides the weights."""
 
     progress: Progress
-    last_traffic: Traffic | None  # of the last step on this rank; None with an engine that does not count
     is_interrupted: bool
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step, the same on all ranks; NaN: not asked for."""
-
-    loss: float
-    grad_norm: float
-    checksum: int
-    is_interrupted: bool
-    is_late: bool  # by the first rank's clock
-    params_norm: float = math.nan
-    num_zeros_in_grad: float = math.nan
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and norm are finite, so that the step may be taken."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
@@ -74,79 +54,81 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
     job, training = run.job, run.job.options.training
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
     exposed = ExposedCommunication(run.trained, is_wanted=job.options.reporting.log_exposed_communication)
-    with run.pulse.resting():
-        done = keeper.start()
+    done = keeper.start()
     recorder.start(done)
-    _make_up(run, recorder, done)
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
-    traffic, is_interrupted = None, False
+    is_interrupted = False
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
-        run.pulse.beat(step)
-        scale = 1.0 if run.trained.scale is None else run.trained.scale.value
-        before = None if run.trained.inside is None else run.trained.inside.traffic()
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
-        with exposed.step(is_measured=is_shown):
-            result = train_step(run, done, guard, (keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s))
-        if before is not None and run.trained.inside is not None:
-            traffic = run.trained.inside.traffic().since(before)
-        last_s, now_s = done.elapsed_s, time.perf_counter() - began_s
-        done = Progress(step, done.samples + job.batch.total, done.skipped + (not result.is_finite), now_s)
-        records.append(_record_of(run, done, result, now_s - last_s, scale))
-        is_interrupted = result.is_interrupted
-        is_last = is_interrupted or result.is_late or step == job.train_iters or _is_due(step, training.exit_interval)
+        flags = keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s
+        with exposed.step(is_measured=is_shown), telling_of_memory(partial(memory_told, job, run.rank, step)):
+            record, is_interrupted, is_late = train_step(run, done, guard, flags)
+        record = _timed(run, record, done.elapsed_s, time.perf_counter() - began_s)
+        done = Progress(step, record.samples, record.skipped, record.elapsed_s)
+        records.append(record)
+        is_last = is_interrupted or is_late or step == job.train_iters or _is_due(step, training.exit_interval)
         is_save, is_check = keeper.is_due(step), _is_due(step, training.eval_interval)
         if is_last or is_check or is_save or is_shown:
             recorder.on_steps(_measured(run, records, exposed.take_share()))
-            with run.pulse.resting():
-                if is_save or is_last:
-                    keeper.save(done)
-                if (is_check or is_last) and not is_interrupted:
-                    recorder.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
+            if (is_check or is_last) and not is_interrupted:  # before the save, so that it is not missed
+                recorder.on_evaluation(Evaluation(step, evaluate(job, run.trained, run.data)))
+            if is_save or is_last:
+                keeper.save(done)
             began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break
-    return Outcome(done, traffic, is_interrupted)
+    return Outcome(done, is_interrupted)
 
 
 def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
-def _make_up(run: Run, recorder: Recorder, done: Progress) -> None:
-    """Evaluate first if that was due after the last step and the run was ended in between."""
-    steps, training = done.steps, run.job.options.training
-    is_due = steps > 0 and (_is_due(steps, training.eval_interval) or steps == run.job.train_iters)
-    if not is_due or training.skip_train:
-        return
-    if decided_by_first(lambda: recorder.lacks_evaluation(steps), "reading evaluations"):
-        with run.pulse.resting():
-            recorder.on_evaluation(Evaluation(steps, evaluate(run.job, run.trained, run.data)))
-
-
-def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> StepResult:
+def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, bool]) -> tuple[StepRecord, bool, bool]:
     """Do the optimizer step after `done`, or skip it if its loss or gradient is not finite.
 
-    `flags` say whether this rank was asked to end, and whether its time is over.
+    Args:
+        run: What the step is of.
+        done: Where training is.
+        guard: Ends the run after too many steps that are not finite.
+        flags: Whether this rank was asked to end, and whether its time is over.
+
+    Returns:
+        The step, without its times, and whether any rank was asked to end, and whether the first rank's time is over.
     """
-    for group in run.trained.optimizer.param_groups:
-        group["lr"] = run.job.schedule.rate(done.steps)
+    trained, asked = run.trained, run.job.options.reporting
+    rate = run.job.schedule.rate(done.steps)
+    for group in trained.optimizer.param_groups:
+        group["lr"] = rate
     batches = run.feed.batches(done.samples)
-    loss = run.trained.accumulate(batches, _loss_factors(run, batches))
-    norm = run.trained.clip(run.job.options.optimizer.clip_grad)
-    result = _exchange(run, loss, norm, sum(batch.checksum for batch in batches), flags)
-    asked = run.job.options.reporting
-    if asked.log_num_zeros_in_grad:
-        result = replace(result, num_zeros_in_grad=float(run.trained.count_zero_gradients()))
-    guard.judge(done.steps + 1, result.loss, result.grad_norm, run.trained)
-    if result.is_finite:
-        run.trained.update()
+    loss = trained.accumulate(batches, _loss_factors(run, batches))
+    grad_norm = float(trained.clip(run.job.options.optimizer.clip_grad))
+    share = trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
+    checksum = sum(batch.checksum for batch in batches)
+    mine = [float(loss) * share, checksum * share, float(flags[0]), float(flags[1] and run.rank.is_first)]
+    total, checksums, interrupts, lates = reduce_values(run.rank, mine, "sum")
+    is_finite = math.isfinite(total) and math.isfinite(grad_norm)
+    record = StepRecord(
+        step=done.steps + 1,
+        samples=done.samples + run.job.batch.total,
+        loss=total,
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        skipped=done.skipped + (not is_finite),
+        data_checksum=round(checksums) if math.isfinite(checksums) else 0,
+        loss_scale=1.0 if trained.scale is None else trained.scale.value,
+        num_zeros_in_grad=float(trained.count_zero_gradients()) if asked.log_num_zeros_in_grad else math.nan,
+    )
+    guard.judge(record.step, total, grad_norm, trained)
+    if is_finite:
+        trained.update()
     else:
-        run.trained.skip()
+        trained.skip()
     if asked.log_params_norm:
-        result = replace(result, params_norm=run.trained.norm_of_parameters())
-    return result
+        record = replace(record, params_norm=trained.norm_of_parameters())
+    return record, interrupts > 0, lates > 0
 
 
 def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
@@ -161,36 +143,16 @@ def _loss_factors(run: Run, batches: Sequence[Batch]) -> list[Tensor]:
     return [batch.factors_per_token(tokens) for batch in batches]
 
 
-def _exchange(run: Run, loss: Tensor, norm: Tensor, checksum: int, flags: tuple[bool, bool]) -> StepResult:
-    """All-reduce the results of a step; waits for the device."""
-    interrupted, late = flags
-    share = run.trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
-    mine = [float(loss) * share, checksum * share, float(interrupted), float(late and run.rank.is_first)]
-    total, checksums, interrupts, lates = reduce_values(run.rank, mine, "sum")
-    whole = round(checksums) if math.isfinite(checksums) else 0
-    return StepResult(total, float(norm), whole, interrupts > 0, lates > 0)
-
-
-def _record_of(run: Run, done: Progress, result: StepResult, step_s: float, scale: float) -> StepRecord:
-    """Make the record of a step from what is known as soon as it is done."""
-    speed = run.speed or Speed(run.job.tokens_per_step)
-    return StepRecord(
-        step=done.steps,
-        samples=done.samples,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        learning_rate=run.job.schedule.rate(done.steps - 1),
-        skipped=done.skipped,
-        data_checksum=result.checksum,
-        tokens_per_s=speed.tokens_per_s(step_s),
+def _timed(run: Run, record: StepRecord, before_s: float, elapsed_s: float) -> StepRecord:
+    """Add the times of a step, from the seconds of training before and after it."""
+    speed, step_s = run.speed or Speed(run.job.tokens_per_step), elapsed_s - before_s
+    return replace(
+        record,
         step_s=step_s,
-        peak_bytes=0,
-        elapsed_s=done.elapsed_s,
+        elapsed_s=elapsed_s,
+        tokens_per_s=speed.tokens_per_s(step_s),
         tflops=speed.tflops(step_s),
         mfu=speed.mfu(step_s),
-        loss_scale=scale,
-        params_norm=result.params_norm,
-        num_zeros_in_grad=result.num_zeros_in_grad,
     )
 
 

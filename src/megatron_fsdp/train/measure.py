@@ -13,17 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.plan.machine import MACHINES
-from megatron_fsdp.sharding.accounting import (
-    exchange_scratch_bytes,
-    outer_step_traffic,
-    persistent_bytes,
-    step_traffic,
-    transient_bytes,
-)
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.trace.summary import summarise
 from megatron_fsdp.train.engines.trained import Trained
@@ -51,10 +41,10 @@ class StepRecord:
     learning_rate: float
     skipped: int  # steps so far, since their loss or gradient was not finite
     data_checksum: int  # the same for any number of ranks
-    tokens_per_s: float  # of all ranks, in this step
-    step_s: float
-    peak_bytes: int  # largest peak of any rank so far
-    elapsed_s: float  # earlier runs included
+    tokens_per_s: float = math.nan  # of all ranks, in this step
+    step_s: float = math.nan
+    peak_bytes: int = 0  # largest peak of any rank so far
+    elapsed_s: float = math.nan  # earlier runs included
     tflops: float = math.nan  # per rank, in this step
     mfu: float = math.nan  # model FLOPs utilization: the share of what the hardware could do
     exposed_share: float = math.nan  # of the time of this step, in which ranks waited for communication
@@ -185,32 +175,3 @@ class ExposedCommunication:
         share = Tensor([exposed_ns / 1e9 / self._step_s]).to(self._device)
         dist.all_reduce(share)
         return float(share) / dist.get_world_size()
-
-
-@dataclass(frozen=True)
-class Row:
-    """A measured value of this rank beside what the formula says."""
-
-    what: str
-    measured: int
-    formula: int
-
-
-def compare(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: Traffic, microbatches: int
-) -> tuple[Row, ...]:
-    """Compare gathers, bytes sent and memory of an optimizer step with the formulas of `sharding/accounting.py`."""
-    memory, groups, strategy = model.memory(), model.footprints(), model.resolved.strategy
-    exchanges = any(group.exchanges_inner for group in model.parameter_groups())  # no native reduce-scatter
-    scratch = exchange_scratch_bytes(groups, strategy) if exchanges else 0
-    held, borrowed = persistent_bytes(groups, strategy), transient_bytes(groups, strategy, scratch_bytes=scratch)
-    # The trainer puts off the reductions of strategies without sharded gradients; others sync after each microbatch.
-    syncs = 1 if strategy <= ShardingStrategy.optim else microbatches
-    inside, across = step_traffic(groups, strategy, syncs), outer_step_traffic(groups, strategy)
-    sent = inside.gather_bytes + across.gather_bytes + inside.reduce_bytes + syncs * across.reduce_bytes
-    used = memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(optimizer)
-    return (
-        Row("gathers per step", step.gathers, inside.gathers + across.gathers),
-        Row("bytes sent per step", step.gather_bytes + step.reduce_bytes, sent),
-        Row("peak bytes of weights, gradients, optimizer, communication", used, held.total + borrowed.total),
-    )

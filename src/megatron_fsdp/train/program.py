@@ -1,14 +1,12 @@
-"""The program: starts the ranks, or is one of them; restarts all when one died, ends them on the user's request.
+"""The program: is one of the ranks, or lets torch's elastic agent, which is that of torchrun, start them.
 
-The processes are those of torchrun (`torch.distributed.elastic.multiprocessing`). Its agent is left out: ranks of one
-machine need no rendezvous, which would open a port on every interface. They find each other by a file and talk over the
-loopback interface. Several machines are torchrun's own business (docs/training.md).
+Ranks that are started here find each other by a file and talk over the loopback interface, so no port is open to other
+machines. Several machines are torchrun's own business (docs/training.md).
 """
 
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import logging
 import os
 import signal
@@ -18,22 +16,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from megatron_fsdp.config.command_parser import EXIT_INTERRUPTED
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.failures import (
     EXIT_DONE,
     EXIT_FAILED,
-    EXIT_KILLED,
     EXIT_TERMINATED,
     EXIT_USAGE,
-    LAUNCHER_VARIABLE,
-    Failure,
-    MachineLeftError,
     find_cause,
-    let_go,
     report_failure,
     tell,
 )
@@ -42,9 +39,8 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import check_backend, resolve
-from megatron_fsdp.train.ranks import STORE_FILE_VARIABLE, Rank, join_ranks, loopback_interface, reduce_values
+from megatron_fsdp.train.ranks import MEETING_VARIABLE, join_ranks, loopback_interface, restarts_so_far
 
-_AFTER_HANG_MINUTES = 1.0
 CPU_RANKS = 2
 MODULE = "megatron_fsdp.train"
 _POLL_S = 0.05
@@ -55,9 +51,50 @@ def main(argv: Sequence[str]) -> int:
     """Start the ranks and return the exit code, or run as one of them and end this process."""
     if not is_rank(os.environ):
         return start_ranks(argv)
+    code = run_rank(argv)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, full, or nobody reads it
+            stream.flush()
     # Not by way of the interpreter: gloo's threads may hold tensors, and abort the process when they let go of these
-    # after it has ended (pytorch/pytorch pull request 179291).
-    os._exit(run_rank(argv))
+    # after it has ended (pytorch/pytorch pull request 179291); after an error destructors would wait for lost peers.
+    os._exit(code)
+
+
+def run_rank(argv: Sequence[str]) -> int:
+    """Train as one rank, and return the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # end at once and quietly, even inside a collective
+    with suppress(RuntimeError, OSError, ValueError):  # standard error may be closed
+        faulthandler.enable()  # a rank that ends by SIGSEGV or SIGBUS shows its stacks
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)  # back ends raise it when a peer ends, with words of their own
+    try:
+        from megatron_fsdp.train.run_job import run_job  # the slow imports, which the launcher does not need
+
+        options = parse_options(argv)
+        device_type = find_device_type(options.parallel.device)
+        check_backend(options, device_type)
+        timeout = timedelta(minutes=options.parallel.distributed_timeout_minutes)
+        with join_ranks(device_type, timeout, options.parallel.distributed_backend) as rank:
+            run_job(resolve_here(options, rank.count, restarts_so_far(rank)), rank)
+    except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which arrives when a peer has ended first: report the cause
+        return report_failure(error, int(os.environ["RANK"]))
+    return EXIT_DONE
+
+
+def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
+    """Resolve options to a job on this machine, with notices about its environment."""
+    world = World(ranks, find_device_type(options.parallel.device), restarts)
+    job = resolve(options, world)
+    return replace(job, notices=(*job.notices, *check_environment(os.environ, job, world)))
+
+
+# ---- the launcher ----------------------------------------------------------------------------------------------------
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun (or this launcher) started this process as a rank."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def start_ranks(argv: Sequence[str]) -> int:
@@ -71,65 +108,8 @@ def start_ranks(argv: Sequence[str]) -> int:
         require_packages(options)
     except ConfigurationError as error:
         tell(f"error: {error}")
-        let_go()
         return EXIT_USAGE
     return launch(argv, ranks, options.recovery.max_restarts)
-
-
-def run_rank(argv: Sequence[str]) -> int:
-    """Train as one rank."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # end at once and quietly, even inside a collective
-    with suppress(RuntimeError, OSError, ValueError):  # standard error may be closed
-        faulthandler.enable()  # a rank that ends by SIGSEGV or SIGBUS shows its stacks
-        signal.signal(signal.SIGABRT, signal.SIG_DFL)  # back ends raise it when a peer ends, with words of their own
-    index = int(os.environ["RANK"])
-    try:
-        from megatron_fsdp.train.run_job import run_job  # the slow imports, which the launcher does not need
-
-        options = parse_options(argv)
-        parallel = options.parallel
-        device_type = find_device_type(parallel.device)
-        check_backend(options, device_type)
-        with join_ranks(device_type, collective_timeout(options), parallel.distributed_backend) as rank:
-            is_left = run_job(resolve_here(options, rank.count, agree_on_restarts(rank)), rank)
-        if is_left:
-            raise MachineLeftError("another machine was asked to end: saved, and to be started again without it")
-    except Exception as error:  # noqa: BLE001  # the edge of the program: everything is reported
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which arrives when a peer has ended first: report the cause
-        code = report_failure(error, index)
-        let_go()
-        os._exit(code)  # peers may be gone: do not wait for them in destructors
-    let_go()
-    return 0
-
-
-def agree_on_restarts(rank: Rank) -> int:
-    """All-reduce the largest number of restarts; a torchrun agent that returns counts anew."""
-    told = float(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    (restarts,) = reduce_values(rank, [told], "max")
-    return int(restarts)
-
-
-def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
-    """Resolve options to a job on this machine, with notices about its environment."""
-    world = World(ranks, find_device_type(options.parallel.device), restarts)
-    job = resolve(options, world)
-    return replace(job, notices=(*job.notices, *check_environment(os.environ, job, world)))
-
-
-def collective_timeout(options: Options) -> timedelta:
-    """Return the time limit of a collective; longer than the hang limit, so that a hang is explained first."""
-    minutes, hang = options.parallel.distributed_timeout_minutes, options.recovery.hang_timeout_minutes
-    return timedelta(minutes=max(minutes, (minutes if hang is None else hang) + _AFTER_HANG_MINUTES))
-
-
-# ---- the launcher ----------------------------------------------------------------------------------------------------
-
-
-def is_rank(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun (or this launcher) started this process as a rank."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def find_device_type(name: str) -> str:
@@ -170,78 +150,41 @@ def rank_environment(environment: Mapping[str, str], ranks: int, num_cores: int)
 
 
 def launch(argv: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
-    """Run this module once per rank, restart all when a rank died, and return the exit code.
+    """Run this module once per rank by torch's elastic agent, and return the exit code.
 
-    The first Ctrl-C or SIGTERM is passed on: ranks that have a folder to save to finish the step and save, the others
-    end at once. The next Ctrl-C ends all at once.
+    As under torchrun a signal is passed on, and ranks that have a folder to save to finish the step and save.
     """
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we tell it
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
     heard = [number.name for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]  # not below nohup
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
-    run_id = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"  # two runs may start in one second
-    shared = {
-        **rank_environment(os.environ, ranks, count_cores()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_RUN_ID": os.environ.get("TORCHELASTIC_RUN_ID") or run_id,
-        LAUNCHER_VARIABLE: str(os.getpid()),
-    }
-    processes: PContext | None = None
+    # Of the agent's own words only those about failures that are followed by a restart are news.
+    logging.disable(logging.WARNING if max_restarts else logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="mfsdp-run-") as folder:
+        os.environ |= rank_environment(os.environ, ranks, count_cores())
+        os.environ[MEETING_VARIABLE] = Path(folder, "ranks").as_uri()
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store that listens on every interface
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            logs_specs=DefaultLogsSpecs(folder),
+            run_id=run_id,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder, "agent")),
+            rdzv_configs={"store_type": "file"},
+            max_restarts=max_restarts,
+            monitor_interval=_POLL_S,
+            local_addr="localhost",
+            signals_to_handle=",".join(heard),
+        )
         try:
-            for restart in itertools.count():
-                processes = _start(argv, restart, shared, folder)
-                cause = _wait(processes)
-                if cause is None:
-                    return EXIT_DONE
-                if restart == max_restarts or not cause.is_worth_repeating:
-                    return _report(cause)
-                tell(f"{_told(cause)}\nstarting all ranks again, {restart + 1} of at most {max_restarts} times")
-        except SignalException as asked:
-            return _stop(processes, asked.sigval)
-    raise AssertionError("numbers do not end")
-
-
-def _start(argv: Sequence[str], restart: int, shared: Mapping[str, str], folder: str) -> PContext:
-    """Start all ranks, each in its own session: signals of the terminal reach the launcher only."""
-    ranks = range(int(shared["WORLD_SIZE"]))
-    own = {"TORCHELASTIC_RESTART_COUNT": str(restart), STORE_FILE_VARIABLE: f"{folder}/store-{restart}"}
-    environments = {rank: {**shared, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks}
-    commands = dict.fromkeys(ranks, ("-m", MODULE, *argv))
-    return start_processes("mfsdp", sys.executable, commands, environments, DefaultLogsSpecs(folder))
-
-
-def _wait(processes: PContext) -> Failure | None:
-    """Wait for the ranks, and end all when one failed; return the failure, or None if they ended well."""
-    result = processes.wait(period=_POLL_S)
-    return find_cause(result.failures) if result is not None and result.failures else None
-
-
-def _stop(processes: PContext | None, number: signal.Signals) -> int:
-    """Ask the ranks to save and end, and return the exit code; the next Ctrl-C ends them at once."""
-    for other in (signal.SIGTERM, signal.SIGHUP):  # Slurm and torchrun may both send one
-        signal.signal(other, signal.SIG_IGN)
-    if processes is not None:  # else those that were started see that this process is gone
-        try:
-            for pid in processes.pids().values():  # by SIGTERM: while Python starts, SIGINT would show a traceback
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            cause = _wait(processes)
-            if cause is not None and not cause.is_echo and cause.code != EXIT_KILLED:
-                return _report(cause)
-        except SignalException:
-            processes.close(signal.SIGKILL)
-    tell("stopped; what was written so far is kept")
-    return 128 + signal.SIGINT if number == signal.SIGINT else EXIT_TERMINATED
-
-
-def _told(cause: Failure) -> str:
-    if cause.code == EXIT_FAILED:
-        return f"rank {cause.rank} failed, all ranks were ended:\n{cause.text.rstrip()}"
-    return f"rank {cause.rank}: {cause.text}"
-
-
-def _report(cause: Failure) -> int:
-    """Print the first failure and return the exit code."""
-    tell(f"error: {cause.text}" if cause.code == EXIT_USAGE else _told(cause))
-    return cause.code
+            elastic_launch(config, sys.executable)("-m", MODULE, *argv)
+        except ChildFailedError as error:
+            cause = find_cause(error.failures)
+            also = ", all ranks were ended" if cause.code == EXIT_FAILED else ""
+            tell(f"error: {cause.text}" if cause.code == EXIT_USAGE else f"rank {cause.rank}{also}: {cause.text}")
+            return cause.code
+        except (SignalException, KeyboardInterrupt) as asked:
+            tell("stopped; what was written so far is kept")
+            is_interrupt = getattr(asked, "sigval", signal.SIGINT) == signal.SIGINT
+            return EXIT_INTERRUPTED if is_interrupt else EXIT_TERMINATED
+    return EXIT_DONE

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.failures import EXIT_FAILED, LAUNCHER_VARIABLE, OutOfMemoryError
+from megatron_fsdp.train.failures import MEETING_VARIABLE as MEETING_VARIABLE
+from megatron_fsdp.train.failures import OutOfMemoryError
 
-STORE_FILE_VARIABLE = "MEGATRON_FSDP_STORE_FILE"
-"""Names the file through which ranks of one machine meet; no port is opened for that."""
-_WATCH_S = 0.5
-_STORE_TIMEOUT = timedelta(minutes=30)
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_MEETING = timedelta(minutes=30)
 _BEAT_S = 5.0  # well below the time limit of a collective, which the work of `work_on_machines` may exceed by far
 _TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigurationError, OutOfMemoryError)}
 """Errors whose messages are for the user."""
@@ -55,7 +54,7 @@ def join_ranks(
 ) -> Iterator[Rank]:
     """Join the process group of all ranks; destroy it if the block ends well.
 
-    Ranks that our launcher started meet by way of a file, others as torchrun says. Where all of them are on
+    Ranks that were started by this package meet by way of a file, others as torchrun says. Where all of them are on
     one machine, back ends use its loopback interface only, unless the user has named another.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -66,58 +65,30 @@ def join_ranks(
         for name, interface in loopback_interface().items():
             os.environ.setdefault(name, interface)
     chosen = dist.get_default_backend_for_device(device) if backend == "auto" else backend
-    launcher = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
-    with _ending_with(launcher):
-        _meet(chosen, timeout, bound_device(chosen, device))
+    launcher = os.getppid()
+    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    told: dict[str, Any] = {}  # nothing: as the environment says
+    if MEETING_VARIABLE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        # One store for all restarts, with the addresses of ranks that are gone.
+        store, *_ = next(rendezvous(os.environ.get(MEETING_VARIABLE, "env://"), index, count, timeout=_MEETING))
+        fresh = dist.PrefixStore(f"start {os.environ.get(_RESTARTS, '0')}", store)  # type: ignore[attr-defined]
+        told = {"store": fresh, "rank": index, "world_size": count}
+    dist.init_process_group(chosen, timeout=timeout, device_id=bound_device(chosen, device), **told)
     yield Rank(dist.get_rank(), dist.get_world_size(), device, launcher)
     dist.barrier()  # no rank leaves while a peer still needs the connection
     dist.destroy_process_group()
 
 
-def _meet(backend: str, timeout: timedelta | None, bound: torch.device | None) -> None:
-    """Join the process group."""
-    file = os.environ.get(STORE_FILE_VARIABLE)
-    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: dist.Store  # type: ignore[name-defined]  # public, and not in torch's list of names
-    if file is not None:
-        store = dist.FileStore(file, count)  # type: ignore[attr-defined]  # likewise
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        # torchrun's agent keeps one store over restarts, in torch 2.13 with the addresses of ranks that are gone.
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        shared = dist.TCPStore(*address, is_master=False, timeout=timeout or _STORE_TIMEOUT)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)  # type: ignore[attr-defined]
-    else:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
-        return
-    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=timeout, device_id=bound)
+def restarts_so_far(rank: Rank) -> int:
+    """All-reduce the largest number of restarts; an agent that returns counts anew."""
+    (restarts,) = reduce_values(rank, [float(os.environ.get(_RESTARTS, "0"))], "max")
+    return int(restarts)
 
 
 def loopback_interface() -> dict[str, str]:
     """Return the variables that keep backend traffic on the loopback; empty if there is no known loopback."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     return {} if loopback is None else dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
-
-
-@contextmanager
-def _ending_with(launcher: int) -> Iterator[None]:
-    """End this process if its launcher is gone while the block runs: nobody would end a wait for missing peers."""
-    is_over = threading.Event()
-
-    def end_without_launcher() -> None:
-        if os.getppid() != launcher:
-            os._exit(EXIT_FAILED)
-
-    def watch() -> None:
-        while not is_over.wait(_WATCH_S):
-            end_without_launcher()
-
-    # The launcher may have removed the folder of the store; torch then waits for it and lets no other thread run.
-    end_without_launcher()
-    threading.Thread(target=watch, name="launcher watch", daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
 
 
 def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"]) -> list[float]:
@@ -153,16 +124,3 @@ def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
     said = None if error is None else (kind, str(error) if kind else f"rank {rank.index}: {error!r}")
     for name, words in filter(None, gather_objects(said)):
         raise _TOLD.get(name, RuntimeError)(words) from error
-
-
-def goes_on_without_others(*, is_asked: bool) -> bool:
-    """Return whether ranks that saved end only because another machine leaves; collective.
-
-    torchrun takes ranks that exit with 0 for finished. Those of a machine whose agent was not asked to end must not, or
-    the run would be over; restarted, they go on without the machine that leaves. The answer is the same on all ranks
-    of a machine, and False where its agent would not start them again.
-    """
-    agent = os.environ.get("GROUP_RANK", "0")
-    found = gather_objects((agent, is_asked))
-    starts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return starts < limit and not any(was_asked for theirs, was_asked in found if theirs == agent)

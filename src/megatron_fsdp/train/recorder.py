@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
-import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import torch
 
@@ -32,11 +29,7 @@ APPLIED_FILE = "applied.json"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 WANDB_ID_FILE = "wandb_id.txt"
-MLFLOW_ID_FILE = "mlflow_run.txt"
 _PRESET = "preset "
-_MLFLOW_EXPERIMENT = "megatron_fsdp"
-_MLFLOW_STEPS = 50  # of at most 20 values each: MLflow takes 1,000 at once
-_MLFLOW_VALUE = 500  # characters of a parameter, by MLflow's own limit
 _WANDB_STEP = "iteration"
 _WHO = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 
@@ -51,7 +44,7 @@ def applied(job: Job) -> dict[str, Any]:
     return {
         "version": __version__,
         "torch": torch.__version__,
-        "options": {name: _plain(_value_of(job.options, name)) for name in (*OPTIONS, *DDP_FIELDS)},
+        "options": {name: _plain(job.options.value(name)) for name in (*OPTIONS, *DDP_FIELDS)},
         "origins": dict(job.options.origins),
         "engine": job.engine,
         "ddp": job.ddp.to_dict(),
@@ -120,22 +113,13 @@ def _said(options: Options) -> dict[str, str]:
 
 
 def _spelled(options: Options, name: str) -> str:
-    flag, value = flag_for(name), _value_of(options, name)
+    flag, value = flag_for(name), options.value(name)
     if value is True:
         return flag
     if value is False:
         return (OPTIONS[name].off_flags or (f"{flag} off",))[0] if name in OPTIONS else off_flag_of(DDP_FIELDS[name])
     words = [_word(part) for part in value] if isinstance(value, tuple) else [_word(value)]
     return shlex.join([flag, *words])
-
-
-def _value_of(options: Options, name: str) -> Any:
-    """Return the value of an option; user and password of an address are removed."""
-    value = options.value(name)
-    if name != "mlflow_tracking_uri" or value is None or "@" not in urlsplit(value).netloc:
-        return value
-    parts = urlsplit(value)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _batch_words(batch: BatchPlan) -> str:
@@ -184,9 +168,13 @@ def from_line(line: str, cls: type[Measured]) -> Measured | None:
 
 def read_lines(path: Path, cls: type[Measured]) -> list[Measured]:
     """Read the whole lines of a file; empty if there is no file."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    found = [from_line(line, cls) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    found = [from_line(line, cls) for line in _whole_lines(path)]
     return [measured for measured in found if measured is not None]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _finite(value: Any) -> Any:
@@ -221,58 +209,12 @@ def find_writers(job: Job, folder: Path, config: Mapping[str, Any]) -> Makers:
     """Return the writers of a run, for the first rank; trackers get its options as `config`, without secrets."""
     asked = job.options.reporting
     makers: dict[str, Callable[[Progress], Writer]] = {METRICS_FILE: lambda progress: JsonLines(folder, progress)}
-    events, project, uri = asked.tensorboard_dir, asked.wandb_project, asked.mlflow_tracking_uri
+    events, project = asked.tensorboard_dir, asked.wandb_project
     if events is not None:
         makers["TensorBoard"] = lambda progress: _TensorBoard(events, progress)
     if project is not None:
         makers["W&B"] = lambda _: _Wandb(folder, project, asked.wandb_exp_name, config)
-    if uri is not None:
-        makers["MLflow"] = lambda _: _Mlflow(folder, uri, config)
     return makers
-
-
-class LineFile:
-    """A text file that grows by whole lines, and survives a full disk, a kill while writing, and a restart.
-
-    What could not be written waits for the next try, so that no line is lost or torn.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Wrap a path, which need not exist."""
-        self._path = path
-        self._waiting: list[str] = []
-
-    def keep(self, is_kept: Callable[[str], bool]) -> None:
-        """Keep the whole lines that `is_kept` accepts; the file is replaced atomically."""
-        if not self._path.exists():
-            return
-        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and is_kept(line)]
-        if kept != lines:
-            whole = self._path.with_name(f"{self._path.name}.new")
-            whole.write_text("".join(kept), encoding="utf-8")
-            whole.replace(self._path)
-
-    def append(self, lines: Iterable[str]) -> None:
-        """Append lines; where that raises an OSError, the file is as it was, and they wait for the next time."""
-        self._waiting.extend(lines)
-        with self._path.open("ab", buffering=0) as file:
-            size = file.tell()
-            text = "".join(self._waiting).encode()
-            try:
-                written = file.write(text)
-                if written != len(text):  # the disk is full: the system writes what fits in
-                    file.write(text[written:])
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(file.fileno(), size)  # takes a torn line off again
-                raise
-        self._waiting.clear()
-
-    def flush(self) -> None:
-        """Write what could not be written before."""
-        if self._waiting:
-            self.append([])
 
 
 class JsonLines:
@@ -280,27 +222,32 @@ class JsonLines:
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         """Write two files into an existing folder; drop later steps, and a line that was torn by a kill."""
-        self._steps = LineFile(folder / METRICS_FILE)
-        self._evaluations = LineFile(folder / EVALUATIONS_FILE)
-
-        def is_earlier(found: StepRecord | Evaluation | None) -> bool:
-            return found is not None and found.step <= progress.steps
-
-        self._steps.keep(lambda line: is_earlier(from_line(line, StepRecord)))
-        self._evaluations.keep(lambda line: is_earlier(from_line(line, Evaluation)))
+        self._steps, self._evaluations = folder / METRICS_FILE, folder / EVALUATIONS_FILE
+        _drop_later(self._steps, StepRecord, progress.steps)
+        _drop_later(self._evaluations, Evaluation, progress.steps)
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Append steps."""
-        self._steps.append(map(to_line, records))
+        with self._steps.open("a", encoding="utf-8") as file:
+            file.writelines(map(to_line, records))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Append an evaluation."""
-        self._evaluations.append([to_line(evaluation)])
+        with self._evaluations.open("a", encoding="utf-8") as file:
+            file.write(to_line(evaluation))
 
     def close(self) -> None:
-        """Flush both files."""
-        self._steps.flush()
-        self._evaluations.flush()
+        """Do nothing: files are closed after each line."""
+
+
+def _drop_later(path: Path, cls: type[Measured], steps: int) -> None:
+    """Keep the whole lines of a file up to a step; the file is replaced atomically."""
+    lines = _whole_lines(path)
+    kept = [line for line in lines if (found := from_line(line, cls)) is not None and found.step <= steps]
+    if path.exists():
+        new = path.with_name(f"{path.name}.new")
+        new.write_text("".join(kept), encoding="utf-8")
+        new.replace(path)
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
@@ -395,40 +342,6 @@ class _Wandb(_Tracker):
         self._run.finish()
 
 
-class _Mlflow(_Tracker):
-    """Logs to one run, named after the folder, of the experiment `megatron_fsdp`; the same one after a restart."""
-
-    def __init__(self, folder: Path, tracking_uri: str, config: Mapping[str, Any]) -> None:
-        import mlflow
-
-        self._metric: Any = mlflow.entities.Metric
-        self._client: Any = mlflow.MlflowClient(tracking_uri=tracking_uri)
-        path = folder / MLFLOW_ID_FILE
-        if path.exists():
-            self._run_id = path.read_text(encoding="utf-8").strip()
-            self._client.update_run(self._run_id, status="RUNNING")
-            return
-        found = self._client.get_experiment_by_name(_MLFLOW_EXPERIMENT)
-        experiment = self._client.create_experiment(_MLFLOW_EXPERIMENT) if found is None else found.experiment_id
-        self._run_id = str(self._client.create_run(experiment, run_name=folder.name).info.run_id)
-        path.write_text(self._run_id, encoding="utf-8")
-        for name, value in config.items():
-            self._client.log_param(self._run_id, name, str(value)[:_MLFLOW_VALUE])
-
-    def log(self, values: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        now_ms = int(time.time() * 1000)
-        for first in range(0, len(values), _MLFLOW_STEPS):
-            metrics = [
-                self._metric(name, value, now_ms, step)
-                for step, scalars in values[first : first + _MLFLOW_STEPS]
-                for name, value in scalars.items()
-            ]
-            self._client.log_batch(self._run_id, metrics=metrics)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
-
-
 class Recorder:
     """Keeps what is measured, and passes it on to the display and to writers; what these raise never ends the run."""
 
@@ -470,10 +383,6 @@ class Recorder:
     def conclude(self, evaluation: Evaluation) -> None:
         """Keep the final held-out loss, of more samples, in place of one after the same step."""
         self.evaluations = [*(e for e in self.evaluations if e.step != evaluation.step), evaluation]
-
-    def lacks_evaluation(self, step: int) -> bool:
-        """Return whether this step is known without a held-out loss after it, as if the run was ended in between."""
-        return any(r.step == step for r in self.records) and all(e.step != step for e in self.evaluations)
 
     def say(self, text: str) -> None:
         """Print one or more lines."""

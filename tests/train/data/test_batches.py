@@ -30,7 +30,6 @@ from megatron_fsdp.train.data.batches import (
 )
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.data.token_file import TokenFile
-from megatron_fsdp.train.data.tokenizer import ByteVocabulary
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import BatchPlan, Job, World
 from megatron_fsdp.train.options.resolve import resolve
@@ -109,7 +108,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
 
 
 def data_of(file: TokenFile) -> TokenData:
-    return TokenData(file, in_memory(TOKENS[:101]), 101, ByteVocabulary(), "checksum")
+    return TokenData(file, in_memory(TOKENS[:101]), 256, 0, "checksum")
 
 
 def job_of(*options: str, ranks: int = 1) -> Job:

@@ -1,12 +1,8 @@
 """From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
+import itertools
 import json
 import os
-import platform
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,28 +11,25 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
     SIDE_FILE,
+    TOKENIZER_FILE,
     TokenData,
-    encode_documents,
-    folder_name,
-    pieces,
+    encode_texts,
     prepare_data,
     read_data,
-    sample_texts,
-    side_of,
     tokens_folder,
     write_data,
 )
-from megatron_fsdp.train.data.sources import Document, find_source
-from megatron_fsdp.train.data.token_file import TokenFile
-from megatron_fsdp.train.data.tokenizer import ByteVocabulary, train_bpe
+from megatron_fsdp.train.data.token_file import open_indexed
+from megatron_fsdp.train.data.tokenizer import END_OF_TEXT, ByteTokenizer, train_bpe
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, Split, World, parse_split
+from megatron_fsdp.train.options.job import Job, World
+from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import resolve
 from megatron_fsdp.train.ranks import Rank
 from tests.conftest import RunRanks
@@ -55,13 +48,17 @@ def prepare(job: Job, folder: Path) -> TokenData:
     return read_data(job, folder)
 
 
-def text_of(data: TokenData) -> list[str]:
+def text_of(data: TokenData, options: Options, folder: Path) -> list[str]:
     """Documents of both sides."""
+    decode = lambda ids: bytes(ids).decode()  # noqa: E731
+    made, _ = tokens_folder(options, folder)
+    if (made / TOKENIZER_FILE).exists():
+        decode = Tokenizer.from_file(str(made / TOKENIZER_FILE)).decode
     ids = [*data.training.open().tolist(), *data.held_out.open().tolist()]
     texts, start = [], 0
     for place, token in enumerate(ids):
-        if token == data.vocabulary.end_id:
-            texts.append(data.vocabulary.decode(ids[start:place]))
+        if token == data.end_id:
+            texts.append(decode(ids[start:place]))
             start = place + 1
     return texts
 
@@ -85,11 +82,10 @@ def pair(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", [["byte"], ["bpe", "--vocab-size", "300"]])
 def test_a_folder_of_text_comes_back_from_its_tokens(folder: Path, tmp_path: Path, kind: list[str]) -> None:
-    data = prepare(job_of(folder, "--tokenizer-type", *kind), tmp_path / "out")
-    assert sorted(text_of(data)) == sorted(TEXTS)
-    assert data.vocabulary.vocab_size == {"byte": 256, "bpe": 300}[kind[0]]
-    held_out = [text for text in TEXTS if text in data.vocabulary.decode(data.held_out.open().tolist())]
-    assert data.held_out_bytes == sum(len(text) + 1 for text in held_out)
+    job = job_of(folder, "--tokenizer-type", *kind)
+    data = prepare(job, tmp_path / "out")
+    assert text_of(data, job.options, tmp_path / "out") == TEXTS
+    assert data.vocab_size == {"byte": 256, "bpe": 300}[kind[0]]
     assert isinstance(data.training.open(), np.memmap)
     assert data.notes == ()
 
@@ -99,19 +95,21 @@ def test_a_data_set_on_disk_comes_back_from_its_tokens(tmp_path: Path) -> None:
 
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(str(tmp_path / "set"))
-    data = prepare(job_of(tmp_path / "set", "--json-key", "body", "--tokenizer-type", "bpe"), tmp_path / "out")
-    assert sorted(text_of(data)) == sorted(TEXTS)
-    assert data.vocabulary.vocab_size > 256
+    job = job_of(tmp_path / "set", "--json-key", "body", "--tokenizer-type", "bpe")
+    data = prepare(job, tmp_path / "out")
+    assert text_of(data, job.options, tmp_path / "out") == TEXTS
+    assert data.vocab_size > 256
 
 
 def test_a_tokenizer_on_disk_is_used_and_kept_with_the_tokens(folder: Path, tmp_path: Path) -> None:
     train_bpe(TEXTS, 290).save(tmp_path / "tokenizer.json")
     options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    data = prepare(job_of(folder, *options), tmp_path / "out")
-    assert sorted(text_of(data)) == sorted(TEXTS)
-    assert data.vocabulary.vocab_size == 290
-    made, _ = tokens_folder(job_of(folder, *options).options, tmp_path / "out")
+    job = job_of(folder, *options)
+    data = prepare(job, tmp_path / "out")
+    made, _ = tokens_folder(job.options, tmp_path / "out")
     assert (made / "tokenizer.json").exists()
+    assert text_of(data, job.options, tmp_path / "out") == TEXTS
+    assert data.vocab_size == 290
 
 
 def test_a_model_with_weights_is_trained_on_its_own_tokens(folder: Path, tmp_path: Path) -> None:
@@ -125,23 +123,23 @@ def test_a_model_with_weights_is_trained_on_its_own_tokens(folder: Path, tmp_pat
     train_bpe(TEXTS, 290).save(model / "tokenizer.json")
     job = job_of(folder, *own)
     data = prepare(job, tmp_path / "out")
-    assert (data.vocabulary.vocab_size, sorted(text_of(data))) == (290, sorted(TEXTS))
+    assert (data.vocab_size, text_of(data, job.options, tmp_path / "out")) == (290, TEXTS)
     assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}" in "".join(job.notices)
-    assert prepare(job_of(folder, *own, "--tokenizer-type", "byte"), tmp_path / "out").vocabulary.vocab_size == 256
+    assert prepare(job_of(folder, *own, "--tokenizer-type", "byte"), tmp_path / "out").vocab_size == 256
     train_bpe(TEXTS, 270).save(tmp_path / "tokenizer.json")
     other = [*own, "--tokenizer-model", str(tmp_path)]
-    assert prepare(job_of(folder, *other), tmp_path / "out").vocabulary.vocab_size == 270
+    assert prepare(job_of(folder, *other), tmp_path / "out").vocab_size == 270
 
 
 def test_another_end_of_a_text_beside_the_tokenizer_makes_other_tokens(folder: Path, tmp_path: Path) -> None:
     vocabulary = train_bpe(TEXTS, 290)
     vocabulary.save(tmp_path / "tokenizer.json")
-    settings, pad = tmp_path / "tokenizer_config.json", vocabulary.decode([1])
+    settings, tokenizer = tmp_path / "tokenizer_config.json", Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     job = job_of(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
     ends = []
-    for end in (vocabulary.end, pad):
+    for end in (END_OF_TEXT, tokenizer.id_to_token(1)):
         settings.write_text(json.dumps({"eos_token": end}))
-        ends.append(prepare(job, tmp_path / "out").vocabulary.end_id)
+        ends.append(prepare(job, tmp_path / "out").end_id)
     assert ends == [vocabulary.end_id, 1]
 
 
@@ -151,14 +149,14 @@ def test_megatrons_files_are_used_where_they_are_and_split_by_documents(pair: Pa
     assert data.training.open().tolist() == list(range(140))
     assert data.held_out.open().tolist() == list(range(140, 180))
     assert data.training.path == tmp_path / "ids.bin"
-    assert (data.held_out_bytes, data.vocabulary.vocab_size, data.vocabulary.end_id) == (0, 200, None)
+    assert (data.vocab_size, data.end_id) == (200, None)
     made, _ = tokens_folder(job.options, tmp_path / "out")
     assert [path.name for path in made.iterdir()] == [SIDE_FILE]
 
 
 def test_what_the_run_writes_beside_its_texts_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    written = ["--data-cache-path", "--save", "--tensorboard-dir", "--dump-param-to-param-group-map"]
+    written = ["--data-cache-path", "--save", "--tensorboard-dir"]
     words = [word for flag in written for word in (flag, str(tmp_path / flag.strip("-")))]
     for folder in (tmp_path / "out", *(tmp_path / flag.strip("-") for flag in written)):
         folder.mkdir()
@@ -184,9 +182,8 @@ def test_ids_with_their_tokenizer_have_text(tmp_path: Path) -> None:
     bpe.save(tmp_path / "tokenizer.json")
     write_indexed(tmp_path / "ids", [[np.append(ids, bpe.end_id)] for ids in bpe.encode(TEXTS)])
     options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    data = prepare(job_of(tmp_path / "ids", *options), tmp_path / "out")
-    assert text_of(data) == TEXTS
-    assert data.held_out_bytes == sum(len(text) + 1 for text in TEXTS[190:])
+    job = job_of(tmp_path / "ids", *options)
+    assert text_of(prepare(job, tmp_path / "out"), job.options, tmp_path / "out") == TEXTS
 
 
 def test_an_id_that_no_token_has_is_refused_with_its_place(pair: Path, tmp_path: Path) -> None:
@@ -199,28 +196,11 @@ def test_an_id_that_no_token_has_is_refused_with_its_place(pair: Path, tmp_path:
 def test_tokens_are_made_once_and_used_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ["--data-cache-path", str(tmp_path / "cache")]
     first = prepare(job_of(folder, *cache), tmp_path / "one")
-    monkeypatch.setattr(preparation, "_prepare", None)  # may not be called again
+    monkeypatch.setattr(preparation, "_write", None)  # may not be called again
     again = prepare(job_of(folder, *cache, "--seed", "5"), tmp_path / "two")
     assert again.training == first.training
     assert again.checksum == first.checksum
     assert not (tmp_path / "one").exists()
-
-
-@pytest.mark.parametrize("name", ["training.bin", "held_out.bin"])
-def test_tokens_that_were_damaged_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
-    job = job_of(folder)
-    prepare(job, tmp_path)
-    (made,) = tmp_path.glob("tokens-*")
-    said = json.loads((made / SIDE_FILE).read_text())
-    (made / SIDE_FILE).write_text(json.dumps({**said, "crc32": 7}))  # as earlier versions left them
-    prepare(job, tmp_path)
-    content = bytearray((made / name).read_bytes())
-    content[len(content) // 2] ^= 4
-    (made / name).write_bytes(content)
-    with pytest.raises(
-        ConfigurationError, match=r"tokens-\w+ were damaged: .* remove the folder, and they are made again"
-    ):
-        prepare(job, tmp_path)
 
 
 def test_ids_of_the_user_are_not_read_again(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +214,18 @@ def test_the_folder_is_named_after_all_that_decides_the_tokens(folder: Path, tmp
     train_bpe(TEXTS, 270).save(tmp_path / "tokenizer.json")
     huggingface = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
     lines = [[], ["--tokenizer-type", "bpe"], ["--tokenizer-type", "bpe", "--vocab-size", "300"], huggingface]
-    lines += [["--split", "9,1"], ["--json-key", "b"]]
-    names = [folder_name(job_of(folder, *line).options, find_source(folder)) for line in lines]
+    lines += [["--json-key", "b"]]
+
+    def name_of(*options: str) -> str:
+        return tokens_folder(job_of(folder, *options).options, tmp_path)[0].name
+
+    names = [name_of(*line) for line in lines]
     train_bpe(TEXTS, 280).save(tmp_path / "tokenizer.json")
-    names.append(folder_name(job_of(folder, *huggingface).options, find_source(folder)))
+    names.append(name_of(*huggingface))
     (folder / "000.txt").write_text("something else")
-    names.append(folder_name(job_of(folder).options, find_source(folder)))
-    assert len(set(names)) == len(names) == 8
-    assert folder_name(job_of(folder, "--seed", "9").options, find_source(folder)) == names[-1]
+    names.append(name_of())
+    assert len(set(names)) == len(names) == 7
+    assert name_of("--seed", "9", "--split", "9,1") == names[-1]
 
 
 def test_a_run_may_write_into_what_it_reads(folder: Path) -> None:
@@ -264,23 +248,6 @@ def test_a_preparation_that_ends_early_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_what_a_killed_preparation_left_is_no_tokens_and_is_removed(folder: Path, tmp_path: Path) -> None:
-    job, out = job_of(folder), tmp_path / "out"
-    name = folder_name(job.options, find_source(folder))
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    here, elsewhere = f".{name}.{platform.node()}", f".{name}.another-machine.x.{ended.pid}"
-    old, under_way, unseen = f"{here}.x.{ended.pid}", f"{here}.x.{os.getppid()}", f"{here}.y.{ended.pid}"
-    for left in (old, under_way, unseen, elsewhere):
-        (out / left).mkdir(parents=True)
-        (out / left / "training.bin").write_bytes(b"half")
-    with ExitStack() as held:
-        assert claim(out / unseen, held)  # as by a container on this machine
-        for _ in range(2):  # also where the tokens are there already
-            assert sorted(text_of(prepare(job, out))) == sorted(TEXTS)
-            assert sorted(path.name for path in out.iterdir()) == sorted([under_way, unseen, elsewhere, name])
-
-
 def test_when_another_machine_is_faster_its_tokens_are_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,27 +263,13 @@ def test_when_another_machine_is_faster_its_tokens_are_used(
     assert len([path for path in tmp_path.iterdir() if "tokens-" in path.name]) == 1
 
 
-def test_files_left_out_and_a_cut_are_told(tmp_path: Path) -> None:
+def test_files_left_out_are_told(tmp_path: Path) -> None:
     path = tmp_path / "texts"
     path.mkdir()
     (path / "a.txt").write_text("text " * 200)
     (path / "b.png").write_bytes(b"\xff\xd8")
     notes = prepare(job_of(path), tmp_path / "out").notes
-    assert notes == (
-        f"1 file is no UTF-8 text and left out, first {path / 'b.png'}",
-        "documents are too few or too unequal to split, so the end of the text is held out",
-    )
-
-
-def test_folders_of_earlier_runs_are_counted_and_change_no_tokens(folder: Path, tmp_path: Path) -> None:
-    job = job_of(folder)
-    before = prepare(job, tmp_path / "out")
-    for name in ("applied.json", "metrics.jsonl", "sample.txt"):
-        (folder / "runs").mkdir(exist_ok=True)
-        (folder / "runs" / name).write_text("{}")
-    found = read_data(job, tmp_path / "out")  # the same folder of tokens: nothing has to be made anew
-    assert found.checksum == before.checksum
-    assert found.notes == (f"1 folder of an earlier run is left out, first {folder / 'runs'}",)
+    assert notes == (f"1 file is no UTF-8 text and left out, first {path / 'b.png'}",)
 
 
 def refused(path: Path, out: Path, *options: str) -> str:
@@ -333,8 +286,6 @@ def test_wrong_sources_are_refused(folder: Path, pair: Path, tmp_path: Path) -> 
     assert "is text, and --tokenizer-type NullTokenizer takes token ids" in refused(folder, out, *null)
     assert "holds token ids, and --tokenizer-type byte takes text" in refused(pair, out)
     assert "--json-key body does nothing, since --data-path" in refused(folder, out, "--json-key", "body")
-    said = refused(folder, out, "--split", "1,1,999998")
-    assert said.startswith(f"--split 1,1,999998 leaves all texts of --data-path {folder} aside: give a smaller third")
     assert [path.name for path in out.iterdir()] == []
     (tmp_path / "file").write_text("")
     assert "where it cannot be written, give another --data-cache-path or --out" in refused(folder, tmp_path / "file")
@@ -353,10 +304,10 @@ def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
     data = prepare(job, tmp_path)
     made = data.training.path.parent
     data.training.path.write_bytes(b"short")
-    with pytest.raises(ConfigurationError, match=r"training\.bin has 5 bytes where .* are needed: it was damaged"):
+    with pytest.raises(ConfigurationError, match=r"tokens\.bin has 5 bytes and its index says .* damaged"):
         read_data(job, tmp_path)
     (made / SIDE_FILE).write_text("{}")
-    with pytest.raises(ConfigurationError, match=r"data\.json cannot be read .*or it was damaged: remove its folder"):
+    with pytest.raises(ConfigurationError, match=r"tokens\.json cannot be read .*or it was damaged: remove its folder"):
         read_data(job, tmp_path)
 
 
@@ -411,79 +362,23 @@ def test_a_rank_that_cannot_see_the_tokens_is_named(run_ranks: RunRanks, folder:
     assert "tokens are made by the first rank of each machine" in found[0]
 
 
-DOCUMENTS = [f"text number {i}" for i in range(400)]
-SPLIT = Split(0.95, 0.05)
-CUT = "documents are too few or too unequal to split, so the end of the text is held out"
-LINES = [f"line {i:04}" for i in range(800)]  # of one length, so that shares of texts are shares of tokens
+def text_with_its_end(index: int) -> bytes:
+    return TEXTS[index].encode() + b"\0"
 
 
-def documents(texts: list[str]) -> Iterator[Document]:
-    return (iter([text]) if text else iter(()) for text in texts)
-
-
-def encode(texts: list[str], split: Split, folder: Path) -> TokenData:
-    return encode_documents(documents(texts), ByteVocabulary(), split, folder)
-
-
-def texts_in(file: TokenFile) -> list[str]:
-    return bytes(file.open().tolist()).decode().split("\0")[:-1]
-
-
-def test_training_and_held_out_texts_are_disjoint_and_complete(tmp_path: Path) -> None:
-    found = encode(DOCUMENTS, SPLIT, tmp_path)
-    training, held_out = texts_in(found.training), texts_in(found.held_out)
-    assert sorted(training + held_out) == sorted(DOCUMENTS)
-    assert [text for text in DOCUMENTS if text in set(training)] == training  # in their order
-    assert 5 <= len(held_out) <= 40  # 5 % of 400 is 20
-    assert found.held_out_bytes == found.held_out.count == sum(len(text) + 1 for text in held_out)
-    assert found.notes == ()
-
-
-def test_the_split_depends_on_content_and_copies_of_a_text_lie_on_one_side(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / name).mkdir()
-    one, other = encode(DOCUMENTS, SPLIT, tmp_path / "a"), encode(DOCUMENTS[::-1], SPLIT, tmp_path / "b")
-    assert set(texts_in(one.held_out)) == set(texts_in(other.held_out))
-    found = encode([f"text number {i % 200}" for i in range(400)], SPLIT, tmp_path / "c")
-    training, held_out = texts_in(found.training), texts_in(found.held_out)
-    assert set(training) & set(held_out) == set()
-    assert all(side.count(text) == 2 for side in (training, held_out) for text in side)
-
-
-def test_a_third_share_is_left_aside(tmp_path: Path) -> None:
-    found = encode(DOCUMENTS, parse_split("50,25,25"), tmp_path)
-    counts = len(texts_in(found.training)), len(texts_in(found.held_out))
-    assert 160 <= counts[0] <= 240
-    assert 70 <= counts[1] <= 130
-    assert 70 <= 400 - sum(counts) <= 130
-    assert len(list(pieces(documents(DOCUMENTS[:99]), parse_split("1,1,98")))) == 99  # of a few none is left aside
-    assert len(list(pieces(documents(DOCUMENTS[:100]), parse_split("1,1,98")))) < 10
+def test_the_last_documents_are_held_out_and_a_third_share_comes_after_them(folder: Path, tmp_path: Path) -> None:
+    for split, first, last in (("95,5", 190, 200), ("50,25,25", 100, 150)):
+        data = prepare(job_of(folder, "--split", split), tmp_path / "out")
+        assert bytes(data.training.open()) == b"".join(map(text_with_its_end, range(first)))
+        assert bytes(data.held_out.open()) == b"".join(map(text_with_its_end, range(first, last)))
+    assert len(list((tmp_path / "out").iterdir())) == 1  # another split needs no other tokens
 
 
 def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
-    found = encode(["0123456789" * 10], SPLIT, tmp_path)
-    assert found.notes == (CUT,)
-    assert bytes(found.training.open().tolist()).decode() == "0123456789" * 9 + "012345"
-    assert bytes(found.held_out.open().tolist()) == b"6789\0"
-    assert found.held_out_bytes == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["training.bin"]
-    found = encode(["", ""], SPLIT, tmp_path)
-    assert (found.training.count, found.held_out.count, found.held_out_bytes) == (0, 0, 0)
-
-
-def test_a_huge_document_is_not_held_out_whole(tmp_path: Path) -> None:
-    huge = next(text for text in ("x" * n for n in range(2000, 9000)) if side_of(text, SPLIT) == "held_out")
-    found = encode([*DOCUMENTS[:50], huge], SPLIT, tmp_path)
-    total = found.training.count + found.held_out.count
-    assert total == sum(len(text) + 1 for text in (*DOCUMENTS[:50], huge))
-    assert found.held_out.count == round(0.05 * total)
-
-
-@pytest.mark.parametrize(("held_out", "is_cut"), [(20, False), (21, True), (1, True), (2, False)])
-def test_shares_may_be_off_by_a_factor_of_four(tmp_path: Path, held_out: int, is_cut: bool) -> None:
-    sides = {side: [text for text in LINES if side_of(text, SPLIT) == side] for side in ("training", "held_out")}
-    chosen = [*sides["training"][: 100 - held_out], *sides["held_out"][:held_out]]
-    assert encode(chosen, SPLIT, tmp_path).notes == ((CUT,) if is_cut else ())
+    (tmp_path / "a.txt").write_text("0123456789" * 100)
+    data = prepare(job_of(tmp_path / "a.txt"), tmp_path / "out")
+    assert bytes(data.training.open()) == b"0123456789" * 95 + b"0"
+    assert bytes(data.held_out.open()) == (b"0123456789" * 5)[1:] + b"\0"
 
 
 @given(cuts=st.lists(st.integers(1, 6), min_size=1, max_size=6), batch=st.integers(1, 9))
@@ -491,35 +386,23 @@ def test_pieces_and_batches_do_not_change_bytes(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], batch: int
 ) -> None:
     texts = [["é" * n, "ab\n", "c"][: n % 3 + 1] for n in cuts]
+    pieces = [(part, part is parts[-1]) for parts in texts for part in parts]
+    prefix = tmp_path_factory.mktemp("tokens") / "ids"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "_BATCH", batch)
-        found = encode_documents(map(iter, texts), ByteVocabulary(), SPLIT, tmp_path_factory.mktemp("tokens"))
-    both = [*found.training.open().tolist(), *found.held_out.open().tolist()]
-    if found.notes:  # all on one side before the cut, or in the order of sides
-        assert sorted(bytes(both).split(b"\0")) == sorted([*("".join(parts).encode() for parts in texts), b""])
-    else:
-        assert len(both) == sum(len("".join(parts).encode()) + 1 for parts in texts)
+        encode_texts(pieces, ByteTokenizer(), prefix)
+    pair = open_indexed(prefix)
+    whole = ["".join(parts).encode() + b"\0" for parts in texts]
+    assert bytes(pair.tokens.open()) == b"".join(whole)
+    places = [pair.document_start(number) for number in range(pair.documents + 1)]
+    assert places == [0, *itertools.accumulate(map(len, whole))]
 
 
-def test_a_sample_for_a_tokenizer_is_spread_bounded_and_without_held_out_texts() -> None:
-    size = sum(map(len, DOCUMENTS))
-    chosen = sample_texts(documents(DOCUMENTS), SPLIT, size, limit=size // 10)
-    held_out = {text for text in DOCUMENTS if side_of(text, SPLIT) == "held_out"}
-    assert chosen == [text for text in DOCUMENTS[::10] if text not in held_out]
-    assert sample_texts(documents(DOCUMENTS), SPLIT, size, limit=size) == [
-        text for text in DOCUMENTS if text not in held_out
-    ]
-    (text, *_) = held_out
-    assert sample_texts(documents([text]), SPLIT, 10) == [text]  # there is nothing else
-
-
-def test_bytes_of_tokens_are_counted_or_projected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bpe = train_bpe(DOCUMENTS, vocab_size=300)
-    found = encode_documents(documents(DOCUMENTS), bpe, SPLIT, tmp_path)
-    assert found.held_out_bytes == sum(len(text) + 1 for text in DOCUMENTS if side_of(text, SPLIT) == "held_out")
-    cut = encode_documents(documents(["".join(DOCUMENTS)]), bpe, SPLIT, tmp_path)
-    expected = len(bpe.decode(cut.held_out.open().tolist())) + 1
-    assert (cut.notes, cut.held_out_bytes) == ((CUT,), expected)
-    monkeypatch.setattr(preparation, "_COUNTED", cut.held_out.count // 2)
-    projected = encode_documents(documents(["".join(DOCUMENTS)]), bpe, SPLIT, tmp_path).held_out_bytes
-    assert projected == pytest.approx(expected, rel=0.05)
+def test_a_tokenizer_is_trained_on_an_even_sample(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(preparation, "train_bpe", lambda texts, _: seen.extend(texts) or ByteTokenizer())
+    monkeypatch.setattr(preparation, "SAMPLE_BYTES", -(-sum(map(len, TEXTS)) // 10))
+    prepare(job_of(folder, "--tokenizer-type", "bpe"), tmp_path / "out")
+    assert seen == TEXTS[::10]

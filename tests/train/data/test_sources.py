@@ -11,10 +11,7 @@ import pytest
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import sources
-from megatron_fsdp.train.data.preparation import SIDE_FILE
-from megatron_fsdp.train.data.sources import LIBRARY_BYTES, Documents, Source, find_source, is_of_a_run
-from megatron_fsdp.train.recorder import APPLIED_FILE, METRICS_FILE
-from megatron_fsdp.train.results import SUMMARY_FILE
+from megatron_fsdp.train.data.sources import LIBRARY_BYTES, Source, Texts, find_source
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:
@@ -118,28 +115,29 @@ def test_links_to_folders_are_followed_and_each_folder_is_entered_once(tmp_path:
 
 def test_what_earlier_runs_left_is_no_text_to_learn(tmp_path: Path) -> None:
     run, saved = "runs/old/", "saved/iter_0000010/"
-    left = [f"{run}applied.json", f"{run}metrics.jsonl", f"{run}sample.txt", f"{run}tokens-1/data.json"]
+    left = [f"{run}applied.json", f"{run}metrics.jsonl", f"{run}tokens-1/tokens.json"]
     left += [f"{saved}.metadata", f"{saved}common.json", "saved/latest_checkpointed_iteration.txt"]
-    left += [f"cache/tokens-2/{name}" for name in ("data.json", "training.bin")]
-    kept = ["a.txt", "other/applied.json", "iter_0000010/b", "saved/note.txt", "tokens-3/data.json"]
+    left += [f"cache/tokens-2/{name}" for name in ("tokens.json", "tokens.bin")]
+    kept = ["a.txt", "iter_0000010/b", "saved/note.txt", "tokens-3/a.json"]
     write_files(tmp_path, dict.fromkeys([*left, *kept], b""))
-    source = find_source(tmp_path)
-    assert sorted(names(source)) == sorted(kept)
-    found = [path.relative_to(tmp_path).as_posix() for path in source.left_out]
-    assert found == ["cache/tokens-2", "runs/old", "saved/iter_0000010"]
+    assert sorted(names(find_source(tmp_path))) == sorted(kept)
     assert "metrics.jsonl" in names(find_source(tmp_path / "runs" / "old"))  # asked for by name
 
 
-def test_the_marks_of_results_are_what_a_run_writes() -> None:
-    assert is_of_a_run("x", [APPLIED_FILE, METRICS_FILE])
-    assert is_of_a_run("tokens-x", [SIDE_FILE, "training.bin"])
-    assert is_of_a_run("x", [APPLIED_FILE, SUMMARY_FILE])  # of a run that took no step
-    assert not is_of_a_run("x", [METRICS_FILE])
-
-
 def read(path: Path, key: str = "text") -> list[str]:
-    source = find_source(path)
-    return ["".join(document) for document in Documents(source, key)]
+    return texts_of(Texts(find_source(path), key))
+
+
+def texts_of(texts: Texts) -> list[str]:
+    """Whole documents of the pieces."""
+    found, pieces = [], []
+    for piece, is_last in texts:
+        pieces.append(piece)
+        if is_last:
+            found.append("".join(pieces))
+            pieces = []
+    assert pieces == []
+    return found
 
 
 def save_dataset(folder: Path, rows: dict[str, list[object]], parts: tuple[str, ...] = ()) -> None:
@@ -159,11 +157,11 @@ def test_every_text_file_is_a_document_and_others_are_counted(tmp_path: Path) ->
     (tmp_path / "c").write_bytes(b"nul\0byte")
     (tmp_path / "d").write_bytes(b"")
     source = find_source(tmp_path)
-    documents = Documents(source, "text")
-    assert ["".join(document) for document in documents] == ["good é\r\nx", ""]
+    documents = Texts(source, "text")
+    assert texts_of(documents) == ["good é\r\nx"]
     assert [path.name for path in documents.skipped] == ["b", "c"]
     assert not documents.uses_key
-    assert len(list(documents)) == 2
+    assert len(list(documents)) == 1
     assert len(documents.skipped) == 2  # of the last time, not of both
 
 
@@ -172,8 +170,8 @@ def test_pipes_and_links_to_nothing_are_counted_and_never_waited_for(tmp_path: P
     os.mkfifo(tmp_path / "b.jsonl")
     (tmp_path / "c.json").symlink_to("nowhere")
     source = find_source(tmp_path)
-    documents = Documents(source, "text")
-    assert ["".join(document) for document in documents] == ["good"]
+    documents = Texts(source, "text")
+    assert texts_of(documents) == ["good"]
     assert [path.name for path in documents.skipped] == ["b.jsonl", "c.json"]
 
 
@@ -197,30 +195,23 @@ def test_a_single_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_long_files_come_in_pieces_that_end_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE", 8)
     (tmp_path / "a").write_text("0123456789\nab\ncd\nefghijklmnopqrstuvwxyz0123456789")
-    (document,) = Documents(find_source(tmp_path), "text")
-    pieces = list(document)
+    pieces, ends = zip(*Texts(find_source(tmp_path), "text"), strict=True)
     assert "".join(pieces) == (tmp_path / "a").read_text()
     assert pieces[0] == "0123456789\n"
     assert max(map(len, pieces)) == 16
+    assert [*ends] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_bad_bytes_far_into_a_file_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE", 4)
-    (tmp_path / "a").write_bytes(b"a" * 30000 + b"\xff")
-    (tmp_path / "b").write_bytes(b"a" * 30000)
-    documents = Documents(find_source(tmp_path), "text")
-    assert ["".join(document) for document in documents] == ["a" * 30000]
+def test_bad_bytes_in_the_beginning_make_a_file_no_text_and_later_ones_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_BEGINNING", 4)
+    (tmp_path / "a").write_bytes(b"aaa\xff")
+    (tmp_path / "b").write_bytes(b"aaa\xc3\xa9")  # a letter is cut in two
+    (tmp_path / "c").write_bytes(b"aaaa\xff")
+    documents = Texts(find_source(tmp_path), "text")
+    assert texts_of(documents) == ["aaaé", "aaaa\ufffd"]
     assert documents.skipped == [tmp_path / "a"]
-
-
-@pytest.mark.parametrize("text", ["", "abc", "a" * 50, "ab\n" * 20, "0123456789ab\n" + "c" * 40 + "\nd"])
-def test_texts_in_memory_are_cut_and_lose_nothing(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE", 10)
-    (tmp_path / "a.json").write_text(json.dumps([text]))
-    (document,) = Documents(find_source(tmp_path), "text")
-    pieces = list(document)
-    assert "".join(pieces) == text
-    assert all(0 < len(piece) <= 21 for piece in pieces)
 
 
 def test_json_lines_give_their_field_and_blank_lines_nothing(tmp_path: Path) -> None:
@@ -231,7 +222,7 @@ def test_json_lines_give_their_field_and_blank_lines_nothing(tmp_path: Path) -> 
         '{"text": "\\ud83d\\ude00"}',
     ]
     (tmp_path / "a.JSONL").write_text("\n".join(lines))
-    assert read(tmp_path) == read(tmp_path / "a.JSONL") == ["é\n", "one\ufffdtwo a\ufffd b", "😀"]
+    assert read(tmp_path) == read(tmp_path / "a.JSONL") == ["é\n", "one\ufffdtwo a? b", "😀"]
     (tmp_path / "a.JSONL").write_text(lines[0])
     assert read(tmp_path / "a.JSONL", "body") == ["x"]
 
@@ -244,25 +235,6 @@ def test_a_json_file_is_lines_only_where_it_begins_with_one(tmp_path: Path) -> N
     ):
         (tmp_path / "a.JSON").write_text(text)
         assert read(tmp_path) == expected
-
-
-def test_a_json_array_gives_its_texts(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('\n[\n  {"text": "t", "n": 1},\n  {"text": "\\ud83d"}\n]\n')
-    (tmp_path / "b.json").write_text('["u", "v"]')
-    (tmp_path / "c.json").write_text('["u", 1]')
-    (tmp_path / "d.json").write_text('["u", ')
-    assert read(tmp_path) == ["t", "\ufffd", "u", "v", '["u", 1]', '["u", ']
-    with pytest.raises(
-        ConfigurationError, match=r"object 1 of .*a\.json has no text in the field 'body': give .*'text'"
-    ):
-        read(tmp_path, "body")
-
-
-def test_a_json_array_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_LARGEST_ARRAY", 9)
-    (tmp_path / "a.json").write_text('["u", "v"]')
-    with pytest.raises(ConfigurationError, match=r"a\.json begins as one JSON array, and its 10 bytes .* JSON lines"):
-        read(tmp_path)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -290,7 +262,7 @@ def test_a_wrong_line_is_refused_by_its_number(tmp_path: Path, line: str, said: 
 def test_a_saved_data_set_gives_its_column(tmp_path: Path) -> None:
     save_dataset(tmp_path / "set", {"text": [f"t{i}" for i in range(300)] + [None], "n": list(range(301))})
     assert read(tmp_path / "set") == [f"t{i}" for i in range(300)]
-    assert Documents(find_source(tmp_path / "set"), "text").size >= sum(len(f"t{i}") for i in range(300))
+    assert Texts(find_source(tmp_path / "set"), "text").size >= sum(len(f"t{i}") for i in range(300))
 
 
 def test_of_several_parts_train_or_the_only_one_is_read_and_others_are_refused(tmp_path: Path) -> None:

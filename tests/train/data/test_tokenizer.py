@@ -8,11 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.tokenizer import (
-    END_OF_TEXT,
-    ByteVocabulary,
-    IdVocabulary,
-    TokenizerVocabulary,
-    Vocabulary,
+    ByteTokenizer,
+    PieceTokenizer,
     load_tokenizer,
     train_bpe,
 )
@@ -21,7 +18,7 @@ TEXTS = ["def add(a, b):\n    return a + b\n", "naïve — 你好\n\tend"]
 
 
 @pytest.fixture(scope="module")
-def bpe() -> TokenizerVocabulary:
+def bpe() -> PieceTokenizer:
     return train_bpe(TEXTS * 20, vocab_size=280)
 
 
@@ -37,36 +34,34 @@ def words(folder: Path, tokens: list[str], *, limit: int | None = None) -> Path:
 
 
 def test_bytes_are_the_utf8_of_the_text() -> None:
-    found = ByteVocabulary().encode(["é", "a"])
+    found = ByteTokenizer().encode(["é", "a"])
     assert [ids.dtype for ids in found] == [np.uint8, np.uint8]
     assert [ids.tolist() for ids in found] == [[0xC3, 0xA9], [97]]
-    assert ByteVocabulary().decode([97, 0xC3, 98, 0]) == "a\ufffdb"
 
 
-@pytest.mark.parametrize("name", ["byte", "bpe"])
-def test_texts_come_back_as_they_were(name: str, bpe: TokenizerVocabulary) -> None:
-    vocabulary: Vocabulary = bpe if name == "bpe" else ByteVocabulary()
-    found = [ids.tolist() for ids in vocabulary.encode(TEXTS)]
-    assert [vocabulary.decode(ids) for ids in found] == TEXTS
-    assert max(map(max, found)) < vocabulary.vocab_size
-    assert not any(vocabulary.end_id in ids for ids in found)
+def test_texts_come_back_as_they_were(bpe: PieceTokenizer, tmp_path: Path) -> None:
+    bpe.save(tmp_path / "tokenizer.json")
+    found = [ids.tolist() for ids in bpe.encode(TEXTS)]
+    assert [Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(ids) for ids in found] == TEXTS
+    assert max(map(max, found)) < bpe.vocab_size
+    assert not any(bpe.end_id in ids for ids in found)
 
 
-def test_bpe_has_the_size_asked_for_and_is_shorter_than_bytes(bpe: TokenizerVocabulary) -> None:
-    assert (bpe.vocab_size, bpe.end, bpe.end_id, bpe.decode([bpe.end_id])) == (280, END_OF_TEXT, 0, "")
+def test_bpe_has_the_size_asked_for_and_is_shorter_than_bytes(bpe: PieceTokenizer) -> None:
+    assert (bpe.vocab_size, bpe.end_id) == (280, 0)
     assert [ids.dtype for ids in bpe.encode(TEXTS)] == [np.uint16, np.uint16]
-    assert sum(map(len, bpe.encode(TEXTS))) < sum(map(len, ByteVocabulary().encode(TEXTS)))
+    assert sum(map(len, bpe.encode(TEXTS))) < sum(map(len, ByteTokenizer().encode(TEXTS)))
 
 
-def test_training_twice_gives_the_same_pieces(bpe: TokenizerVocabulary, tmp_path: Path) -> None:
+def test_training_twice_gives_the_same_pieces(bpe: PieceTokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path / "a.json")
     train_bpe(iter(TEXTS * 20), vocab_size=280).save(tmp_path / "b.json")
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
 
 
-def test_bpe_survives_saving_and_loading(bpe: TokenizerVocabulary, tmp_path: Path) -> None:
+def test_bpe_survives_saving_and_loading(bpe: PieceTokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path / "tokenizer.json")
-    for loaded in (TokenizerVocabulary.read(tmp_path / "tokenizer.json", END_OF_TEXT), load_tokenizer(tmp_path)):
+    for loaded in (load_tokenizer(tmp_path / "tokenizer.json"), load_tokenizer(tmp_path)):
         assert (loaded.vocab_size, loaded.end_id) == (280, 0)
         assert [ids.tolist() for ids in loaded.encode(TEXTS)] == [ids.tolist() for ids in bpe.encode(TEXTS)]
 
@@ -76,7 +71,7 @@ def test_a_tokenizer_is_a_file_or_a_folder_with_one(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "tokenizer.json"):
         found = load_tokenizer(place)
         assert [ids.tolist() for ids in found.encode(["b a c"])] == [[2, 1, 0]]
-        assert (found.end, found.end_id, found.vocab_size) == ("<|endoftext|>", 3, 4)
+        assert (found.end_id, found.vocab_size) == (3, 4)
 
 
 @pytest.mark.parametrize("said", ["</s>", {"content": "</s>", "lstrip": False}])
@@ -112,13 +107,6 @@ def test_a_missing_or_damaged_tokenizer_and_one_without_an_end_are_refused(tmp_p
         load_tokenizer(tmp_path)
 
 
-def test_ids_are_numbers_as_text() -> None:
-    vocabulary = IdVocabulary(300)
-    assert [ids.tolist() for ids in vocabulary.encode(["7 299 300 -1 x", "def "])] == [[7, 299], []]
-    assert vocabulary.decode([7, 299]) == "7 299"
-    assert vocabulary.end_id is None
-
-
 def test_a_folder_with_only_a_vocabulary_is_read_by_transformers(tmp_path: Path) -> None:
     old = words(tmp_path, ["<unk>", "a", "b", "</s>"])
     (old / "tokenizer.json").unlink()
@@ -127,12 +115,11 @@ def test_a_folder_with_only_a_vocabulary_is_read_by_transformers(tmp_path: Path)
     (old / "merges.txt").write_text("#version: 0.2\na b\n")
     (old / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     found = load_tokenizer(old)
-    assert (found.end, found.vocab_size) == ("<|endoftext|>", len(symbols))
+    assert (symbols[found.end_id], found.vocab_size) == ("<|endoftext|>", len(symbols))
     (ids,) = found.encode(["abc"])
     assert [symbols[i] for i in ids] == ["ab", "c"]
-    assert found.decode(ids.tolist()) == "abc"
     found.save(tmp_path / "tokenizer.json")  # with the tokens, where no transformers is needed
-    assert TokenizerVocabulary.read(tmp_path / "tokenizer.json", found.end).encode(["abc"])[0].tolist() == ids.tolist()
+    assert load_tokenizer(tmp_path / "tokenizer.json").encode(["abc"])[0].tolist() == ids.tolist()
 
 
 def test_without_transformers_a_vocabulary_alone_is_refused_in_words(

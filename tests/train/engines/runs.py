@@ -106,9 +106,6 @@ class Silent:
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
 
-    def lacks_evaluation(self, step: int) -> bool:  # noqa: ARG002
-        return False
-
     def say(self, text: str) -> None:
         self.said.append(text)
 

@@ -156,7 +156,8 @@ def load_and_train(values: dict[str, Any]) -> tuple[Tensor | None, Results, str]
     origin = Origin(run.job.options.checkpoint.load)
     with RunCheckpoints(run.job, run.trained, run.data, origin, watcher.say) as keeper:
         done = keeper.start()
-        logits = run.trained.logits(torch.arange(8)[None])
+        with torch.no_grad():
+            logits = run.trained.model(torch.arange(8)[None])
         train(run, watcher, NoCheckpoints(progress=done))
     return logits, results_of(run, watcher), "\n".join(watcher.said)
 

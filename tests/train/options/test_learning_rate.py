@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Schedule, World
-from megatron_fsdp.train.options.resolve import resolve, with_samples_of_step
+from megatron_fsdp.train.options.resolve import resolve
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 FALLING = ("linear", "cosine", "WSD")
@@ -103,9 +103,3 @@ def test_samples_say_what_steps_say_and_may_end_within_a_step() -> None:
     job = resolve(parse_options(uneven.split()), World(1, "cpu"))
     assert job.train_iters == 20
     assert [job.schedule.rate(step) for step in range(4)] == pytest.approx([0.2 * 8 / 20, 0.2 * 16 / 20, 0.2, 0.2])
-
-
-def test_another_size_of_a_step_keeps_the_samples_and_the_rate_over_them() -> None:
-    words = "--preset tiny --lr 0.2 --micro-batch-size 1 --train-samples 160 --lr-warmup-samples 32"
-    job = with_samples_of_step(resolve(parse_options(words.split()), World(4, "cpu")), 8)
-    assert (job.train_iters, job.schedule.warmup_steps, job.schedule.decay_steps) == (20, 4.0, 20.0)

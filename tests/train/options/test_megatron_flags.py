@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.command_line import SPELLINGS, make_parser, parse_options
+from megatron_fsdp.train.options.command_line import make_parser, parse_options
 from megatron_fsdp.train.options.job import World
 from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
 from megatron_fsdp.train.options.options import OPTIONS
@@ -119,7 +119,7 @@ def test_all_flags_of_the_user_guide_are_taken() -> None:
 
 
 def test_a_flag_is_in_one_table_only() -> None:
-    tables = [set(EXPLAINED), set(FIXED), set(REFUSED), {option.flag for option in OPTIONS.values()}, set(SPELLINGS)]
+    tables = [set(EXPLAINED), set(FIXED), set(REFUSED), {option.flag for option in OPTIONS.values()}, set(ALIASES)]
     seen: set[str] = set()
     for table in tables:
         assert seen & table == set()

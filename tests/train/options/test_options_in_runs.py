@@ -24,8 +24,7 @@ from tests.conftest import RunRanks
 
 BASE = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --train-iters 4 "
-    "--lr 0.05 --lr-decay-style constant --device cpu --use-megatron-fsdp --log-interval 1 --eval-iters 1 --prompt x "
-    "--sample-tokens 2"
+    "--lr 0.05 --lr-decay-style constant --device cpu --use-megatron-fsdp --log-interval 1 --eval-iters 1"
 )
 
 

@@ -65,7 +65,7 @@ REFUSED = {
     "--adam-beta1 1": "invalid --adam-beta1 1: give 0 or more, and less than 1",
     "--exit-duration-in-mins 0": "invalid --exit-duration-in-mins 0: give a number above 0",
     "--distributed-timeout-minutes 1e9": "invalid --distributed-timeout-minutes 1e9: give at most",
-    "--hang-timeout-minutes 600000": "invalid --hang-timeout-minutes 600000: give at most 525600",
+    "--distributed-timeout-minutes 600000": "invalid --distributed-timeout-minutes 600000: give at most 525600",
     "--train-iters many": "invalid --train-iters many: give a whole number",
     "--train-iters 1_": "invalid --train-iters 1_: give a whole number",
     f"--train-iters {'9' * 50}": "invalid --train-iters 999999",
@@ -146,8 +146,6 @@ REFUSED = {
     "--tokenizer-type bpe --vocab-size 256": "--vocab-size 256 is less than the 256 bytes and the end of a text",
     f"{IDS} --vocab-size {2**31 + 1}": f"invalid --vocab-size {2**31 + 1}: give at most {2**31}",
     f"{IDS} --vocab-size 9 --eod-mask-loss": "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer",
-    f"{IDS} --vocab-size 9 --prompt def": "--prompt 'def' is no token ids below --vocab-size 9",
-    f"{IDS} --vocab-size 9 --prompt 9": "--prompt '9' is no token ids below --vocab-size 9",
 }
 
 
@@ -162,7 +160,7 @@ def test_what_is_not_possible_or_does_nothing_is_refused_by_its_flag(words: str)
         "--tokenizer-type byte --eod-mask-loss",
         "--tokenizer-type bpe --vocab-size 257",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder",
-        f"{IDS} --vocab-size 10 --prompt 9",
+        f"{IDS} --vocab-size 10",
         "--exit-duration-in-mins inf",
     ],
 )

@@ -200,7 +200,7 @@ def make_feed(data: TokenData, job: Job, data_index: int, *, pins: bool = False)
     """Return the microbatches of a data-parallel rank; ranks that share the index get equal ones."""
     options = job.options
     order = SampleOrder(data.training.count, job.seq_length, options.training.seed)
-    unlearned = data.vocabulary.end_id if options.data.eod_mask_loss else None
+    unlearned = data.end_id if options.data.eod_mask_loss else None
     microbatches = Microbatches(data.training, order, job.batch, data_index, unlearned)
     return Feed(microbatches, num_workers=options.data.num_workers, pins=pins)
 
@@ -230,6 +230,6 @@ def _places(first: int, plan: BatchPlan) -> Iterator[Place]:
 
 
 def _outlive_interrupts(_worker: int) -> None:
-    """Ignore SIGINT and SIGTERM in a worker, which are the rank's to handle; a worker ends with its rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore signals that ask the ranks to end, which are the rank's to handle; a worker ends with its rank."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,55 +1,50 @@
-"""Prepares data: texts are split and encoded into token files once on each machine, the same on all ranks."""
+"""Prepares data: texts become a pair of Megatron's token files once on each machine; all ranks split it alike."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
-import os
-import platform
-import shutil
-import uuid
+import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.comm.agreement import by_value, gather_objects, together
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.data.sources import Document, Documents, Source, find_source
-from megatron_fsdp.train.data.token_file import TokenFile, digest, dtype_for, npy_tokens, open_indexed
+from megatron_fsdp.train.data.sources import Piece, Source, Texts, find_source
+from megatron_fsdp.train.data.token_file import (
+    TokenFile,
+    bin_of,
+    digest,
+    dtype_for,
+    npy_tokens,
+    open_indexed,
+    write_index,
+)
 from megatron_fsdp.train.data.tokenizer import (
     BPE_VOCAB_SIZE,
-    ByteVocabulary,
-    IdVocabulary,
-    TokenizerVocabulary,
-    Vocabulary,
+    ByteTokenizer,
+    PieceTokenizer,
     load_tokenizer,
     tokenizer_files,
     train_bpe,
 )
-from megatron_fsdp.train.faults import memory_told_of_data, telling_of_memory
+from megatron_fsdp.train.faults import telling_of_memory
 from megatron_fsdp.train.options.job import Job, Split, parse_split
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.ranks import Rank, work_on_machines
 
-VERSION = 4  # of the folder of tokens; raise it when the same text gives other tokens
-SIDE_FILE = "data.json"
+VERSION = 5  # of the folder of tokens; raise it when the same text gives other tokens
+PREFIX = "tokens"  # of the pair in this folder
+SIDE_FILE = "tokens.json"
 TOKENIZER_FILE = "tokenizer.json"
 SAMPLE_BYTES = 32 * 1024**2  # that a BPE is trained on: minutes, and more changes little
 _BATCH = 2**23  # characters encoded in one go
-_UNFAIR = 4.0  # the factor by which a side may miss its share
-_FEW = 100  # documents; fewer cannot be cut into three shares by their hashes
-_COUNTED = 2**20  # tokens whose bytes are counted where that takes decoding
-
-Side = Literal["training", "held_out", "aside"]
-Piece = tuple[str, Side, bool]
-"""A part of a document, where the document goes, and whether it ends with this part."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,8 @@ class TokenData:
 
     training: TokenFile
     held_out: TokenFile
-    held_out_bytes: int  # of UTF-8, ends of texts counted as one; 0: not known
-    vocabulary: Vocabulary
+    vocab_size: int
+    end_id: int | None  # of the token that ends a text; None: not known
     checksum: str  # of all ids, whatever their dtype
     notes: tuple[str, ...] = ()  # what a person should know of the preparation
 
@@ -72,7 +67,9 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
     """
 
     def write() -> None:
-        with telling_of_memory(lambda error: memory_told_of_data(error, rank)):
+        where = f"out of memory on rank {rank.index} while it made the tokens of --data-path"
+        try_words = "give text in shorter lines, or token files (.bin and .idx, or .npy), which are mapped"
+        with telling_of_memory(lambda error: f"{where}: {error!r}\n  try: {try_words}"):
             write_data(job.options, folder)
 
     work_on_machines(rank, write)
@@ -87,308 +84,124 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
 
 
 def tokens_folder(options: Options, folder: Path) -> tuple[Path, Source]:
-    """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from."""
-    checkpoint, events = options.checkpoint, options.reporting.tensorboard_dir
-    maps = checkpoint.dump_param_to_param_group_map
-    written = (folder, options.data.data_cache_path, checkpoint.save, events, maps)
-    outputs = {path.absolute() for path in written if path is not None}
-    source = find_source(options.data.data_path, outputs)
-    return (options.data.data_cache_path or folder) / folder_name(options, source), source
+    """Return where tokens are or will be, below the folder of results or in the cache, and what they are made from.
 
-
-def folder_name(options: Options, source: Source) -> str:
-    """Name the folder of tokens by a hash of everything that decides them: files, tokenizer and split."""
-    data = options.data
+    The folder is named by a hash of everything that decides them: files and tokenizer.
+    """
+    data, reporting = options.data, options.reporting
+    written = (folder, data.data_cache_path, options.checkpoint.save, reporting.tensorboard_dir)
+    source = find_source(data.data_path, {path.absolute() for path in written if path is not None})
     model = None
     if data.tokenizer_model is not None:
         model = [hashlib.sha256(file.read_bytes()).hexdigest() for file in tokenizer_files(data.tokenizer_model)]
-    facts = [VERSION, source.listing(), data.json_key, data.tokenizer_type, data.vocab_size, model, data.split]
-    return f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    facts = [VERSION, source.listing(), data.json_key, data.tokenizer_type, data.vocab_size, model]
+    name = f"tokens-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    return (data.data_cache_path or folder) / name, source
+
+
+# ---- making tokens ---------------------------------------------------------------------------------------------------
 
 
 def write_data(options: Options, folder: Path) -> None:
-    """Write the tokens of a text atomically; where they exist, verify their checksum instead."""
-    made, source = tokens_folder(options, folder)
-    place, mine = made.parent, f".{made.name}.{platform.node()}."
-    with ExitStack() as held:
-        for left in place.glob(f"{mine}*"):  # of runs on this machine that were killed while they made the same tokens
-            if not _is_alive(int(left.suffix[1:])) and claim(left, held):
-                shutil.rmtree(left, ignore_errors=True)
-        if (made / SIDE_FILE).exists():
-            _require_unchanged(made, options)
-            return
-        temporary = place / f"{mine}{uuid.uuid4().hex[:8]}.{os.getpid()}"
-        held.callback(shutil.rmtree, temporary, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
-            claim(temporary, held)
-            _save(_prepare(options, source, temporary), temporary)
-            if made.exists() and not (made / SIDE_FILE).exists():  # nothing that this program left
-                raise ConfigurationError(f"{made} is there and has no {SIDE_FILE}: remove it")
-            temporary.rename(made)
-        except OSError as error:
-            if not (made / SIDE_FILE).exists():  # else another machine was faster
-                raise ConfigurationError(
-                    f"tokens of --data-path cannot be made in {place} ({error}): where it cannot be written, give "
-                    "another --data-cache-path or --out"
-                ) from error
+    """Make the folder of tokens, whole or not at all, where it is not there yet.
 
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def read_data(job: Job, folder: Path) -> TokenData:
-    """Open what `write_data` wrote; ranks of a machine share the memory."""
-    made, source = tokens_folder(job.options, folder)
-    found = _load(made, job.options)
-    for name, file in (("training", found.training), ("held-out", found.held_out)):
-        if file.count <= job.seq_length:
-            raise ConfigurationError(
-                f"the {name} text has {file.count:,} tokens and one sample needs {job.seq_length + 1:,}: give "
-                f"--data-path more text, --split other shares than {job.options.data.split}, or a lower --seq-length"
-            )
-        file.open()  # raises where the file is gone or too short
-    if not source.left_out:
-        return found
-    count = len(source.left_out)  # not kept with the tokens, which are the same with more such folders
-    words = "1 folder of an earlier run is" if count == 1 else f"{count} folders of earlier runs are"
-    return replace(found, notes=(*found.notes, f"{words} left out, first {source.left_out[0]}"))
-
-
-def _save(data: TokenData, folder: Path) -> None:
-    """Write tokenizer and side file into a folder; the side file names token files in it by relative paths."""
-    vocabulary, end = data.vocabulary, ""
-    if isinstance(vocabulary, TokenizerVocabulary):
-        vocabulary.save(folder / TOKENIZER_FILE)
-        end = vocabulary.end
-    values: dict[str, Any] = {}
-    for name, file in (("training", data.training), ("held_out", data.held_out)):
-        is_inside = file.path.is_relative_to(folder)
-        path = file.path.relative_to(folder) if is_inside else file.path.absolute()
-        values[name] = {**asdict(file), "path": str(path)}
-    values |= {"held_out_bytes": data.held_out_bytes, "vocab_size": vocabulary.vocab_size, "end": end}
-    values |= {"checksum": data.checksum, "notes": list(data.notes)}
-    (folder / SIDE_FILE).write_text(json.dumps(values, indent=2), encoding="utf-8")
-
-
-def _load(folder: Path, options: Options) -> TokenData:
-    path = folder / SIDE_FILE
-    try:
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        training, held_out = (
-            TokenFile(**{**said[name], "path": folder / said[name]["path"]}) for name in ("training", "held_out")
-        )
-        vocabulary: Vocabulary = IdVocabulary(said["vocab_size"])
-        if said["end"]:
-            vocabulary = TokenizerVocabulary.read(folder / TOKENIZER_FILE, said["end"])
-        elif options.data.tokenizer_type == "byte":
-            vocabulary = ByteVocabulary()
-        return TokenData(training, held_out, said["held_out_bytes"], vocabulary, said["checksum"], tuple(said["notes"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({error}): tokens are made by the first rank of each machine, so --out and "
-            "--data-cache-path have to be folders that all ranks of a machine see; or it was damaged: remove its folder"
-        ) from None
-
-
-def _require_unchanged(folder: Path, options: Options) -> None:
-    """Verify the checksum of the ids in a folder.
-
-    Ids of the user that lie elsewhere are not read again: the folder is named after their size and time.
+    It holds the tokenizer and a checksum, and of texts a pair of token files; token ids stay where they are.
     """
-    found = _load(folder, options)
-    if not found.training.path.is_relative_to(folder):
+    made, source = tokens_folder(options, folder)
+    if (made / SIDE_FILE).exists():
         return
-    if digest((found.training, found.held_out), 2**31) != found.checksum:
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{made.name}.", dir=made.parent) as temporary:
+            new = Path(temporary, made.name)
+            new.mkdir()
+            _write(options, source, new)
+            new.rename(made)
+    except OSError as error:
+        if not (made / SIDE_FILE).exists():  # else another machine was faster
+            raise ConfigurationError(
+                f"tokens of --data-path cannot be made in {made.parent} ({error}): where it cannot be written, give "
+                "another --data-cache-path or --out"
+            ) from error
+
+
+def _write(options: Options, source: Source, folder: Path) -> None:
+    texts = Texts(source, options.data.json_key)
+    tokenizer = _tokenizer(options, texts)
+    vocab_size, end_id = (options.data.vocab_size or 0), None
+    if tokenizer is not None:
+        vocab_size, end_id = tokenizer.vocab_size, tokenizer.end_id
+        tokenizer.save(folder / TOKENIZER_FILE)
+    notes = []
+    if tokenizer is not None and not source.has_ids:
+        encode_texts(texts, tokenizer, folder / PREFIX)
+        _require_texts(options, texts, bin_of(folder / PREFIX))
+        if texts.skipped:
+            count = len(texts.skipped)
+            words = "file is" if count == 1 else "files are"
+            notes.append(f"{count} {words} no UTF-8 text and left out, first {texts.skipped[0]}")
+    checksum = digest(all_tokens(source, folder), vocab_size)
+    said = {"checksum": checksum, "vocab_size": vocab_size, "end_id": end_id, "notes": notes}
+    (folder / SIDE_FILE).write_text(json.dumps(said, indent=2), encoding="utf-8")
+
+
+def _tokenizer(options: Options, texts: Texts) -> ByteTokenizer | PieceTokenizer | None:
+    """Return what makes the tokens, or has made them; None: ids of which nothing is known."""
+    data, source = options.data, texts.source
+    if data.tokenizer_model is not None:
+        return load_tokenizer(data.tokenizer_model)
+    takes_ids = data.tokenizer_type == "NullTokenizer"
+    if source.has_ids and not takes_ids:
         raise ConfigurationError(
-            f"the tokens in {folder} were damaged: they do not have the checksum in {SIDE_FILE}; remove the folder, "
-            "and they are made again"
+            f"--data-path {source.root} holds token ids, and --tokenizer-type {data.tokenizer_type} takes text: give "
+            "--tokenizer-type NullTokenizer with --vocab-size, or HuggingFaceTokenizer with the one that made them"
         )
+    if takes_ids and not source.has_ids:
+        raise ConfigurationError(
+            f"--data-path {source.root} is text, and --tokenizer-type NullTokenizer takes token ids: give "
+            "the prefix of a .bin and .idx, or an .npy; or another tokenizer"
+        )
+    if takes_ids:
+        return None
+    if data.tokenizer_type == "byte":
+        return ByteTokenizer()
+    every = max(1, math.ceil(texts.size / SAMPLE_BYTES))  # spread evenly
+    return train_bpe((text for text, _ in islice(texts, 0, None, every)), data.vocab_size or BPE_VOCAB_SIZE)
 
 
-def _prepare(options: Options, source: Source, folder: Path) -> TokenData:
-    split, data = parse_split(options.data.split), options.data
-    vocabulary: Vocabulary
-    if source.has_ids:
-        vocabulary = _vocabulary_of_ids(options, source)
-        training, held_out = split_ids(source, split)
-        size = _count_bytes(held_out, vocabulary) if isinstance(vocabulary, TokenizerVocabulary) else 0
-        return TokenData(training, held_out, size, vocabulary, digest((training, held_out), vocabulary.vocab_size))
-    documents = Documents(source, data.json_key)
-    vocabulary = _vocabulary_of_texts(options, documents, split)
-    found = encode_documents(documents, vocabulary, split, folder)
-    _require_texts(options, documents, found.training.count + found.held_out.count)
-    if not documents.skipped:
-        return found
-    count, first = len(documents.skipped), documents.skipped[0]
-    note = f"{count} {'file is' if count == 1 else 'files are'} no UTF-8 text and left out, first {first}"
-    return replace(found, notes=(note, *found.notes))
-
-
-def _require_texts(options: Options, documents: Documents, tokens: int) -> None:
+def _require_texts(options: Options, texts: Texts, tokens: Path) -> None:
     """Refuse texts that give no tokens, and `--json-key` if no file has fields."""
-    data, root = options.data, documents.source.root
-    if tokens == 0 and any(next(document, None) is not None for document in documents):
-        raise ConfigurationError(
-            f"--split {data.split} leaves all texts of --data-path {root} aside: give a smaller third number, or more "
-            "texts"
-        )
-    if tokens == 0:
+    root = texts.source.root
+    if tokens.stat().st_size == 0:
         raise ConfigurationError(f"--data-path {root} holds no UTF-8 text: give a file or a folder with some")
-    if options.is_given("json_key") and not documents.uses_key:
+    if options.is_given("json_key") and not texts.uses_key:
         raise ConfigurationError(
-            f"--json-key {data.json_key} does nothing, since --data-path {root} holds no JSON lines and no data set: "
+            f"--json-key {texts.json_key} does nothing, since --data-path {root} holds no JSON lines and no data set: "
             "leave it out"
         )
 
 
-def _vocabulary_of_texts(options: Options, documents: Documents, split: Split) -> Vocabulary:
-    data = options.data
-    if data.tokenizer_type == "NullTokenizer":
-        raise ConfigurationError(
-            f"--data-path {documents.source.root} is text, and --tokenizer-type NullTokenizer takes token ids: give "
-            "the prefix of a .bin and .idx, or an .npy; or another tokenizer"
-        )
-    if data.tokenizer_model is not None:
-        return load_tokenizer(data.tokenizer_model)
-    if data.tokenizer_type == "byte":
-        return ByteVocabulary()
-    return train_bpe(sample_texts(documents, split, documents.size), data.vocab_size or BPE_VOCAB_SIZE)
-
-
-def _vocabulary_of_ids(options: Options, source: Source) -> Vocabulary:
-    data = options.data
-    if data.tokenizer_model is not None:
-        return load_tokenizer(data.tokenizer_model)
-    if data.tokenizer_type == "NullTokenizer":
-        return IdVocabulary(data.vocab_size or 0)
-    raise ConfigurationError(
-        f"--data-path {source.root} holds token ids, and --tokenizer-type {data.tokenizer_type} takes text: give "
-        "--tokenizer-type NullTokenizer with --vocab-size, or HuggingFaceTokenizer with the one that made them"
-    )
-
-
-def split_ids(source: Source, split: Split) -> tuple[TokenFile, TokenFile]:
-    """Hold out the last documents of a pair, or the end of an .npy or of a single document; what is set aside is last.
-
-    Ids stay where they are.
-    """
-    if source.kind == "npy":
-        whole = npy_tokens(source.root)
-    else:
-        pair = open_indexed(source.root)
-        whole = pair.tokens
-        cut, stop = round(pair.documents * split.training), round(pair.documents * (1 - split.aside))
-        if 0 < cut < stop:
-            places = pair.document_start(cut), pair.document_start(stop)
-            return whole.part(0, places[0]), whole.part(*places)
-    return _cut_end(whole.part(0, round(whole.count * (1 - split.aside))), split)
-
-
-def side_of(beginning: str, split: Split) -> Side:
-    """Choose a document's side by the hash of its first piece: copies lie on one side, and order does not matter."""
-    digest = hashlib.sha256(beginning.encode()).digest()
-    place = int.from_bytes(digest[:8], "big") / 2**64
-    if place < split.held_out:
-        return "held_out"
-    return "aside" if place < split.held_out + split.aside else "training"
-
-
-def pieces(documents: Iterable[Document], split: Split) -> Iterator[Piece]:
-    """Yield the pieces of all documents in order, without documents set aside; of a few, none is set aside."""
-    found = iter(documents)
-    first = list(itertools.islice(found, _FEW))
-    if len(first) < _FEW:
-        split = replace(split, aside=0.0)
-    for document in itertools.chain(first, found):
-        text = next(document, None)
-        side: Side = "aside" if text is None else side_of(text, split)
-        while text is not None and side != "aside":
-            following = next(document, None)
-            yield text, side, following is None
-            text = following
-
-
-def sample_texts(documents: Iterable[Document], split: Split, size: int, limit: int = SAMPLE_BYTES) -> list[str]:
-    """Return about `limit` bytes of text to train a tokenizer on, spread evenly over `size` bytes.
-
-    Held-out texts are left out, unless there is nothing else.
-    """
-    every = max(1, math.ceil(size / limit))
-    chosen = [piece for number, piece in enumerate(pieces(documents, split)) if number % every == 0]
-    return [text for text, side, _ in chosen if side == "training"] or [text for text, *_ in chosen]
-
-
-def encode_documents(documents: Iterable[Document], vocabulary: Vocabulary, split: Split, folder: Path) -> TokenData:
-    """Write all documents as tokens into an empty folder, each followed by the end-of-text token.
-
-    Documents are split; where that misses the shares by far (few documents, or very unequal ones), the end of the whole
-    is held out instead, and a note says so.
-    """
-    dtype, held_out_bytes = dtype_for(vocabulary.vocab_size), 0
-    paths = [folder / "training.bin", folder / "held_out.bin"]
-    counts = [0, 0]
-    end = np.array([vocabulary.end_id], dtype)
-    with paths[0].open("wb") as training, paths[1].open("wb+") as held_out:
-        for batch in _batches(pieces(documents, split)):
-            encoded = vocabulary.encode([text for text, *_ in batch])
-            for (text, side, is_last), ids in zip(batch, encoded, strict=True):
+def encode_texts(texts: Iterable[Piece], tokenizer: ByteTokenizer | PieceTokenizer, prefix: Path) -> None:
+    """Write texts as a pair of token files; each document ends with the end-of-text token."""
+    dtype = dtype_for(tokenizer.vocab_size)
+    end = np.array([tokenizer.end_id], dtype)
+    lengths, ends = list[int](), [0]
+    with bin_of(prefix).open("wb") as file:
+        for batch in _batches(texts):
+            encoded = tokenizer.encode([text for text, _ in batch])
+            for (_, is_last), ids in zip(batch, encoded, strict=True):
                 whole = np.concatenate([ids, end]) if is_last else ids
-                is_held_out = side == "held_out"
-                (held_out if is_held_out else training).write(whole.astype(dtype, copy=False).tobytes())
-                counts[is_held_out] += len(whole)
-                if is_held_out:
-                    held_out_bytes += len(text.encode()) + is_last
-        is_cut = not _is_fair(counts[0], counts[1], split)
-        if is_cut:
-            held_out.seek(0)
-            shutil.copyfileobj(held_out, training)
-    notes: tuple[str, ...] = ()
-    if is_cut:
-        paths[1].unlink()
-        sides = _cut_end(TokenFile(paths[0], dtype.str, 0, sum(counts)), split)
-        held_out_bytes = _count_bytes(sides[1], vocabulary)
-        notes = ("documents are too few or too unequal to split, so the end of the text is held out",)
-    else:
-        sides = (TokenFile(paths[0], dtype.str, 0, counts[0]), TokenFile(paths[1], dtype.str, 0, counts[1]))
-    return TokenData(*sides, held_out_bytes, vocabulary, digest(sides, vocabulary.vocab_size), notes)
+                file.write(whole.astype(dtype, copy=False).tobytes())
+                lengths.append(len(whole))
+                if is_last:
+                    ends.append(len(lengths))
+    write_index(prefix, dtype, lengths, ends)
 
 
-def _is_fair(training: int, held_out: int, split: Split) -> bool:
-    """Return whether both sides have roughly their share of the tokens."""
-    wanted = split.held_out / (split.training + split.held_out)
-    found = held_out / max(1, training + held_out)
-    return training > 0 and wanted / _UNFAIR <= found <= min(wanted * _UNFAIR, 1 - (1 - wanted) / _UNFAIR)
-
-
-def _cut_end(whole: TokenFile, split: Split) -> tuple[TokenFile, TokenFile]:
-    """Split tokens in place: the end, at least one token, is held out."""
-    share = split.held_out / (split.training + split.held_out)
-    cut = whole.count - min(whole.count, max(1, round(whole.count * share)))
-    return whole.part(0, cut), whole.part(cut, whole.count)
-
-
-def _count_bytes(tokens: TokenFile, vocabulary: Vocabulary) -> int:
-    """Estimate the UTF-8 bytes of tokens: counted for the first million, extrapolated for the rest."""
-    first = tokens.part(0, min(tokens.count, _COUNTED)).open()
-    if not len(first):
-        return 0
-    ends = int(np.count_nonzero(first == vocabulary.end_id))
-    counted = len(vocabulary.decode(first.tolist()).encode()) + ends
-    return round(counted * tokens.count / len(first))
-
-
-def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     size = 0
-    for piece in found:
+    for piece in texts:
         batch.append(piece)
         size += len(piece[0])
         if size >= _BATCH:
@@ -396,3 +209,52 @@ def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+# ---- reading tokens --------------------------------------------------------------------------------------------------
+
+
+def read_data(job: Job, folder: Path) -> TokenData:
+    """Open what `write_data` wrote, and split it; ranks of a machine share the memory."""
+    options = job.options
+    made, source = tokens_folder(options, folder)
+    path = made / SIDE_FILE
+    try:
+        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        vocab_size, end_id, checksum, notes = (said[name] for name in ("vocab_size", "end_id", "checksum", "notes"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error}): tokens are made by the first rank of each machine, so --out and "
+            "--data-cache-path have to be folders that all ranks of a machine see; or it was damaged: remove its folder"
+        ) from None
+    training, held_out = split_tokens(source, made, parse_split(options.data.split))
+    for name, file in (("training", training), ("held-out", held_out)):
+        if file.count <= job.seq_length:
+            raise ConfigurationError(
+                f"the {name} text has {file.count:,} tokens and one sample needs {job.seq_length + 1:,}: give "
+                f"--data-path more text, --split other shares than {options.data.split}, or a lower --seq-length"
+            )
+        file.open()  # raises where the file is gone or too short
+    return TokenData(training, held_out, vocab_size, end_id, checksum, tuple(notes))
+
+
+def all_tokens(source: Source, folder: Path) -> TokenFile:
+    """Return the ids of a source, or those that were made of it in a folder."""
+    if source.kind == "npy":
+        return npy_tokens(source.root)
+    return open_indexed(source.root if source.has_ids else folder / PREFIX).tokens
+
+
+def split_tokens(source: Source, folder: Path, split: Split) -> tuple[TokenFile, TokenFile]:
+    """Hold out the last documents, or the end of an .npy or of a single document; what is set aside comes after it."""
+    whole = all_tokens(source, folder)
+    if source.kind != "npy":
+        pair = open_indexed(source.root if source.has_ids else folder / PREFIX)
+        cut, stop = round(pair.documents * split.training), round(pair.documents * (1 - split.aside))
+        if 0 < cut < stop:
+            places = pair.document_start(cut), pair.document_start(stop)
+            return whole.part(0, places[0]), whole.part(*places)
+    used = whole.part(0, round(whole.count * (1 - split.aside)))
+    share = split.held_out / (split.training + split.held_out)
+    cut = used.count - min(used.count, max(1, round(used.count * share)))
+    return used.part(0, cut), used.part(cut, used.count)

@@ -1,17 +1,15 @@
-"""The documents that `--data-path` names, read piece by piece: no more than a piece is held in memory."""
+"""The documents that `--data-path` names, read piece by piece: no more than a piece of a file is held in memory."""
 
 from __future__ import annotations
 
 import codecs
-import io
 import json
 import os
-import re
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from megatron_fsdp.checkpoint.store import MARK_OF_WHOLE, POINTER
 from megatron_fsdp.errors import ConfigurationError
@@ -19,19 +17,17 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.data.token_file import bin_of, idx_of
 
 LIBRARY_BYTES = 24 * 1024**2  # of the default text: seconds of tokenizing
-PIECE = 2**20  # characters; a longer document is tokenized in pieces that end with a line where there is one
+PIECE = 2**20  # characters; a longer file is tokenized in pieces that end with a line where there is one
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-_RUN_MARKS = ({"applied.json", "metrics.jsonl"}, {"applied.json", "summary.json"})
-_TOKENS_MARKS = {"data.json", "training.bin"}
-_CHECKPOINT = re.compile(r"iter_\d{7,18}", re.ASCII)
+_MADE_BY_RUNS = frozenset({"applied.json", "tokens.json", MARK_OF_WHOLE})
+"""A folder with one of these holds results of a run, its tokens, or a checkpoint."""
 _DATASET_MARKS = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})
-_LARGEST_ARRAY = 2**28  # bytes of a JSON array, which is read as a whole
-_BEGINNING = 1024  # bytes of a file in which its first character is looked for
+_BEGINNING = 2**16  # bytes of a file that tell whether it is text
 _ROWS = 256  # of a data set, read in one go
 
-Document = Iterator[str]
-"""Pieces of one text, none of them empty."""
+Piece = tuple[str, bool]
+"""A part of a document, not empty, and whether the document ends with it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,6 @@ class Source:
     kind: Literal["texts", "dataset", "indexed", "npy"]  # `dataset`: a folder that `datasets` wrote
     root: Path  # what was named; of a pair, its prefix
     files: tuple[Path, ...]  # in an order that depends on names only
-    left_out: tuple[Path, ...] = ()  # folders of earlier runs
 
     @property
     def has_ids(self) -> bool:
@@ -85,39 +80,22 @@ def find_source(path: Path | None, outputs: Collection[Path] = ()) -> Source:
         raise ConfigurationError(f"--data-path {path} is a device, pipe or socket: give a file or a folder")
     if any(mark <= {file.name for file in path.iterdir()} for mark in _DATASET_MARKS):
         return Source("dataset", path, tuple(sorted(file for file in path.rglob("*") if file.is_file())))
-    left_out: list[Path] = []
-    return Source("texts", path, tuple(_walk(path, outputs=outputs, left_out=left_out)), tuple(left_out))
+    return Source("texts", path, tuple(_walk(path, outputs=outputs)))
 
 
-def is_of_a_run(name: str, contents: Collection[str]) -> bool:
-    """Return whether a folder of this name, with these entries, holds results of a run, its tokens, or a checkpoint."""
-    found = set(contents)
-    is_checkpoint = _CHECKPOINT.fullmatch(name) is not None and MARK_OF_WHOLE in found
-    is_tokens = name.startswith("tokens-") and found >= _TOKENS_MARKS
-    return any(found >= marks for marks in _RUN_MARKS) or is_tokens or is_checkpoint
-
-
-def _walk(
-    folder: Path,
-    skipped: frozenset[str] = SKIPPED_FOLDERS,
-    outputs: Collection[Path] = (),
-    left_out: list[Path] | None = None,
-) -> Iterator[Path]:
+def _walk(folder: Path, skipped: frozenset[str] = SKIPPED_FOLDERS, outputs: Collection[Path] = ()) -> Iterator[Path]:
     """Yield the files below a folder in the order of their names; hidden ones, outputs and earlier runs are left out.
 
     Links to folders are followed; a folder that is reached more than once, as by a link in a circle, is entered once.
     """
     written, seen = {os.path.realpath(path) for path in outputs}, set()
     for place, subfolders, names in os.walk(folder, followlinks=True):
-        here, is_below = os.path.realpath(place), place != str(folder)
-        if here in seen or (is_below and here in written):
+        here = os.path.realpath(place)
+        is_made = place != str(folder) and (here in written or not _MADE_BY_RUNS.isdisjoint(names))
+        if here in seen or is_made:
             subfolders.clear()
             continue
         seen.add(here)
-        if left_out is not None and is_below and is_of_a_run(Path(place).name, {*subfolders, *names}):
-            left_out.append(Path(place))
-            subfolders.clear()
-            continue
         subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
         yield from (Path(place, name) for name in sorted(names) if not name.startswith(".") and name != POINTER)
 
@@ -134,20 +112,20 @@ def _library() -> Source:
 
 
 @dataclass
-class Documents:
-    """The documents of files or of a data set; can be iterated again."""
+class Texts:
+    """The texts of files or of a data set, in the order of the names of files; can be iterated again."""
 
     source: Source
     json_key: str  # field, or column, of the text
     skipped: list[Path] = field(default_factory=list)  # no UTF-8, in the last iteration
     uses_key: bool = False  # the last iteration met something with fields
 
-    def __iter__(self) -> Iterator[Document]:
-        """Yield documents in the order of the names of files."""
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield the pieces of one document after another."""
         self.skipped, self.uses_key = [], self.source.kind == "dataset"
         if self.source.kind == "dataset":
             for rows in _dataset_column(self.source.root, self.json_key).iter(batch_size=_ROWS):
-                yield from (_pieces_of(text) for text in rows[self.json_key] if text is not None)
+                yield from ((text, True) for text in rows[self.json_key] if text)
             return
         for file in self.source.files:
             yield from self._of_file(file)
@@ -159,18 +137,12 @@ class Documents:
             return int(_dataset_column(self.source.root, self.json_key).data.nbytes)
         return sum(size for _, size, _ in self.source.listing())
 
-    def _of_file(self, file: Path) -> Iterator[Document]:
-        if not file.is_file():  # a pipe, which might never end, or a link to nothing
-            self.skipped.append(file)
-        elif _is_json_lines(file):
+    def _of_file(self, file: Path) -> Iterator[Piece]:
+        if _is_json_lines(file):
             self.uses_key = True
-            yield from map(_pieces_of, _json_texts(file, self.json_key))
-        elif found := _json_array(file):
-            self.uses_key = self.uses_key or isinstance(found[0], dict)
-            for number, item in enumerate(found, 1):
-                yield _pieces_of(_text_of(item, self.json_key, f"object {number} of {file}"))
+            yield from ((text, True) for text in _json_texts(file, self.json_key) if text)
         elif _is_text(file):
-            yield _file_pieces(file)
+            yield from _pieces(file)
         elif file == self.source.root:
             raise ConfigurationError(f"--data-path {file} is no UTF-8 text: give a text file, or token ids")
         else:
@@ -178,34 +150,31 @@ class Documents:
 
 
 def _is_text(file: Path) -> bool:
-    """Return whether a file can be read and is UTF-8 without a NUL; an empty one is."""
+    """Return whether a file can be read and begins as UTF-8 without a NUL; a pipe, which might never end, is none."""
     try:
-        return not any("\0" in piece for piece in _file_pieces(file))
+        if not file.is_file():
+            return False
+        with file.open("rb") as opened:
+            text = codecs.getincrementaldecoder("utf-8")().decode(opened.read(_BEGINNING))
     except (OSError, UnicodeDecodeError):
         return False
+    return "\0" not in text
 
 
-def _file_pieces(file: Path) -> Document:
-    with file.open(encoding="utf-8-sig", newline="") as opened:  # a byte order mark is no text
-        yield from _pieces(opened)
-
-
-def _pieces_of(text: str) -> Document:
-    """Yield the pieces of a text of JSON without what text cannot have: NUL, which would end it, half a surrogate."""
-    text = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
-    return _pieces(io.StringIO(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")))
-
-
-def _pieces(opened: TextIO) -> Document:
-    while piece := opened.read(PIECE):
-        yield piece + opened.readline(PIECE)
+def _pieces(file: Path) -> Iterator[Piece]:
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as opened:  # a byte order mark is no text
+        text = opened.read(PIECE) + opened.readline(PIECE)
+        while text:
+            following = opened.read(PIECE) + opened.readline(PIECE)
+            yield text, not following
+            text = following
 
 
 def _is_json_lines(file: Path) -> bool:
     """Return whether a file is named .jsonl, or is named .json and begins with an object on one line."""
     kind = file.suffix.lower()
-    if kind != ".json":
-        return kind == ".jsonl"
+    if kind != ".json" or not file.is_file():
+        return kind == ".jsonl" and file.is_file()
     try:
         with file.open("rb") as opened:
             return isinstance(json.loads(opened.readline()), dict)
@@ -213,54 +182,30 @@ def _is_json_lines(file: Path) -> bool:
         return False
 
 
-def _json_array(file: Path) -> list[dict[str, Any] | str]:
-    """Return the items of a .json file that holds one array of objects or of strings; else nothing."""
-    if file.suffix.lower() != ".json":
-        return []
-    try:
-        with file.open("rb") as opened:
-            if not opened.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                return []
-        if (size := file.stat().st_size) > _LARGEST_ARRAY:
-            raise ConfigurationError(
-                f"{file} begins as one JSON array, and its {size:,} bytes would have to be read as a whole: write JSON "
-                "lines, one object a line, which are read one by one"
-            )
-        found = json.loads(file.read_bytes())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        return []
-    is_one_kind = isinstance(found, list) and any(all(isinstance(item, kind) for item in found) for kind in (dict, str))
-    return found if is_one_kind else []
-
-
 def _json_texts(file: Path, key: str) -> Iterator[str]:
     """Yield the texts of a file with a JSON object on each line; refuse any other line by its number."""
     try:
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
-                if not line.strip():
-                    continue
-                place = f"line {number} of {file}"
-                try:
-                    found = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise ConfigurationError(f"{place} is not JSON ({error}): give one object a line") from None
-                if not isinstance(found, dict):
-                    raise ConfigurationError(
-                        f"{place} is {type(found).__name__} and no object: give objects with a field {key!r}"
-                    )
-                yield _text_of(found, key, place)
+                if line.strip():
+                    yield _text_of(line, key, f"line {number} of {file}")
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read ({error.strerror}): mend it, or leave it out") from None
 
 
-def _text_of(found: dict[str, Any] | str, key: str, place: str) -> str:
-    text = found if isinstance(found, str) else found.get(key)
-    if isinstance(text, str):
-        return text
-    assert isinstance(found, dict)
-    fields = [name for name, value in found.items() if isinstance(value, str)]
-    raise ConfigurationError(f"{place} has no text in the field {key!r}: give --json-key {_one_of(fields)}")
+def _text_of(line: bytes, key: str, place: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{place} is not JSON ({error}): give one object a line") from None
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{place} is {type(found).__name__} and no object: give objects with a field {key!r}")
+    text = found.get(key)
+    if not isinstance(text, str):
+        fields = [name for name, value in found.items() if isinstance(value, str)]
+        raise ConfigurationError(f"{place} has no text in the field {key!r}: give --json-key {_one_of(fields)}")
+    # JSON can say what text cannot have: half of a pair of surrogates, and NUL, which would end it.
+    return text.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,21 +73,19 @@ def dtype_for(vocab_size: int) -> np.dtype[np.integer]:
     raise ConfigurationError(f"invalid --vocab-size {vocab_size:,}: give at most {2**31:,}")
 
 
-def digest(files: tuple[TokenFile, ...], vocab_size: int) -> str:
+def digest(file: TokenFile, vocab_size: int) -> str:
     """Check that all ids are below `vocab_size`; return a checksum in hex, which does not depend on their dtype."""
     found = hashlib.blake2b(digest_size=16)
-    for file in files:
-        found.update(f"{file.count}:".encode())
-        tokens = file.open()
-        for start in range(0, len(tokens), _BLOCK):
-            block = tokens[start : start + _BLOCK]
-            if int(block.min()) < 0 or int(block.max()) >= vocab_size:
-                place = int(np.argmax((block < 0) | (block >= vocab_size)))
-                raise ConfigurationError(
-                    f"token {start + place:,} of {file.path} has id {int(block[place])}, and ids are 0 to "
-                    f"{vocab_size - 1}: give the tokenizer, or the --vocab-size, that the file was made with"
-                )
-            found.update(block.astype("<i4", copy=False).tobytes())
+    tokens = file.open()
+    for start in range(0, len(tokens), _BLOCK):
+        block = tokens[start : start + _BLOCK]
+        if int(block.min()) < 0 or int(block.max()) >= vocab_size:
+            place = int(np.argmax((block < 0) | (block >= vocab_size)))
+            raise ConfigurationError(
+                f"token {start + place:,} of {file.path} has id {int(block[place])}, and ids are 0 to "
+                f"{vocab_size - 1}: give the tokenizer, or the --vocab-size, that the file was made with"
+            )
+        found.update(block.astype("<i4", copy=False).tobytes())
     return found.hexdigest()
 
 
@@ -132,6 +131,15 @@ class Indexed:
         sequence = int(self.ends[document])
         is_end = sequence == len(self.pointers)
         return self.tokens.count if is_end else int(self.pointers[sequence]) // self.tokens.itemsize
+
+
+def write_index(prefix: Path, dtype: np.dtype[np.integer], lengths: Sequence[int], ends: Sequence[int]) -> None:
+    """Write the index of a pair whose sequences lie one after another."""
+    code = next(code for code, name in _DTYPES.items() if np.dtype(name) == dtype)
+    sizes = np.array(lengths, "<i4")
+    pointers = np.cumsum(sizes, dtype="<i8") * dtype.itemsize - sizes.astype("<i8") * dtype.itemsize
+    header = _HEADER.pack(MAGIC, VERSION, code, len(lengths), len(ends))
+    idx_of(prefix).write_bytes(header + sizes.tobytes() + pointers.tobytes() + np.array(ends, "<i8").tobytes())
 
 
 def open_indexed(prefix: Path) -> Indexed:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, ids given as numbers, or a tokenizer of the `tokenizers` library."""
+"""Text to token ids: bytes, or a tokenizer of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OLDER = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentenc
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-class ByteVocabulary:
+class ByteTokenizer:
     """Every byte is a token; NUL, which text does not contain, ends a text."""
 
     vocab_size = 256
@@ -34,32 +34,12 @@ class ByteVocabulary:
         """Return the UTF-8 bytes of each text (uint8), without the end-of-text token."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes, without end-of-text tokens; invalid UTF-8 becomes a replacement character."""
-        return bytes(i for i in ids if i != self.end_id).decode(errors="replace")
+    def save(self, path: Path) -> None:
+        """Do nothing: bytes need no file."""
 
 
-class IdVocabulary:
-    """Ids without text; they decode to numbers with spaces between them, as with Megatron's NullTokenizer."""
-
-    end_id = None  # not known
-
-    def __init__(self, vocab_size: int) -> None:
-        """Accept ids below `vocab_size`."""
-        self.vocab_size = vocab_size
-
-    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Return the numbers in each text; words that are no id are left out."""
-        words = [[int(word) for word in text.split() if word.isdecimal()] for text in texts]
-        return [np.array([i for i in ids if i < self.vocab_size], dtype_for(self.vocab_size)) for ids in words]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the numbers as text."""
-        return " ".join(map(str, ids))
-
-
-class TokenizerVocabulary:
-    """A tokenizer and the token that ends a text; `vocab_size` is one more than the largest id."""
+class PieceTokenizer:
+    """A tokenizer of the library and the token that ends a text; `vocab_size` is one more than the largest id."""
 
     def __init__(self, tokenizer: Tokenizer, end: str) -> None:
         """Wrap a tokenizer that has the token `end`; its truncation and padding are switched off."""
@@ -67,31 +47,19 @@ class TokenizerVocabulary:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         ids = tokenizer.get_vocab(with_added_tokens=True)
-        self.end, self.end_id, self.vocab_size = end, ids[end], max(ids.values()) + 1
-
-    @classmethod
-    def read(cls, path: Path, end: str) -> TokenizerVocabulary:
-        """Read the file that `save` wrote."""
-        return cls(Tokenizer.from_file(str(path)), end)
+        self.end_id, self.vocab_size = ids[end], max(ids.values()) + 1
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Return the ids of each text without an end-of-text token, in the smallest dtype that holds them."""
         dtype = dtype_for(self.vocab_size)
         return [np.array(found.ids, dtype) for found in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of these ids without special tokens."""
-        return str(self._tokenizer.decode([i for i in ids if i != self.end_id], skip_special_tokens=True))
-
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON."""
         self._tokenizer.save(str(path))
 
 
-Vocabulary = ByteVocabulary | IdVocabulary | TokenizerVocabulary
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> TokenizerVocabulary:
+def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> PieceTokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016) of at most `vocab_size` tokens; small texts give fewer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -103,10 +71,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int = BPE_VOCAB_SIZE) -> Tokeniz
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return TokenizerVocabulary(tokenizer, END_OF_TEXT)
+    return PieceTokenizer(tokenizer, END_OF_TEXT)
 
 
-def load_tokenizer(path: Path) -> TokenizerVocabulary:
+def load_tokenizer(path: Path) -> PieceTokenizer:
     """Read a tokenizer.json, or a folder of Hugging Face; nothing is downloaded or executed.
 
     Settings beside it may say which token ends a text. A folder with a vocabulary only is read by transformers.
@@ -123,7 +91,7 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
         raise ConfigurationError(f"--tokenizer-model {file} cannot be read ({error}): give a tokenizer.json") from None
     for end in (*ends, *ENDS):
         if end is not None and tokenizer.token_to_id(end) is not None:
-            return TokenizerVocabulary(tokenizer, end)
+            return PieceTokenizer(tokenizer, end)
     raise ConfigurationError(
         f"--tokenizer-model {file} has no token that ends a text: looked for eos_token in {' and '.join(_SETTINGS)} "
         f"beside it, and for {', '.join(ENDS)}; add one of these"

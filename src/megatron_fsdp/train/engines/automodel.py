@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ from megatron_fsdp.automodel import (
     FSDP2Config,
     Pipeline,
     PipelineConfig,
-    accumulation_context,
     build_mesh_context,
-    clip_grad_norm_,
     connect_optimizer,
 )
 from megatron_fsdp.automodel.architecture import find_layers
@@ -33,7 +31,6 @@ from megatron_fsdp.automodel.auto_model import adopt_generation_config, refuse_q
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts
 from megatron_fsdp.automodel.forwards import recompute_in_backward
-from megatron_fsdp.automodel.gradients import count_zero_gradients, gather_gradients, norm_of_parameters
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.managers import shard_by_layers
 from megatron_fsdp.automodel.meshes import MeshContext
@@ -46,10 +43,9 @@ from megatron_fsdp.engine.wrap import EMPTY
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.plan.models import build_from_config
 from megatron_fsdp.train.data.batches import Batch
-from megatron_fsdp.train.engines.sharded import ShardedModel, wrap
+from megatron_fsdp.train.engines.sharded import wrap
 from megatron_fsdp.train.engines.trained import (
     ContextCut,
-    MicrobatchModel,
     Place,
     Trained,
     build_optimizer,
@@ -57,6 +53,7 @@ from megatron_fsdp.train.engines.trained import (
     seed_dropout,
     to_device,
     token_losses,
+    trained_by_microbatches,
 )
 from megatron_fsdp.train.models.build import build_decoder, check_fits, transformers_config
 from megatron_fsdp.train.options.job import Job
@@ -89,27 +86,7 @@ def pipeline_config(job: Job, loss: LossInOrder) -> PipelineConfig:
     return PipelineConfig("1f1b" if fills else "gpipe", pp_microbatch_size=job.batch.micro, loss_fn=loss)
 
 
-class _ByAutomodel(Trained):
-    """Measures and clips by automodel's functions, which take sharded models and pipelines of them."""
-
-    sharded: Any
-
-    def _scale_gradients(self, factor: float) -> None:
-        gather_gradients(self.sharded).scale(factor)
-
-    def _clip(self, max_norm: float) -> Tensor:
-        return clip_grad_norm_(self.sharded, max_norm)
-
-    def norm_of_parameters(self) -> float:
-        """Return the norm of all weights (see `Trained`)."""
-        return norm_of_parameters(self.sharded)
-
-    def count_zero_gradients(self) -> int:
-        """Return the number of zeros (see `Trained`)."""
-        return count_zero_gradients(self.sharded)
-
-
-class PipelineModel(_ByAutomodel):
+class PipelineModel(Trained):
     """A pipeline with one stage per rank, each sharded by FSDP2 or a wrapped model of this package."""
 
     def __init__(
@@ -126,7 +103,7 @@ class PipelineModel(_ByAutomodel):
         connected = connect_optimizer(pipeline, optimizer) if stage is None else DistributedOptimizer(optimizer, stage)
         super().__init__(job, place, part if stage is None else stage, connected)
         self._pipeline, self._loss, self._stage = pipeline, loss, stage
-        self.sharded = pipeline
+        self._measured = pipeline
         self._fewest = pipeline.pp_mesh.size() if pipeline.config.pp_schedule == "1f1b" else 1
         if stage is not None and self._defers:
             pipeline.finish_gradients = stage.finish_grad_sync
@@ -154,9 +131,6 @@ class PipelineModel(_ByAutomodel):
         group = self._pipeline.pp_mesh.get_group()
         dist.broadcast(found, group=group, group_src=self._pipeline.num_stages - 1)
         return self._place.cut.join(found)
-
-    def logits(self, tokens: Tensor) -> None:
-        """Return None: only the last stage has logits."""
 
     def _run(self, step: Callable[..., Tensor], batches: Sequence[Batch]) -> Tensor:
         cut, device = self._place.cut, self.device
@@ -188,7 +162,7 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
         return _pipeline(job, place, twin, context)
     model = _parallelize(job, context, copy.deepcopy(twin))
     _fill(twin, model, options.model.hf_model, context.device)
-    return ShardedModel(job, place, model)
+    return trained_by_microbatches(job, place, model)
 
 
 def _pipeline(job: Job, place: Place, twin: nn.Module, context: MeshContext) -> PipelineModel:
@@ -305,25 +279,12 @@ def recompute_layers(model: nn.Module, training: TrainingOptions) -> None:
 # ---- PyTorch's FSDP2 -------------------------------------------------------------------------------------------------
 
 
-class Fsdp2Model(_ByAutomodel, MicrobatchModel):
-    """A model that FSDP2 shards."""
-
-    def __init__(self, job: Job, place: Place, model: nn.Module) -> None:
-        """Take a sharded model with its weights."""
-        optimizer = connect_optimizer(model, build_optimizer(model, job.options.optimizer))
-        super().__init__(job, place, model, optimizer)
-        self.sharded = model
-
-    def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        return accumulation_context(self.model, is_last, defer_grad_sync=True)
-
-
 def policy_of(job: Job) -> MixedPrecisionPolicy:
     """Return the dtypes: weights and optimizer in float32, compute and gradient reduction as the job says."""
     return MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.fsdp2_reduce_dtype, output_dtype=None)
 
 
-def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model:
+def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Trained:
     """Shard the decoder of this package, data-parallel over all ranks."""
     decoder = build_decoder(job, vocab_size, rank.device)
     is_meta = job.options.parallel.init_model_with_meta_device
@@ -335,10 +296,10 @@ def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model:
         torch.manual_seed(job.options.training.seed)
         draw_missing(twin, decoder, [decoder], set(), rank.device)
     _reshard_as_told(decoder, job)
-    return Fsdp2Model(job, Place(rank.device, rank.index, rank.count), decoder)
+    return trained_by_microbatches(job, Place(rank.device, rank.index, rank.count), decoder)
 
 
-def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2Model | PipelineModel:
+def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Trained:
     """Build a model of transformers without memory, make it parallel, and fill its shards; collective."""
     config = transformers_config(job.options.model, vocab_size)
     check_fits(config, vocab_size, job.seq_length)
@@ -349,7 +310,9 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Fsdp2M
         recompute_layers(part, job.options.training)
         _reshard_as_told(part, job)
     place = place_in(model.mesh_context)
-    return PipelineModel(job, place, model, loss) if job.sizes.pipeline > 1 else Fsdp2Model(job, place, model)
+    if job.sizes.pipeline > 1:
+        return PipelineModel(job, place, model, loss)
+    return trained_by_microbatches(job, place, model)
 
 
 def _build(job: Job, rank: Rank, config: Any, loss: LossInOrder) -> Any:

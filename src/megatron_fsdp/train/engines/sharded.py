@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
+from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.train.engines.trained import MicrobatchModel, Place, Trained, build_optimizer
+from megatron_fsdp.train.engines.trained import Place, Trained, trained_by_microbatches
 from megatron_fsdp.train.models.build import build_decoder
 from megatron_fsdp.train.models.decoder import Block
 from megatron_fsdp.train.options.checks import needs_transformers, uses_transformers
@@ -36,36 +34,6 @@ def build(job: Job, vocab_size: int, rank: Rank) -> Trained:
     if is_ours:
         return automodel.shard_decoder_by_fsdp2(job, rank, vocab_size)
     return automodel.shard_transformers_by_fsdp2(job, rank, vocab_size)
-
-
-class ShardedModel(MicrobatchModel):
-    """A model that this package's engine shards."""
-
-    model: DistributedDataParallel
-
-    def __init__(self, job: Job, place: Place, model: DistributedDataParallel) -> None:
-        """Take a wrapped model with its weights."""
-        optimizer = DistributedOptimizer(build_optimizer(model, job.options.optimizer), model)
-        super().__init__(job, place, model, optimizer)
-        self.inside = model
-
-    def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        return self.model.no_sync() if self._defers and not is_last else contextlib.nullcontext()
-
-    def _scale_gradients(self, factor: float) -> None:
-        self.model.scale_gradients(factor)
-
-    def _clip(self, max_norm: float) -> Tensor:
-        return self.model.clip_grad_norm_(max_norm)
-
-    def norm_of_parameters(self) -> float:
-        """Return the norm of the main weights (see `Trained`)."""
-        return self.model.parameter_statistics().total.norm
-
-    def count_zero_gradients(self) -> int:
-        """Return the number of zeros (see `Trained`)."""
-        assert isinstance(self.optimizer, DistributedOptimizer)
-        return self.optimizer.count_zeros()
 
 
 def wrap(
@@ -99,11 +67,11 @@ def wrap(
     return wrapped
 
 
-def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> ShardedModel:
+def shard_decoder(job: Job, rank: Rank, vocab_size: int) -> Trained:
     """Shard the decoder of this package, data-parallel over all ranks."""
     decoder = build_decoder(job, vocab_size, rank.device)
     torch.manual_seed(job.options.training.seed)  # from here, what is on the meta device is drawn
     mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=(MESH_DIM,))
     init_meta = job.options.parallel.init_model_with_meta_device
     model = wrap(job, decoder, mesh, MESH_DIM, units=[Block], init_meta=init_meta)
-    return ShardedModel(job, Place(rank.device, rank.index, rank.count), model)
+    return trained_by_microbatches(job, Place(rank.device, rank.index, rank.count), model)

@@ -1,16 +1,16 @@
 """A sharded model and its optimizer as the training loop sees them, for every engine.
 
-`Trained` has what every engine does between backward and the next forward: unscale, clip, step or skip.
-`MicrobatchModel` adds forward and backward one microbatch at a time; pipelines have their own (`automodel.py`).
+Models run one microbatch at a time; pipelines run all of a step at once (`automodel.py`). What FSDP2 or a pipeline has
+is clipped and measured by automodel, which is imported then, and with it transformers.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.ddp import DistributedDataParallel
+from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.train.data.batches import Batch
 from megatron_fsdp.train.models.decoder import split_for_decay
 from megatron_fsdp.train.options.job import Job
@@ -138,28 +138,28 @@ class Place:
     cut: ContextCut = field(default_factory=ContextCut)
 
 
-class Trained(ABC):
-    """A model over ranks and its optimizer. Every method is called by all ranks together.
+class Trained:
+    """A sharded model and its optimizer, with every engine. Every method is called by all ranks together.
 
-    `model` is what checkpoints take; `scale` is that of the loss, and None but in float16. Ranks that share a
-    `data_index` (tensor, pipeline, context), of `data_size`, get equal batches.
+    `model` is what checkpoints take, and `inside` the same where this package's engine shards it, which knows memory,
+    traffic and phases. `scale` is that of the loss, and None but in float16. Ranks that share a `data_index` (tensor,
+    pipeline, context), of `data_size`, get equal batches.
     """
-
-    inside: DistributedDataParallel | None = None  # which knows memory, traffic and phases; None with another engine
 
     def __init__(self, job: Job, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take a sharded model with its weights, and its optimizer."""
         training = job.options.training
         self.model, self.optimizer = model, optimizer
-        strategy = model.resolved.strategy if isinstance(model, DistributedDataParallel) else None
+        self.inside = model if isinstance(model, DistributedDataParallel) else None
+        strategy = None if self.inside is None else self.inside.resolved.strategy
         self._sums = strategy is not None and training.calculate_per_token_loss
         # Strategies that do not shard gradients reduce them once a step.
         self._defers = strategy is not None and strategy <= ShardingStrategy.optim
         self.device, self.data_index, self.data_size = place.device, place.data_index, place.data_size
         self.scale = LossScale(max(1.0, training.initial_loss_scale)) if training.fp16 else None
         self._place = place
+        self._measured: Any = model  # what is clipped and measured: the parts of a pipeline together
 
-    @abstractmethod
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
         """Run forward and backward of all microbatches of a step, and reduce gradients.
 
@@ -171,14 +171,21 @@ class Trained(ABC):
         Returns:
             This rank's share of the loss, float32, no gradient; shares of data-parallel ranks add up to the loss.
         """
+        weight = self._loss_weight
+        total = torch.zeros((), device=self.device)
+        for i, (batch, factor) in enumerate(zip(batches, factors, strict=True)):
+            seed_dropout(batch, self._place.cut.index)
+            with self._microbatch(is_last=i == len(batches) - 1):
+                part = self._place.cut.take(to_device(factor, self.device))
+                loss = (self._losses(batch) * part).sum()
+                (loss * weight).backward()
+            total += loss.detach()
+        return self._place.cut.add_up(total)
 
-    @abstractmethod
+    @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
         """Return [samples, length] float32 losses without gradients, the same on ranks that share the batch."""
-
-    @abstractmethod
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return logits [1, length, vocabulary] of token ids [1, length], without gradients; None if not available."""
+        return self._place.cut.join(self._losses(batch))
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
@@ -199,60 +206,51 @@ class Trained(ABC):
         if self.scale is not None:
             self.scale.shrink()
 
+    def norm_of_parameters(self) -> float:
+        """Return the 2-norm of all weights, the same on all ranks."""
+        if self.inside is not None and self._measured is self.inside:
+            return self.inside.parameter_statistics().total.norm
+        return float(self._gradients.norm_of_parameters(self._measured))
+
+    def count_zero_gradients(self) -> int:
+        """Return how many elements of all gradients are zero, the same on all ranks."""
+        if isinstance(self.optimizer, DistributedOptimizer) and self._measured is self.inside:
+            return self.optimizer.count_zeros()
+        return int(self._gradients.count_zero_gradients(self._measured))
+
+    def _scale_gradients(self, factor: float) -> None:
+        if self.inside is not None and self._measured is self.inside:
+            self.inside.scale_gradients(factor)
+        else:
+            self._gradients.gather_gradients(self._measured).scale(factor)
+
+    def _clip(self, max_norm: float) -> Tensor:
+        if self.inside is not None and self._measured is self.inside:
+            return self.inside.clip_grad_norm_(max_norm)
+        found: Tensor = self._gradients.clip_grad_norm_(self._measured, max_norm)
+        return found
+
+    @property
+    def _gradients(self) -> ModuleType:
+        """What clips and measures models of FSDP2 and pipelines; imports transformers."""
+        from megatron_fsdp.automodel import gradients
+
+        return gradients
+
     @property
     def _loss_weight(self) -> float:
         """The factor of the loss before backward that makes gradients those of the sum over ranks, scaled."""
         divisor = 1.0 if self._sums else float(self.data_size * self._place.cut.size)  # the engine averages, or sums
         return divisor * (1.0 if self.scale is None else self.scale.value)
 
-    @abstractmethod
-    def _scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients."""
-
-    @abstractmethod
-    def _clip(self, max_norm: float) -> Tensor:
-        """Clip and measure all gradients."""
-
-    @abstractmethod
-    def norm_of_parameters(self) -> float:
-        """Return the 2-norm of all weights, the same on all ranks."""
-
-    @abstractmethod
-    def count_zero_gradients(self) -> int:
-        """Return how many elements of all gradients are zero, the same on all ranks."""
-
-
-class MicrobatchModel(Trained):
-    """A model over ranks that takes one microbatch at a time."""
-
-    @abstractmethod
-    def _microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+    def _microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of a microbatch."""
-
-    def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
-        """Run forward and backward of one microbatch after another (see `Trained`)."""
-        weight = self._loss_weight
-        total = torch.zeros((), device=self.device)
-        for i, (batch, factor) in enumerate(zip(batches, factors, strict=True)):
-            seed_dropout(batch, self._place.cut.index)
-            with self._microbatch(i == len(batches) - 1):
-                part = self._place.cut.take(to_device(factor, self.device))
-                loss = (self._losses(batch) * part).sum()
-                (loss * weight).backward()
-            total += loss.detach()
-        return self._place.cut.add_up(total)
-
-    @torch.no_grad()
-    def token_losses(self, batch: Batch) -> Tensor:
-        """Return token losses (see `Trained`)."""
-        return self._place.cut.join(self._losses(batch))
-
-    @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return logits (see `Trained`); None on context-parallel ranks, which have no whole logits."""
-        if self._place.cut.size > 1:
-            return None
-        return self._place.call(self.model, tokens.to(self.device), None)
+        if self.inside is not None:
+            return self.inside.no_sync() if self._defers and not is_last else nullcontext()
+        found: AbstractContextManager[None] = self._gradients.accumulation_context(
+            self.model, is_last, defer_grad_sync=True
+        )
+        return found
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return the loss of each token of this rank, [samples, length / context-parallel ranks]."""
@@ -281,6 +279,16 @@ def seed_dropout(batch: Batch, part: int = 0) -> None:
     independently.
     """
     torch.manual_seed(batch.dropout_seed + part)  # accelerators too
+
+
+def trained_by_microbatches(job: Job, place: Place, model: nn.Module) -> Trained:
+    """Build the optimizer of a sharded model with its weights, and connect both."""
+    optimizer = build_optimizer(model, job.options.optimizer)
+    if isinstance(model, DistributedDataParallel):
+        return Trained(job, place, model, DistributedOptimizer(optimizer, model))
+    from megatron_fsdp.automodel.gradients import connect_optimizer
+
+    return Trained(job, place, model, connect_optimizer(model, optimizer))
 
 
 def build_optimizer(

@@ -14,7 +14,7 @@ from megatron_fsdp.train.options.options import OPTIONS, ModelOptions, Options, 
 _SMALLEST_BPE = 257  # 256 bytes and the end of a text
 _MOST_IDS = 2**31  # of the widest type that token files have, int32
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb", "mlflow_tracking_uri": "mlflow"}
+_TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 _ONLY_ROTARY = "--transformer-impl transformers builds Llama, Qwen3, Mixtral and Qwen3-MoE, which have"
 
 SHAPE = frozenset(field.name for field in fields(ModelOptions)) - {
@@ -40,7 +40,6 @@ NEEDS: Mapping[str, str] = {
     "save_interval keep_last async_save no_save_optim no_save_rng max_failed_saves max_restarts": "--save",
     "finetune no_load_optim no_load_rng strict_fsdp_dtensor_load verify_integrity": "--load",
     "wandb_exp_name": "--wandb-project",
-    "sample_tokens": "--prompt",
 }
 """Options -> the flag (or its values) without which they have no effect: the user's are refused, a preset's dropped."""
 
@@ -187,12 +186,6 @@ def _wrong_ids(options: Options) -> Iterator[str]:
         yield (
             "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer, which knows no end of a text: leave it "
             "out, or give the tokenizer that made the ids"
-        )
-    prompt, ids = options.reporting.prompt, options.data.vocab_size or 0
-    if options.is_given("prompt") and not all(word.isdecimal() and int(word) < ids for word in prompt.split()):
-        yield (
-            f"--prompt {prompt!r} is no token ids below --vocab-size {ids}, and --tokenizer-type NullTokenizer knows "
-            "no text: give numbers with spaces between them, or leave it out"
         )
 
 

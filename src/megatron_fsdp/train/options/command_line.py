@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_fsdp.config.command_parser import Parser
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, add_flags, destination_of, off_flag_of
+from megatron_fsdp.config.ddp_config_flags import MEGATRON_DEFAULTS, add_flags, flag_of
 from megatron_fsdp.config.yaml_mapping import lines_of_keys, read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
-from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED, Spelling
+from megatron_fsdp.train.options.megatron_flags import ALIASES, EXPLAINED, FIXED, REFUSED, VALUED
 from megatron_fsdp.train.options.options import (
     DDP_FIELDS,
     OPTIONS,
@@ -30,9 +29,6 @@ from megatron_fsdp.train.options.options import (
 
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
-
-WRITTEN = ("out", "save", "export_hf", "tensorboard_dir", "data_cache_path", "dump_param_to_param_group_map")
-"""Options that are output paths."""
 
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
 
@@ -91,11 +87,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def find_preset(name: str) -> Mapping[str, Any]:
+def find_preset(name: str) -> dict[str, Any]:
     """Return the options of a preset."""
     if name not in PRESETS:
         raise ConfigurationError(f"preset {name!r} does not exist: choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]
+    return dict(PRESETS[name])
 
 
 # ---- the command line and the file -----------------------------------------------------------------------------------
@@ -116,6 +112,26 @@ class TrainParser(Parser):
             more = ", since --data-path takes one place, such as a folder of all texts" if is_path else ""
             wrong = [f"{left[0]!r} belongs to no flag: leave it out{more}"]
         return vars(found), wrong
+
+    def words_of(self, key: str, value: Any) -> list[str]:
+        """Return the words of a command line that say what a key of a configuration file says."""
+        flag = "--" + key.replace("_", "-")
+        flag = next((each for each in (f"--{key}", flag) if each in self._option_string_actions), flag)
+        if key in DDP_FIELDS.values():
+            flag = flag_of(key)
+        action = self._option_string_actions.get(flag)
+        if action is None:
+            return [flag]  # which is refused like one of the command line
+        if action.nargs != 0 and action.dest in OPTIONS:
+            OPTIONS[action.dest].read(value)  # else YAML's true or 1.10 would become a text
+        if isinstance(value, list):
+            return [flag, *map(str, value)] if value else []
+        if action.nargs != 0:
+            return [f"{flag}={value}"]
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"invalid {flag} {value!r}: give true or false")
+        off = f"--no-{flag[2:]}"
+        return [flag] if value else [off] if off in self._option_string_actions else []
 
     def error(self, message: str) -> NoReturn:
         """Raise an error for an unreadable command line."""
@@ -154,93 +170,64 @@ def make_parser() -> TrainParser:
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Read a command line."""
-    given, wrong = make_parser().read(argv)
+    parser = make_parser()
+    given, wrong = parser.read(argv)
     if sum(word.partition("=")[0] == "--config" for word in argv) > 1:
         wrong.append("--config is given twice: give one file")
     path, preset = given.pop("config", None), given.pop("preset", None)
     layers = [Layer(COMMAND_LINE, given)]
-    where = ""
-    try:
-        if path is not None:
-            layer = read_config_file(path, given.get("out"))
-            of_file = {key: value for key, value in layer.values.items() if key != "preset"}
-            layers.insert(0, replace(layer, values=of_file))
-            if preset is None and "preset" in layer.values:
-                preset, where = layer.values["preset"], layer.at("preset")
-        if preset is not None:
-            layers.insert(0, Layer(f"preset {preset}", find_preset(str(preset)), gives_way=True))
-    except ConfigurationError as error:
-        wrong.append(f"{where}{error}")
+    if path is not None:
+        try:
+            layer = read_config_file(path, parser)
+            of_file = layer.values.pop("preset", None)
+            preset = of_file if preset is None else preset
+            layers.insert(0, layer)
+        except ConfigurationError as error:
+            wrong.append(str(error))
+    if preset is not None:
+        layers.insert(0, Layer(f"preset {preset}", find_preset(preset), gives_way=True))
     return assemble(tuple(layers), wrong)
 
 
-def read_config_file(path: str | Path, out: str | Path | None = None) -> Layer:
+def read_config_file(path: str | Path, parser: TrainParser | None = None) -> Layer:
     """Read options by name from a file; a section (`model:`, `training:`, ... `ddp:`) may hold them, too.
 
-    Nothing in the file is executed, and it cannot make a run write where it likes: places to write to lie below `out`
-    where the command line names it, else below the current folder. What is wrong is among the problems of the layer.
+    Every key is read as if its flag stood on the command line. Nothing in the file is executed. What is wrong is among
+    the problems of the layer.
     """
+    parser = parser or make_parser()
     with suppress(RuntimeError):  # there is no user of this name, so no such file
         path = Path(path).expanduser()  # shells leave the ~ of --config=~/run.yaml as it is
     try:
         found, _ = read_mapping(Path(path))
     except RecursionError:
         raise ConfigurationError(f"{path}: a section holds itself: leave the alias out") from None
-    places = {key: f"{path}:{line}: " for key, line in lines_of_keys(Path(path)).items()}
-    places |= {key.replace("-", "_"): place for key, place in places.items()}
-    layer = Layer(f"config {path}", {}, place=f"{path}: ", places=places)
-    problems: list[str] = []
-    values = _flat(found, layer, problems)
-    _confine(values, None if out is None else Path(out), layer, problems)
-    return replace(layer, values=values, problems=tuple(problems))
-
-
-def _flat(found: Mapping[Any, Any], layer: Layer, problems: list[str]) -> dict[str, Any]:
-    """Return options and values out of their sections; add to `problems` what is neither option nor section."""
-    values: dict[str, Any] = {}
-    sections = (*SECTIONS, "ddp")
-    for key, value in found.items():
-        is_section = key in sections and isinstance(value, Mapping)
-        for name, each in (value if is_section else {key: value}).items():
-            if each is None:
-                continue
-            if not isinstance(name, str) or isinstance(each, Mapping) or (name in sections and name not in OPTIONS):
-                told = f"{name!r} is no option; give names, or sections of names: {', '.join(sections)}"
-                problems.append(f"{layer.at(str(name))}{told}")
-            elif name.replace("-", "_") in values:
-                problems.append(f"{layer.at(name)}{name!r} is given twice: give it once")
-            else:
-                values[name.replace("-", "_")] = each
-    return values
-
-
-def _confine(values: dict[str, Any], out: Path | None, layer: Layer, problems: list[str]) -> None:
-    """Make output paths absolute; remove those that a file may not name, and add them to `problems`.
-
-    Someone else's file should not be able to write, or to delete old checkpoints, anywhere on the machine; symbolic
-    links and `..` are followed to see where a path leads.
-    """
-    for name in [name for name in WRITTEN if name in values]:
-        root = Path.cwd() if out is None or name == "out" else out
+    lines = lines_of_keys(Path(path))
+    layer = Layer(f"config {path}", {})
+    for key, value in _flat(found):
+        place = f"{path}:{lines[key]}: " if key in lines else f"{path}: "
         try:
-            place = OPTIONS[name].read(values.pop(name))
+            if key == "config" or isinstance(value, Mapping) or (key in (*SECTIONS, "ddp") and key not in OPTIONS):
+                raise ConfigurationError(
+                    f"{key!r} is no option; give names, or sections of names: {', '.join((*SECTIONS, 'ddp'))}"
+                )
+            values, wrong = parser.read(parser.words_of(key, value))
+            wrong += [f"{key!r} is given twice: give it once" for name in values if name in layer.values]
         except ConfigurationError as error:
-            problems.append(f"{layer.at(name)}{error}")
-            continue
-        if (root / place).resolve().is_relative_to(root.resolve()):
-            values[name] = str(root / place)
-        else:
-            problems.append(
-                f"{layer.at(name)}{name}: {place} lies outside of {root.resolve()}: a file may only name places below "
-                f"--out, or without it below the current folder; give {OPTIONS[name].flag} on the command line"
-            )
-    uri = values.get("mlflow_tracking_uri")
-    if uri is not None and not str(uri).startswith(("http://", "https://")):
-        del values["mlflow_tracking_uri"]
-        problems.append(
-            f"{layer.at('mlflow_tracking_uri')}mlflow_tracking_uri: {uri} is no server: a file may only name http:// "
-            "and https:// ones; give --mlflow-tracking-uri on the command line"
-        )
+            values, wrong = {}, [str(error)]
+        layer.problems.extend(place + told for told in wrong)
+        layer.values.update(values)
+        layer.places.update(dict.fromkeys(values, place))
+    return layer
+
+
+def _flat(found: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values out of their sections, but for empty ones."""
+    for key, value in found.items():
+        is_section = key in (*SECTIONS, "ddp") and isinstance(value, Mapping)
+        for name, each in value.items() if is_section else ((key, value),):
+            if each is not None:
+                yield str(name), each
 
 
 def _add(group: Any, option: Option) -> None:
@@ -290,15 +277,10 @@ class Layer:
     """Values from one origin."""
 
     origin: str  # such as `command line`
-    values: Mapping[str, Any]  # by option, or field of the configuration; dashes or underscores
+    values: dict[str, Any]  # by option; of Megatron-LM's other flags by their names with dashes
     gives_way: bool = False  # values that fit no value of a later layer are dropped
-    place: str = ""  # what messages begin with, such as a file and a colon
-    places: Mapping[str, str] = field(default_factory=dict)  # the same with the line, by key
-    problems: tuple[str, ...] = ()  # what is wrong besides
-
-    def at(self, key: str) -> str:
-        """Return how a message about the value of a key begins."""
-        return self.places.get(key, self.place)
+    places: dict[str, str] = field(default_factory=dict)  # how messages about values begin, such as a file and line
+    problems: list[str] = field(default_factory=list)  # what is wrong besides
 
 
 def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options:
@@ -306,11 +288,10 @@ def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     notices: list[str] = []
-    places: dict[str, str] = {}
     wrong = list(problems)
     for layer in reversed(layers):
         wrong += layer.problems
-        read = _read(layer, notices, wrong, places)
+        read = _read(layer, notices, wrong)
         for name in list(_giving_way(read, values)) if layer.gives_way else ():
             del read[name]
         values = {**read, **values}
@@ -318,7 +299,7 @@ def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options
     try:
         ddp = _ddp_config(values, notices)
     except ConfigurationError as error:
-        by_flag = {flag_for(name): place for name, place in places.items()}
+        by_flag = {flag_for(n): each.places[n] for each in layers for n in each.places if n in (*OPTIONS, *DDP_FIELDS)}
         wrong += [by_flag.get(line.split(" ")[0], "") + line for line in str(error).splitlines()]
     if wrong:
         raise ConfigurationError("\nerror: ".join(wrong))
@@ -329,72 +310,25 @@ def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options
     return Options(**sections, ddp=ddp, origins=origins, explained=tuple(notices))
 
 
-def _spellings() -> dict[str, Spelling]:
-    found = {flag: Spelling(option.name, False) for option in OPTIONS.values() for flag in option.off_flags}
-    for name, each in DistributedDataParallelConfig.__dataclass_fields__.items():
-        if each.type in (bool, "bool"):
-            found[off_flag_of(name)] = Spelling(destination_of(name), False)
-    return {**ALIASES, **found}
-
-
-SPELLINGS: Mapping[str, Spelling] = _spellings()
-"""Flags that set an option and are not named like it: switches turned off, and Megatron-LM's own spellings."""
-
-
-def _read(layer: Layer, notices: list[str], problems: list[str], places: dict[str, str]) -> dict[str, Any]:
-    """Return the values of a layer by the names of options, parsed; record places not known before."""
+def _read(layer: Layer, notices: list[str], problems: list[str]) -> dict[str, Any]:
+    """Return the values of a layer, parsed; tell what has no effect."""
     found: dict[str, Any] = {}
-    for key, value in layer.values.items():
+    for name, value in layer.values.items():
+        flag = f"--{name}"
         try:
-            said = _said(key, value, notices)
-            if said is None:
-                continue
-            name, value = said
-            if name in found:
-                raise ConfigurationError(f"{flag_for(name)} is given twice ({key!r}): give it once")
-            places.setdefault(name, layer.at(key))
-            found[name] = OPTIONS[name].read(value) if name in OPTIONS else value  # the engine's read their own
+            if flag in FIXED:
+                FIXED[flag].require(flag, str(value))
+                notices.append(f"{flag} {value} has no effect: {FIXED[flag].reason}")
+            elif flag in EXPLAINED:
+                notices.append(f"{flag} has no effect: {EXPLAINED[flag]}")
+            elif name in OPTIONS:
+                found[name] = OPTIONS[name].read(value)
+            else:
+                assert name in DDP_FIELDS  # which the parser has read
+                found[name] = value
         except ConfigurationError as error:
-            problems.append(f"{layer.at(key)}{error}")
+            problems.append(f"{layer.places.get(name, '')}{error}")
     return found
-
-
-def _said(key: str, value: Any, notices: list[str]) -> tuple[str, Any] | None:
-    """Return the option and value that a key of a layer stands for; None if it sets none."""
-    flag = f"--{key}" if f"--{key}" in EXPLAINED else "--" + key.replace("_", "-")
-    if flag in FIXED:
-        if not FIXED[flag].allows(str(value)):
-            allowed = " or ".join(FIXED[flag].values)
-            raise ConfigurationError(f"invalid {flag} {value}: {FIXED[flag].reason}; give {allowed}, or leave it out")
-        notices.append(f"{flag} {value} has no effect: {FIXED[flag].reason}")
-        return None
-    if flag in EXPLAINED:
-        if value is not False:
-            notices.append(f"{flag} has no effect: {EXPLAINED[flag]}")
-        return None
-    spelling = SPELLINGS.get(flag)
-    if spelling is None:
-        return _canonical_name(key), value
-    if spelling.value is None:
-        return spelling.name, value
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"invalid {flag[2:]}: {value!r}: give true or false")
-    return (spelling.name, spelling.value) if value else None
-
-
-def _canonical_name(key: str) -> str:
-    """Return the name of an option that was written with dashes or underscores; else name the nearest, or a reason."""
-    name = key.replace("-", "_")
-    if name in OPTIONS or name in DDP_FIELDS:
-        return name
-    if name in DDP_FIELDS.values():
-        return destination_of(name)
-    flag = "--" + name.replace("_", "-")
-    if flag in REFUSED:
-        raise ConfigurationError(f"{key!r} is not supported: {REFUSED[flag]}")
-    near = difflib.get_close_matches(name, [*OPTIONS, *DDP_FIELDS], 1, 0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigurationError(f"{key!r} is no option{hint}")
 
 
 def _giving_way(preset: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:

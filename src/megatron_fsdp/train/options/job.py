@@ -175,12 +175,6 @@ class Job:
     restarts: int = 0
 
     @property
-    def hang_timeout_s(self) -> float:
-        """Seconds after which a hanging run is ended."""
-        minutes = self.options.recovery.hang_timeout_minutes
-        return 60.0 * (self.options.parallel.distributed_timeout_minutes if minutes is None else minutes)
-
-    @property
     def limit_s(self) -> float:
         """Seconds of training after which the run ends."""
         minutes = self.options.training.exit_duration_in_mins

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from megatron_fsdp.errors import ConfigurationError
+
 
 class FixedFlag(NamedTuple):
     """The values that may follow a flag, which ask for what happens anyway, and a reason: what happens, what to do."""
@@ -18,11 +20,13 @@ class FixedFlag(NamedTuple):
     values: tuple[str, ...]
     reason: str
 
-    def allows(self, text: str) -> bool:
-        """Return whether a text is one of the values, or the same number."""
+    def require(self, flag: str, text: str) -> None:
+        """Refuse a text that is none of the values, nor the same number as one."""
         with suppress(ValueError):
-            return text in self.values or any(float(text) == float(value) for value in self.values)
-        return False
+            if text in self.values or any(float(text) == float(value) for value in self.values):
+                return
+        allowed = " or ".join(self.values)
+        raise ConfigurationError(f"invalid {flag} {text}: {self.reason}; give {allowed}, or leave it out")
 
 
 class Spelling(NamedTuple):

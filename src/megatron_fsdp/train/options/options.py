@@ -233,7 +233,7 @@ class ParallelOptions:
         device: Where to run; auto is the accelerator if there is one.
         nproc: Processes to start where torchrun did not start this one; default: one per accelerator, or two on a CPU.
         distributed_backend: Of the process group; auto fits the device.
-        distributed_timeout_minutes: How long a collective may take.
+        distributed_timeout_minutes: How long a collective may take; a run that hangs ends then, with what is known.
     """
 
     tensor_model_parallel_size: Count = 1
@@ -264,7 +264,7 @@ class TrainingOptions:
             rate are then counted in samples, too.
         exit_interval: End after a step that is a multiple of this.
         exit_duration_in_mins: End after a step at which this many minutes of training have passed in all.
-        seed: Fixes the initial weights, the order of the data and the text that is written.
+        seed: Fixes the initial weights, the order of the data and what is dropped.
         bf16: Compute in bfloat16.
         fp16: Compute in float16, with a scaled loss.
         initial_loss_scale: Where the scale of the loss begins.
@@ -276,7 +276,7 @@ class TrainingOptions:
             method uniform it is 1, the blocks that are recomputed together.
         eval_interval: Steps between evaluations; default: none before the end.
         eval_iters: Global batches of held-out text for each evaluation.
-        skip_train: Only evaluate, and write a sample.
+        skip_train: Only evaluate.
     """
 
     micro_batch_size: Count | None = None
@@ -437,11 +437,8 @@ class ReportingOptions:
         tensorboard_dir: Folder for TensorBoard; default: none.
         wandb_project: Project for Weights & Biases; default: none.
         wandb_exp_name: Name of the run there; default: they choose one.
-        mlflow_tracking_uri: Where MLflow records the run; default: nowhere.
         peak_tflops: What one device could do, in 10^12 operations per second, for MFU; default: by the device's name
             where that is known, else no MFU is shown.
-        prompt: Text that the trained model continues; empty: it writes nothing.
-        sample_tokens: Tokens that it adds.
     """
 
     out: Path | None = None
@@ -453,10 +450,7 @@ class ReportingOptions:
     tensorboard_dir: Path | None = None
     wandb_project: str | None = None
     wandb_exp_name: str | None = None
-    mlflow_tracking_uri: str | None = None
     peak_tflops: Positive | None = None
-    prompt: str = "def "
-    sample_tokens: Count = 300
 
 
 @dataclass(frozen=True)
@@ -468,14 +462,11 @@ class RecoveryOptions:
         max_nan_steps: Steps in a row whose loss or gradient may be NaN or infinite; each is skipped and counted, and
             the run ends at one more.
         max_failed_saves: Saves in a row that may fail, as on a full disk; the run ends at one more.
-        hang_timeout_minutes: A rank that has waited for so long explains who is missing, and the run ends; default: the
-            time that a collective may take.
     """
 
     max_restarts: Whole = 0
     max_nan_steps: Whole = 3
     max_failed_saves: Whole = 3
-    hang_timeout_minutes: Minutes | None = None
 
 
 SECTIONS: Mapping[str, type] = {

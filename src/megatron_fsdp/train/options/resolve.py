@@ -54,15 +54,6 @@ def resolve(options: Options, world: World) -> Job:
     )
 
 
-def with_samples_of_step(job: Job, total: int) -> Job:
-    """Return a job with another number of samples in a step, and what follows from it."""
-    batch = plan_batch(job.batch.micro, total, job.batch.ranks)
-    others = tuple(notice for notice in job.notices if notice not in job.batch.notices())
-    train_iters = _train_iters(job.options, batch)
-    schedule = _schedule(job.options, train_iters, total)
-    return replace(job, batch=batch, train_iters=train_iters, schedule=schedule, notices=(*others, *batch.notices()))
-
-
 def _with_tokenizer_of_model(options: Options, notices: list[str]) -> Options:
     """Use the tokenizer of a model with weights, unless another is asked for."""
     folder = options.model.hf_model
