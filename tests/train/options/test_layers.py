@@ -107,8 +107,8 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("learning_rte: 1\n", "run.yaml:1: there is no flag --learning-rte"),
-        ("lr_decay_stile: cosine\n", "there is no flag --lr-decay-stile; did you mean --lr-decay-style?"),
+        ("learning_rte: 1\n", "run.yaml:1: 'learning_rte' is no option"),
+        ("lr_decay_stile: cosine\n", "is no option; did you mean lr_decay_style?"),
         ("wandb_exp_name: 1.10\n", "invalid --wandb-exp-name 1.1: give a text, in a file with quotes around it"),
         ("lr: high\n", "invalid --lr high: give a finite number"),
         ("train_iters: 2.5\n", "invalid --train-iters 2.5: give a whole number"),
@@ -241,7 +241,7 @@ def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> N
         "2: argument --preset: invalid choice: 'huge'",
         "3: invalid --lr high: give a finite number",
         "5: invalid --train-iters 0: give 1 or more",
-        "6: there is no flag --seeed; did you mean --seed?",
+        "6: 'seeed' is no option; did you mean seed?",
         "7: argument --ddp-bucket-size: '-3' is not a positive whole number; give 1 or more; see mfsdp train --help",
         "7: invalid --fsdp-double-buffer 2: give true or false",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -120,8 +121,11 @@ class TrainParser(Parser):
         if key in DDP_FIELDS.values():
             flag = flag_of(key)
         action = self._option_string_actions.get(flag)
+        if flag in REFUSED:
+            return [flag]
         if action is None:
-            return [flag]  # which is refused like one of the command line
+            near = difflib.get_close_matches(key.replace("-", "_"), [*OPTIONS, *DDP_FIELDS], 1, 0.5)
+            raise ConfigurationError(f"{key!r} is no option" + (f"; did you mean {near[0]}?" if near else ""))
         if action.nargs != 0 and action.dest in OPTIONS:
             OPTIONS[action.dest].read(value)  # else YAML's true or 1.10 would become a text
         if isinstance(value, list):
