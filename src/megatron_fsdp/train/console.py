@@ -17,11 +17,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_fsdp.describe.description import in_bytes
-from megatron_fsdp.train.measure import Evaluation, Progress, StepRecord
+from megatron_fsdp.train.measure import Evaluation, Progress, Row, StepRecord
 
 LIBRARY_LOGGER = "megatron_fsdp"
 PLAIN_WIDTH = 120
@@ -239,3 +239,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def show_comparison(console: Console, rows: Sequence[Row]) -> None:
+    """Print measured values beside computed ones."""
+    table = Table("one rank, last step", Column("measured", justify="right"), Column("formula", justify="right"))
+    for row in rows:
+        table.add_row(row.what, f"{row.measured:,}", f"{row.formula:,}")
+    console.print(table)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Batch, Feed, held_out_batches
 from megatron_fsdp.train.data.preparation import TokenData
@@ -47,6 +48,7 @@ class Outcome:
 
     progress: Progress
     is_interrupted: bool
+    traffic: Traffic | None  # of the last step on this rank; None with an engine that does not count
 
 
 def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
@@ -57,14 +59,17 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
     done = keeper.start()
     recorder.start(done)
     began_s, records = time.perf_counter() - done.elapsed_s, list[StepRecord]()
-    is_interrupted = False
+    is_interrupted, traffic, inside = False, None, run.trained.inside
     while done.steps < job.train_iters and not training.skip_train:
         run.rank.require_launcher()
         step = done.steps + 1
         is_shown = _is_due(step, job.options.reporting.log_interval) or step == job.train_iters
         flags = keeper.is_interrupted, time.perf_counter() - began_s >= job.limit_s
+        before = None if inside is None else inside.traffic()
         with exposed.step(is_measured=is_shown), telling_of_memory(partial(memory_told, job, run.rank, step)):
             record, is_interrupted, is_late = train_step(run, done, guard, flags)
+        if inside is not None and before is not None:
+            traffic = inside.traffic().since(before)
         record = _timed(run, record, done.elapsed_s, time.perf_counter() - began_s)
         done = Progress(step, record.samples, record.skipped, record.elapsed_s)
         records.append(record)
@@ -79,7 +84,7 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
             began_s, records = time.perf_counter() - done.elapsed_s, []  # evaluations and saves do not count
         if is_last:
             break
-    return Outcome(done, is_interrupted)
+    return Outcome(done, is_interrupted, traffic)
 
 
 def _is_due(step: int, interval: int | None) -> bool:
@@ -103,12 +108,14 @@ def train_step(run: Run, done: Progress, guard: NanGuard, flags: tuple[bool, boo
     for group in trained.optimizer.param_groups:
         group["lr"] = rate
     batches = run.feed.batches(done.samples)
-    loss = trained.accumulate(batches, _loss_factors(run, batches))
+    losses = trained.accumulate(batches, _loss_factors(run, batches)).tolist()
     grad_norm = float(trained.clip(run.job.options.optimizer.clip_grad))
     share = trained.data_size / run.rank.count  # ranks of one data-parallel rank have the same loss each
     checksum = sum(batch.checksum for batch in batches)
-    mine = [float(loss) * share, checksum * share, float(flags[0]), float(flags[1] and run.rank.is_first)]
+    mine = [math.fsum(losses) * share, checksum * share, float(flags[0]), float(flags[1] and run.rank.is_first)]
     total, checksums, interrupts, lates = reduce_values(run.rank, mine, "sum")
+    if trained.is_deterministic:
+        total = math.fsum(chain.from_iterable(gather_objects(losses)))  # rounded once, whatever the order
     is_finite = math.isfinite(total) and math.isfinite(grad_norm)
     record = StepRecord(
         step=done.steps + 1,
@@ -182,13 +189,14 @@ def evaluate(job: Job, trained: Trained, data: TokenData, times: int = 1) -> flo
     """
     samples = times * job.options.training.eval_iters * job.batch.total
     batches = held_out_batches(data, job.seq_length, samples, job.batch, trained.data_index)
-    sums = torch.zeros(2, dtype=torch.float64, device=trained.device)
+    found = []
     with evaluating(trained.model):
         for batch in batches:
             weights = batch.weights.to(trained.device)
-            sums += torch.stack([(trained.token_losses(batch) * weights).sum().double(), weights.sum().double()])
-    dist.all_reduce(sums)  # ranks that share a batch count it alike, above and below the line
-    total, count = sums.tolist()
+            found.append(torch.stack([(trained.token_losses(batch) * weights).sum(), weights.sum()]))
+    # Ranks that share a batch count it alike, above and below the line. Exact sums are the same in any order.
+    everyone = torch.tensor(gather_objects(torch.stack(found).tolist())).flatten(0, 1)
+    total, count = (math.fsum(column) for column in everyone.T.tolist())
     return total / count
 
 

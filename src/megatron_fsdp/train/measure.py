@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.plan.machine import MACHINES
+from megatron_fsdp.sharding.accounting import (
+    exchange_scratch_bytes,
+    outer_step_traffic,
+    persistent_bytes,
+    step_traffic,
+    transient_bytes,
+)
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.trace.summary import summarise
 from megatron_fsdp.train.engines.trained import Trained
@@ -175,3 +183,35 @@ class ExposedCommunication:
         share = Tensor([exposed_ns / 1e9 / self._step_s]).to(self._device)
         dist.all_reduce(share)
         return float(share) / dist.get_world_size()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured value of this rank beside what the formula says."""
+
+    what: str
+    measured: int
+    formula: int
+
+
+def compare(trained: Trained, step: Traffic | None, microbatches: int) -> tuple[Row, ...]:
+    """Compare gathers, bytes sent and memory of an optimizer step with the formulas of `sharding/accounting.py`.
+
+    Empty with an engine that counts nothing, and without a step.
+    """
+    model = trained.inside
+    if model is None or step is None:
+        return ()
+    syncs = 1 if trained.defers else microbatches
+    memory, groups, strategy = model.memory(), model.footprints(), model.resolved.strategy
+    exchanges = any(group.exchanges_inner for group in model.parameter_groups())  # no native reduce-scatter
+    scratch = exchange_scratch_bytes(groups, strategy) if exchanges else 0
+    held, borrowed = persistent_bytes(groups, strategy), transient_bytes(groups, strategy, scratch_bytes=scratch)
+    inside, across = step_traffic(groups, strategy, syncs), outer_step_traffic(groups, strategy)
+    sent = inside.gather_bytes + across.gather_bytes + inside.reduce_bytes + syncs * across.reduce_bytes
+    used = memory.persistent_bytes + memory.transient_peak_bytes + optimizer_bytes(trained.optimizer)
+    return (
+        Row("gathers per step", step.gathers, inside.gathers + across.gathers),
+        Row("bytes sent per step", step.gather_bytes + step.reduce_bytes, sent),
+        Row("peak bytes of weights, gradients, optimizer, communication", used, held.total + borrowed.total),
+    )

@@ -22,14 +22,21 @@ from megatron_fsdp.config.hang_log import FOLDER_VARIABLE
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, find_origin, with_saved_batch
-from megatron_fsdp.train.console import ConsoleWatcher, library_messages, make_console, print_message, show_header
+from megatron_fsdp.train.console import (
+    ConsoleWatcher,
+    library_messages,
+    make_console,
+    print_message,
+    show_comparison,
+    show_header,
+)
 from megatron_fsdp.train.data.batches import make_feed
 from megatron_fsdp.train.data.preparation import TokenData, prepare_data
 from megatron_fsdp.train.engines.sharded import build
 from megatron_fsdp.train.engines.trained import Trained
 from megatron_fsdp.train.faults import memory_told, telling_of_memory
 from megatron_fsdp.train.loop import Outcome, Run, evaluate, train
-from megatron_fsdp.train.measure import Evaluation, Speed, describe_peak, peak_bytes, peak_tflops
+from megatron_fsdp.train.measure import Evaluation, Row, Speed, compare, describe_peak, peak_bytes, peak_tflops
 from megatron_fsdp.train.models.build import model_flops, transformers_config
 from megatron_fsdp.train.options.checks import require_packages
 from megatron_fsdp.train.options.job import Job
@@ -108,7 +115,12 @@ def run_in(folder: Path, job: Job, rank: Rank, data: TokenData, origin: Origin, 
             return
         with console.status("measuring held-out loss ..."):
             loss = evaluate(job, trained, data, FINAL_TIMES)
-            results = Results(loss, tuple(gather_objects(peak_bytes(trained))), describe_peak(trained))
+            results = Results(
+                loss,
+                tuple(gather_objects(peak_bytes(trained))),
+                describe_peak(trained),
+                compare(trained, outcome.traffic, job.batch.microbatches),
+            )
             if (target := job.options.checkpoint.export_hf) is not None:
                 export(run, target)
                 say(f"exported {target}: Hugging Face files, in {str(job.dtype).removeprefix('torch.')}")
@@ -236,6 +248,7 @@ class Results:
     held_out_loss: float
     peaks_bytes: tuple[int, ...]
     peak_meaning: str
+    comparison: tuple[Row, ...] = ()  # the last step on this rank; none with an engine that counts nothing
 
 
 def export(run: Run, folder: Path) -> None:
@@ -279,4 +292,6 @@ def show(console: Console, folder: Path, outcome: Outcome, results: Results) -> 
         f"after {done.steps} steps in {done.elapsed_s:.0f} s"
     )
     say(f"peak memory per rank ({results.peak_meaning}): {', '.join(map(in_bytes, results.peaks_bytes))}")
+    if results.comparison:
+        show_comparison(console, results.comparison)
     say(f"metrics and summary: {folder}")

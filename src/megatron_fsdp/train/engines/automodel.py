@@ -105,7 +105,7 @@ class PipelineModel(Trained):
         self._pipeline, self._loss, self._stage = pipeline, loss, stage
         self._measured = pipeline
         self._fewest = pipeline.pp_mesh.size() if pipeline.config.pp_schedule == "1f1b" else 1
-        if stage is not None and self._defers:
+        if stage is not None and self.defers:
             pipeline.finish_gradients = stage.finish_grad_sync
 
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
@@ -114,10 +114,10 @@ class PipelineModel(Trained):
         self._loss.factors = [self._place.cut.take(to_device(factor, self.device)) * weight for factor in factors]
         stage = self._pipeline.pp_mesh.get_local_rank()
         seed_dropout(batches[0], stage * self._place.cut.size + self._place.cut.index)
-        with self._stage.no_sync() if self._stage is not None and self._defers else nullcontext():
+        with self._stage.no_sync() if self._stage is not None and self.defers else nullcontext():
             loss = self._run(self._pipeline.step, batches)
         self._loss.seen.clear()
-        return self._place.cut.add_up(loss / weight)
+        return self._place.cut.add_up((loss / weight).reshape(1))
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:

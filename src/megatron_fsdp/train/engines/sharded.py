@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.ddp import DistributedDataParallel
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.train.engines.trained import Place, Trained, trained_by_microbatches
+from megatron_fsdp.train.engines.trained import Place, Trained, sums_over_ranks, trained_by_microbatches
 from megatron_fsdp.train.models.build import build_decoder
 from megatron_fsdp.train.models.decoder import Block
 from megatron_fsdp.train.options.checks import needs_transformers, uses_transformers
@@ -58,7 +58,8 @@ def wrap(
         model,
         mesh,
         dp_dim=dim,
-        calculate_per_token_loss=job.options.training.calculate_per_token_loss,
+        calculate_per_token_loss=sums_over_ranks(job),
+        deterministic=job.options.training.deterministic,
         init_model_with_meta_device=init_meta,
         **cuts,
     )

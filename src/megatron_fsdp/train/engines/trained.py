@@ -121,7 +121,7 @@ class ContextCut:
         return unshard_sequence(part, self.mesh)
 
     def add_up(self, share: Tensor) -> Tensor:
-        """Sum a number over the context-parallel ranks, on every rank."""
+        """Sum numbers over the context-parallel ranks, on every rank."""
         if self.mesh is not None:
             dist.all_reduce(share, group=self.mesh.get_group())
         return share
@@ -152,9 +152,10 @@ class Trained:
         self.model, self.optimizer = model, optimizer
         self.inside = model if isinstance(model, DistributedDataParallel) else None
         strategy = None if self.inside is None else self.inside.resolved.strategy
-        self._sums = strategy is not None and training.calculate_per_token_loss
-        # Strategies that do not shard gradients reduce them once a step.
-        self._defers = strategy is not None and strategy <= ShardingStrategy.optim
+        self.is_deterministic = training.deterministic is not None
+        self._sums = strategy is not None and sums_over_ranks(job)
+        # Strategies that do not shard gradients reduce them once a step, unless each microbatch is added by itself.
+        self.defers = strategy is not None and strategy <= ShardingStrategy.optim and not self.is_deterministic
         self.device, self.data_index, self.data_size = place.device, place.data_index, place.data_size
         self.scale = LossScale(max(1.0, training.initial_loss_scale)) if training.fp16 else None
         self._place = place
@@ -169,18 +170,19 @@ class Trained:
                 and microbatches of factor times loss of the token, and gradients are those of this sum.
 
         Returns:
-            This rank's share of the loss, float32, no gradient; shares of data-parallel ranks add up to the loss.
+            This rank's shares of the loss, float32, no gradient, one for each microbatch, or one for all; those of
+            data-parallel ranks add up to the loss.
         """
         weight = self._loss_weight
-        total = torch.zeros((), device=self.device)
+        shares = []
         for i, (batch, factor) in enumerate(zip(batches, factors, strict=True)):
             seed_dropout(batch, self._place.cut.index)
             with self._microbatch(is_last=i == len(batches) - 1):
                 part = self._place.cut.take(to_device(factor, self.device))
                 loss = (self._losses(batch) * part).sum()
                 (loss * weight).backward()
-            total += loss.detach()
-        return self._place.cut.add_up(total)
+            shares.append(loss.detach())
+        return self._place.cut.add_up(torch.stack(shares))
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
@@ -246,7 +248,7 @@ class Trained:
     def _microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context for forward and backward of a microbatch."""
         if self.inside is not None:
-            return self.inside.no_sync() if self._defers and not is_last else nullcontext()
+            return self.inside.no_sync() if self.defers and not is_last else nullcontext()
         found: AbstractContextManager[None] = self._gradients.accumulation_context(
             self.model, is_last, defer_grad_sync=True
         )
@@ -259,6 +261,12 @@ class Trained:
         positions = place.cut.positions(samples, length, self.device)
         logits = place.call(self.model, place.cut.take(to_device(batch.inputs, self.device)), positions)
         return token_losses(logits, place.cut.take(to_device(batch.targets, self.device)))
+
+
+def sums_over_ranks(job: Job) -> bool:
+    """Return whether the engine adds up gradients of ranks, in place of averaging them."""
+    training = job.options.training
+    return training.calculate_per_token_loss or training.deterministic is not None
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

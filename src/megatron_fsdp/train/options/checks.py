@@ -152,6 +152,11 @@ def _wrong_training(options: Options) -> Iterator[str]:
             "--calculate-per-token-loss contradicts --ddp-average-in-collective: the one adds up, the other averages; "
             "give one of them"
         )
+    if training.deterministic is not None and options.ddp.average_in_collective:
+        yield (
+            "--deterministic world adds gradients up in a fixed order, which --ddp-average-in-collective leaves to the "
+            "back end: give one of them"
+        )
     if training.fp16 and (options.ddp.check_for_nan_in_grad or options.ddp.check_for_large_grads):
         yield (
             "--fp16 finds the scale of the loss by gradients that overflow, which --check-for-nan-in-grad and "

@@ -270,6 +270,7 @@ class TrainingOptions:
         initial_loss_scale: Where the scale of the loss begins.
         grad_reduce_in_bf16: Reduce gradients in bfloat16 in place of float32; they accumulate in float32 anyway.
         calculate_per_token_loss: Every token counts alike, in place of every sample; gradients are summed over ranks.
+        deterministic: Give the same bits of losses, gradients and weights on any number of data-parallel ranks.
         recompute_granularity: Recompute whole blocks, or the core of attention, in backward.
         recompute_method: With granularity full: block recomputes the first blocks, uniform all of them, one by one.
         recompute_num_layers: How many of the first blocks to recompute, with granularity full; default: all. With
@@ -291,6 +292,7 @@ class TrainingOptions:
     initial_loss_scale: Positive = 2.0**32
     grad_reduce_in_bf16: bool = False
     calculate_per_token_loss: bool = False
+    deterministic: Literal["world"] | None = None
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: Count | None = None

@@ -162,6 +162,11 @@ def _engine_config(
     """Complete the configuration of sharding and reduction; refuse or report what has no effect with this engine."""
     config = options.ddp
     if engine == "torch_fsdp2":
+        if options.training.deterministic is not None:
+            raise ConfigurationError(
+                "--deterministic world does nothing with --use-torch-fsdp2: leave it out, or shard with "
+                "--use-megatron-fsdp"
+            )
         for name in options.origins:
             if name in DDP_FIELDS and name != "use_megatron_fsdp" and options.is_chosen(name):
                 raise ConfigurationError(
@@ -175,6 +180,11 @@ def _engine_config(
     if config.megatron_fsdp_use_decoupled_grad:
         raise ConfigurationError(
             "--megatron-fsdp-use-decoupled-grad puts gradients where PyTorch's optimizers do not look: leave it out"
+        )
+    if options.training.deterministic is not None and not sizes.is_data_only:
+        raise ConfigurationError(
+            "--deterministic world holds for data parallelism alone, since others cut sums inside of the model: leave "
+            "their sizes at 1"
         )
     if config.megatron_fsdp_cuda_graph_mode:
         raise ConfigurationError(

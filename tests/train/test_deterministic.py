@@ -1,0 +1,87 @@
+"""`--deterministic world`: losses, norms, evaluations and weights are the same bits on any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fsdp.train.run_job import SUMMARY_FILE
+from tests.conftest import RunRanks
+from tests.support.train_program import by_step, differences, refusal, train, write_text
+
+WORLD = ("--deterministic", "world", "--micro-batch-size", "1", "--global-batch-size", "6")
+STEP_8 = "iter_0000008"
+UNITS = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy")
+
+
+def of_training(keys: list[str]) -> list[str]:
+    """Without the states of random generators, which are seeded anew for each microbatch."""
+    return [key for key in keys if not key.startswith("rng_state")]
+
+
+def losses_of(out: Path) -> tuple[dict[int, tuple[Any, ...]], str]:
+    held_out = next(line for line in (out / SUMMARY_FILE).read_text().splitlines() if "held_out_loss" in line)
+    return by_step(out, "loss", "grad_norm"), held_out
+
+
+def runs_of(
+    run_ranks: RunRanks, folder: Path, cases: dict[str, tuple[int, tuple[str, ...]]]
+) -> list[tuple[tuple[dict[int, tuple[Any, ...]], str], Path]]:
+    text = str(write_text(folder / "text"))
+    found = []
+    for name, (ranks, options) in cases.items():
+        out, saves = folder / name, folder / f"{name}-saves"
+        words = (*WORLD, *options, "--data-path", text, "--out", str(out), "--save", str(saves))
+        run_ranks(ranks, train, *words)
+        found.append((losses_of(out), saves))
+    return found
+
+
+CASES = {
+    "one": (1, (*UNITS, "optim_grads_params")),
+    "two": (2, (*UNITS, "optim_grads_params")),
+    "three": (3, (*UNITS, "optim_grads")),
+    "buckets": (2, ("--use-distributed-optimizer",)),
+    "whole": (3, ()),
+}
+
+
+def test_losses_norms_and_checkpoints_do_not_depend_on_ranks_and_strategies(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    (first, saved), *others = runs_of(run_ranks, tmp_path, CASES)
+    assert len(first[0]) == 8
+    for found, saves in others:
+        assert found == first
+        assert of_training(differences(saved / STEP_8, saves / STEP_8)) == []
+
+
+def test_a_run_goes_on_with_the_same_bits_on_other_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (whole, saved), *_ = runs_of(run_ranks, tmp_path, {"one": CASES["one"]})
+    saves, text = tmp_path / "saves", str(tmp_path / "text")
+    for ranks, steps in ((2, "3"), (3, "5"), (1, "8")):
+        words = ("--exit-interval", steps) if steps != "8" else ()
+        folders = ("--data-path", text, "--out", str(tmp_path / "out"), "--save", str(saves), "--load", str(saves))
+        run_ranks(ranks, train, *WORLD, *CASES["one"][1], *folders, *words)
+    assert losses_of(tmp_path / "out") == whole
+    assert of_training(differences(saved / STEP_8, saves / STEP_8)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--ddp-average-in-collective",), "--deterministic world adds gradients up in a fixed order"),
+        (("--use-torch-fsdp2",), "--deterministic world does nothing with --use-torch-fsdp2"),
+        (
+            (*UNITS, "optim_grads_params", "--num-distributed-optimizer-instances", "2"),
+            "a hybrid mesh adds inner ranks up before outer ones",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused(
+    run_ranks: RunRanks, tmp_path: Path, options: tuple[str, ...], told: str
+) -> None:
+    words = (*WORLD, *options, "--data-path", str(write_text(tmp_path / "text")), "--out", str(tmp_path / "out"))
+    first, second = run_ranks(2, refusal, *words)
+    assert told in first
+    assert first == second
