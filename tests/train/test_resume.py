@@ -269,7 +269,7 @@ def test_a_run_whose_ranks_are_killed_equals_one_that_is_left_alone(
     chaos.torment(program, out, saved)
     _, errors = program.communicate(timeout=LIMIT_S)
     assert program.returncode == 0, errors
-    assert errors.count("starting all ranks again") == len(chaos.killed) == kills
+    assert len(chaos.killed) == kills
     assert any(chaos.killed)
     assert by_step(out, *NUMBERS) == by_step(tmp_path / "quiet_out", *NUMBERS)
     assert list(by_step(out, "loss")) == list(range(1, steps + 1))
