@@ -183,7 +183,7 @@ _NOT_HERE: Mapping[str, str] = {
     "states of the optimizer have the dtype of the main weights; give --megatron-fsdp-main-params-dtype": (
         "--use-precision-aware-optimizer"
     ),
-    "give MFSDP_VERIFY_RANKS=step, which compares ranks each step": "--check-weight-hash-across-dp-replicas-interval",
+    "set MFSDP_VERIFY_RANKS=1, which compares ranks in each step": "--check-weight-hash-across-dp-replicas-interval",
     "give PyTorch's own settings: CUBLAS_WORKSPACE_CONFIG=:4096:8 for matrix products": "--deterministic-mode",
     "weights are drawn from a normal distribution; give --init-method-std": (
         "--init-method-xavier-uniform --embedding-init-method-std"
