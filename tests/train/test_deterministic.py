@@ -78,9 +78,7 @@ def test_a_run_goes_on_with_the_same_bits_on_other_ranks(run_ranks: RunRanks, tm
         ),
     ],
 )
-def test_what_cannot_hold_is_refused(
-    run_ranks: RunRanks, tmp_path: Path, options: tuple[str, ...], told: str
-) -> None:
+def test_what_cannot_hold_is_refused(run_ranks: RunRanks, tmp_path: Path, options: tuple[str, ...], told: str) -> None:
     words = (*WORLD, *options, "--data-path", str(write_text(tmp_path / "text")), "--out", str(tmp_path / "out"))
     first, second = run_ranks(2, refusal, *words)
     assert told in first
