@@ -169,7 +169,7 @@ def start_alone(device: torch.device, world_size: int = 1) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        init_method="tcp://127.0.0.1:29511",
+        store=dist.HashStore(),  # a port could be taken
         rank=0,
         world_size=1,
         device_id=bound_device(backend, torch.device("cuda", 0)),  # None for gloo
