@@ -80,7 +80,7 @@ SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
     ({"overlap_grad_reduce": False, "zero_dp_strategy": 1}, "overlap_grad_reduce", False),
     ({"overlap_param_gather": False, "zero_dp_strategy": 1}, "overlap_param_gather", False),
     ({"average_in_collective": True}, "average_in_collective", True),
-    ({"check_for_nan_in_grad": False}, "check_finite", False),
+    ({"check_for_nan_in_grad": False}, "report_nan_in_param_grad", False),
     ({"calculate_per_token_loss": True}, "calculate_per_token_loss", True),
 ]
 """fields -> which switch of the engine has which value; all others are as without the fields."""

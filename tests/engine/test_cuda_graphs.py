@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.optimizer import check_capturable
 from tests.conftest import RunRanks
 from tests.engine.test_communication_pool import recorded
@@ -108,6 +109,42 @@ def test_results_are_those_without_the_mode(strategy: int) -> None:
     assert all(map(torch.equal, *found))
 
 
+CHANGED_UNSEEN = [
+    *(pytest.param(2, {"zero_dp_strategy": strategy}, id=f"zero-{strategy}") for strategy in (1, 2, 3)),
+    pytest.param(4, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": "optim"}, id="hfsdp"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "given"), CHANGED_UNSEEN)
+@on_ranks()
+def test_what_a_replay_has_changed_is_gathered_by_the_next_forward(num_ranks: int, given: dict[str, Any]) -> None:
+    """A replay changes weights on the device; here they are changed behind the back of the host."""
+    if "dp_outer_dim" in given:
+        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("outer", "shard"))
+        given = {**given, "device_mesh": mesh, "dp_shard_dim": "shard", "hybrid_fsdp_group": dist.group.WORLD}
+    with mock.patch("megatron_fsdp.engine.wrap._capture_lack", return_value=""):
+        model, optimizer = shard(**given)
+    step(model, optimizer, batch(0))
+    with torch.no_grad():
+        model(batch(1))  # units stay gathered, which the captured step must not rely on
+    with mock.patch("megatron_fsdp.engine.engine.is_capturing", return_value=True), recorded(model) as trace:
+        step(model, optimizer, batch(0))
+    with recorded(model) as again:
+        step(model, optimizer, batch(0))
+    assert [name for name, *_ in trace] == [name for name, *_ in again]
+    x = torch.ones(3, 8)
+    for _ in range(2):
+        with torch.no_grad():
+            model(x)
+            for param in model.parameters():
+                assert isinstance(param, DTensor)
+                param._local_tensor.data.mul_(1.5)  # counts as no modification
+            found = model(x)
+        plain = nn.Sequential(nn.Linear(8, 8), *map(Floor, (16, 24, 16)))
+        plain.load_state_dict(model.full_parameters())
+        torch.testing.assert_close(found, plain(x))
+
+
 @on_ranks(2)
 def test_gradients_are_set_to_zero_where_they_are_whoever_clears_them() -> None:
     model, optimizer = shard()
@@ -127,6 +164,7 @@ READS = [
     ({"report_nan_in_param_grad": True}, "report_nan_in_param_grad"),
     ({"find_unused_parameters": True}, "find_unused_parameters"),
     ({"verify_ranks": True}, "verify_ranks"),
+    ({"mixed_precision_policy": MixedPrecisionPolicy(weight_format="fp8")}, "weight_format"),
 ]
 
 
@@ -166,19 +204,21 @@ def test_a_model_that_nothing_can_be_captured_of_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "refused"),
+    ("make", "told"),
     [
-        (torch.optim.AdamW, True),
-        (lambda params: torch.optim.AdamW(params, capturable=True), False),
-        (lambda params: torch.optim.SGD(params, lr=0.1), False),
+        (torch.optim.AdamW, r"build it as AdamW\(\.\.\., capturable=True\)"),
+        (AdamW8bit, "the steps of AdamW8bit cannot be captured"),
+        (torch.optim.Muon, "the steps of Muon cannot be captured"),
+        (lambda params: torch.optim.AdamW(params, capturable=True), ""),
+        (lambda params: torch.optim.SGD(params, lr=0.1), ""),
     ],
 )
-def test_an_optimizer_that_counts_steps_on_the_host_is_refused(make: Callable[..., Any], refused: bool) -> None:
-    optimizer = make([nn.Parameter(torch.ones(2))])
-    if not refused:
+def test_an_optimizer_that_counts_or_agrees_on_the_host_is_refused(make: Callable[..., Any], told: str) -> None:
+    optimizer = make([nn.Parameter(torch.ones(2, 2))])
+    if not told:
         check_capturable(optimizer)
         return
-    with pytest.raises(ConfigurationError, match=r"build it as AdamW\(\.\.\., capturable=True\)"):
+    with pytest.raises(ConfigurationError, match=told):
         check_capturable(optimizer)
 
 

@@ -200,6 +200,7 @@ class EngineOptions:
             "check_for_large_grads": self.check_for_large_grads,
             "find_unused_parameters": self.find_unused_parameters,
             "verify_ranks": bool(self.verify_ranks_s),
+            "weight_format": self.policy.weight_format is not None,
         }
         found = [name for name, is_on in reads.items() if is_on and self.megatron_fsdp_cuda_graph_mode]
         if found:

@@ -126,6 +126,7 @@ class Engine:
         self.delayed: WeightGradientQueue | None = None
         self.keeps_gradients = sharding.options.megatron_fsdp_cuda_graph_mode
         self.capture_lack = ""  # why nothing can be captured, in words
+        self._was_captured = False  # there is a graph that may be replayed at any time
         self._sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(
@@ -172,6 +173,12 @@ class Engine:
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             if is_capturing(self.device):
                 self._check_capture()
+                self._was_captured = True
+            if self._was_captured:
+                # A graph has to hold every gather of its step; and the host sees nothing of what replays have changed.
+                self.executor.run(self.scheduler.weights_may_have_changed())
+                for unit in self.units:
+                    unit.expect_outer_update()
             self._match_after_reset()
             self._defers |= self.reach is not Reach.EVERYWHERE
             # Only now, not after the step: the gather over the outer ranks is in place, and would undo what somebody

@@ -80,9 +80,9 @@ def communicated_bytes(phase: Phase, unit: Unit) -> int:
     if phase is Phase.REDUCE:
         return unit.bucket_bytes
     if phase is Phase.GATHER_OUTER:
-        return sum(group.plan.sent_bytes for group in unit.groups)
+        return sum(group.plan.sent_bytes for group in unit.groups if group.plan.gathers_outer)
     if phase is Phase.REDUCE_OUTER:
-        return sum(group.plan.layout.numel * group.plan.precision.compute.itemsize for group in unit.groups)
+        return sum(group.plan.crossing_bytes for group in unit.groups)
     return 0
 
 

@@ -384,6 +384,13 @@ class Scheduler:
             state.open_forwards = 0
         return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
 
+    def weights_may_have_changed(self) -> tuple[Operation, ...]:
+        """Release all units between passes: a replayed graph may have changed weights, and its gathers are not known.
+
+        Forwards whose backward has not begun stay as they are: their weights are gathered again for it.
+        """
+        return tuple(operation for unit in range(len(self._units)) for operation in self._release(unit))
+
     def reset(self) -> tuple[Operation, ...]:
         """Drop passes that were interrupted; every unit is sharded afterwards.
 

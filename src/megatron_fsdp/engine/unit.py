@@ -128,6 +128,10 @@ class Unit:
                 lane.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_outer
             ]
 
+    def expect_outer_update(self) -> None:
+        """All-gather over the outer ranks before the next forward, since an update may have gone unseen."""
+        self._outer_gather_is_due = True
+
     def wait_for_outer(self) -> None:
         """Wait for the gathers of `all_gather_outer`."""
         self._await(self._outer_tickets)

@@ -247,6 +247,8 @@ def _capture_lack(sharding: Sharding) -> str:
     """Say why no step of a model can be captured into a CUDA graph; empty where one can."""
     if sharding.device.type != "cuda":
         return f"the model is on {sharding.device.type}"
+    if sharding.experts is not None and sharding.experts.foreign_groups:
+        return "ranks with different experts agree in every step, on the host, on which were used"
     domains = (sharding.dense, sharding.experts)
     groups = [axis.group for domain in domains if domain is not None for axis in domain.axes]
     waiting = {backend_of(group) for group in groups if group is not None and not is_simulated(group)} - {"nccl"}

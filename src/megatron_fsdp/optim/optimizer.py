@@ -611,11 +611,17 @@ def check_reads_decoupled(optimizer: torch.optim.Optimizer, is_decoupled: bool) 
 
 
 def check_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step reads its step count on the host.
+    """Refuse an optimizer whose step cannot be captured into a CUDA graph.
 
     Raises:
-        ConfigurationError: It has torch's option `capturable`, and some group has it off.
+        ConfigurationError: It has torch's option `capturable`, and some group has it off; or it counts its steps, or
+            lets ranks agree, on the host.
     """
+    if isinstance(optimizer, AdamW8bit | torch.optim.Muon) or steps_owned(optimizer):
+        raise ConfigurationError(
+            f"the steps of {type(optimizer).__name__} cannot be captured, which cuda_graph_mode=True is for: they count "
+            "or agree on the host; use an elementwise optimizer of torch, or leave cuda_graph_mode out"
+        )
     if not all(group.get("capturable", True) for group in optimizer.param_groups):
         name = type(optimizer).__name__
         raise ConfigurationError(

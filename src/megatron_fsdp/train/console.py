@@ -52,10 +52,10 @@ class _Console(Console):
         """Stop printing when the reader of the pipe is gone (`| head`): the files of the run have everything."""
         self.quiet = True
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print, as far as that is possible: not on a full disk."""
+    def __exit__(self, *exception: Any) -> None:
+        """Write what was printed, as far as that is possible: not on a full disk."""
         with suppress(OSError):
-            super().print(*objects, **options)
+            super().__exit__(*exception)
 
 
 def printable(text: str) -> str:

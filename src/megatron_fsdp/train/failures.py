@@ -164,8 +164,13 @@ def read_failure(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def tell(text: str) -> None:
-    """Write lines to standard error, if there is one; nothing where there is no text."""
+    """Write lines to standard error, if there is one; nothing where there is no text.
+
+    On a terminal they begin on a line of their own, with the cursor shown: the display of a run that was ended leaves
+    the cursor at the end of a line.
+    """
     if text and sys.stderr is not None:
         with suppress(OSError, ValueError):  # full, closed, or nobody reads it
-            sys.stderr.write(f"{text.rstrip()}\n")
+            new_line = "\r\n\x1b[?25h" if sys.stderr.isatty() else ""
+            sys.stderr.write(f"{new_line}{text.rstrip()}\n")
             sys.stderr.flush()

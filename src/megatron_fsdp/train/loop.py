@@ -48,7 +48,7 @@ class Outcome:
 
     progress: Progress
     is_interrupted: bool
-    traffic: Traffic | None  # of the last step on this rank; None with an engine that does not count
+    traffic: Traffic | None = None  # of the last step on this rank; None with an engine that does not count
 
 
 def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> Outcome:
