@@ -207,8 +207,8 @@ def test_a_model_that_nothing_can_be_captured_of_says_so() -> None:
     ("make", "told"),
     [
         (torch.optim.AdamW, r"build it as AdamW\(\.\.\., capturable=True\)"),
-        (AdamW8bit, "the steps of AdamW8bit cannot be captured"),
-        (torch.optim.Muon, "the steps of Muon cannot be captured"),
+        (AdamW8bit, "steps of AdamW8bit cannot be captured"),
+        (torch.optim.Muon, "steps of Muon cannot be captured"),
         (lambda params: torch.optim.AdamW(params, capturable=True), ""),
         (lambda params: torch.optim.SGD(params, lr=0.1), ""),
     ],

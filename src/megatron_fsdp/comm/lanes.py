@@ -1,4 +1,4 @@
-"""Lanes: ordered queues of communication. The only file that tells CPU and CUDA apart.
+"""Lanes: ordered queues of communication. Here CPU and CUDA take different ways in a step.
 
 A lane takes a *launch* (starts a collective) and a *finish* (local work on its result, such as a sum over ranks) and
 returns a ticket. Waiting on the ticket makes the result visible to the code that follows:

@@ -176,7 +176,7 @@ class Sharding:
 
     @staticmethod
     def matches(name: str, pattern: str) -> bool:
-        """Return whether one of `fp32_patterns` matches a parameter's name."""
+        """Return whether one of the patterns for sums in float32 matches a parameter's name."""
         return pattern == EVERY_PARAMETER or fnmatchcase(name, pattern)
 
     def is_expert(self, name: str, param: torch.Tensor) -> bool:

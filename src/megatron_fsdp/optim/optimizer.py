@@ -619,7 +619,7 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
     """
     if isinstance(optimizer, AdamW8bit | torch.optim.Muon) or steps_owned(optimizer):
         raise ConfigurationError(
-            f"the steps of {type(optimizer).__name__} cannot be captured, which cuda_graph_mode=True is for: they count "
+            f"steps of {type(optimizer).__name__} cannot be captured, which cuda_graph_mode=True is for: they count "
             "or agree on the host; use an elementwise optimizer of torch, or leave cuda_graph_mode out"
         )
     if not all(group.get("capturable", True) for group in optimizer.param_groups):
