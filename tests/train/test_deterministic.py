@@ -1,5 +1,6 @@
 """`--deterministic world`: losses, norms, evaluations and weights are the same bits on any number of ranks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,13 @@ def of_training(keys: list[str]) -> list[str]:
     return [key for key in keys if not key.startswith("rng_state")]
 
 
-def losses_of(out: Path) -> tuple[dict[int, tuple[Any, ...]], str]:
-    held_out = next(line for line in (out / SUMMARY_FILE).read_text().splitlines() if "held_out_loss" in line)
-    return by_step(out, "loss", "grad_norm"), held_out
+def losses_of(out: Path) -> tuple[dict[int, tuple[Any, ...]], float]:
+    return by_step(out, "loss", "grad_norm"), json.loads((out / SUMMARY_FILE).read_text())["held_out_loss"]
 
 
 def runs_of(
     run_ranks: RunRanks, folder: Path, cases: dict[str, tuple[int, tuple[str, ...]]]
-) -> list[tuple[tuple[dict[int, tuple[Any, ...]], str], Path]]:
+) -> list[tuple[tuple[dict[int, tuple[Any, ...]], float], Path]]:
     text = str(write_text(folder / "text"))
     found = []
     for name, (ranks, options) in cases.items():
@@ -51,6 +51,10 @@ def test_losses_norms_and_checkpoints_do_not_depend_on_ranks_and_strategies(
 ) -> None:
     (first, saved), *others = runs_of(run_ranks, tmp_path, CASES)
     assert len(first[0]) == 8
+    for name in ("one", "two", "three"):
+        rows = json.loads((tmp_path / name / SUMMARY_FILE).read_text())["comparison"]
+        assert [row["measured"] for row in rows] == [row["formula"] for row in rows]
+        assert (rows[0]["measured"] > 0) is (name != "one")
     for found, saves in others:
         assert found == first
         assert of_training(differences(saved / STEP_8, saves / STEP_8)) == []
