@@ -14,7 +14,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ShardOperationError
 from megatron_fsdp.sharding.accounting import StepTraffic, step_traffic
 from tests.conftest import RunRanks
-from tests.support.ends_models import EndsDecoder, Read, Shape, calling, ends_case
+from tests.support.ends_models import Block, EndsDecoder, Read, Shape, calling, ends_case
 from tests.support.models import ModelCase
 from tests.support.on_ranks import on_ranks
 from tests.support.seams import engine_of
@@ -93,6 +93,40 @@ class Penalised(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * self.weight.square().mean()
+
+
+class Scaled(nn.Module):
+    """A container of an embedding, which scales what it looks up."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.table.weight * 2.0)
+
+
+def take_part_beside_a_container() -> None:
+    """Rank 1 has no data for a unit that holds an embedding and is none: it gathers what rank 0 gathers."""
+    model = CASES["plain"].build()
+    model.tokens = Scaled(model.tokens)
+    sharded, optimizer = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        fsdp_unit_modules=[Scaled, Block],
+        zero_dp_strategy=3,
+        max_gathered_units=1,
+    )
+    batch = CASES["plain"].make_batch(2, torch.Generator().manual_seed(0))
+    for _ in range(2):
+        loss = CASES["plain"].loss(sharded, batch) if dist.get_rank() == 0 else sharded.take_part()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_rank_without_data_gathers_a_container_of_an_embedding_as_others_do(run_ranks: RunRanks) -> None:
+    run_ranks(2, take_part_beside_a_container)
 
 
 def _penalise(module: nn.Module, _args: object, output: Tensor) -> Tensor:

@@ -112,18 +112,21 @@ def _foreign_groups(index: FSDPDistributedIndex) -> tuple[dist.ProcessGroup, ...
 
 
 def looked_up(module: nn.Module) -> frozenset[str]:
-    """Return the canonical names of the parameters that only `nn.Embedding` modules hold.
+    """Return the canonical names of the parameters that only `nn.Embedding` modules hold, which nobody hooks into.
 
-    Their gradient is made of indices and of the gradient of what was looked up, so backward needs no weights of a unit
-    that has no others.
+    Their gradient is made of indices and of the gradient of what was looked up: the backward of a unit that is such a
+    module needs no weights. Hooks may compute with the weights, and are counted where they are there before wrapping:
+    later ones see sharded parameters.
     """
     only_looked_up: dict[int, bool] = {}
     for owner in module.modules():
+        is_lookup = type(owner) is nn.Embedding and not any(getattr(owner, name) for name in _HOOKS)
         for param in owner._parameters.values():
-            only_looked_up[id(param)] = only_looked_up.get(id(param), True) and type(owner) is nn.Embedding
+            only_looked_up[id(param)] = only_looked_up.get(id(param), True) and is_lookup
     return frozenset(name for name, param in module.named_parameters() if only_looked_up[id(param)])
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ALIGNMENT_BYTES = 16
 EXPERT_NAME = ".experts."
 """Part of the name of every expert's parameter."""

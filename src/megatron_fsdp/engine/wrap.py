@@ -452,7 +452,9 @@ def plan_groups(
     plans = GroupPlanner(sharding)
     planned = []
     for index, unit in enumerate(plan.units):
-        specs = group_parameters([parameter_info(name, originals[name], sharding) for name in unit.parameters])
+        specs = group_parameters(
+            [parameter_info(name, originals[name], sharding, unit.modules) for name in unit.parameters]
+        )
         planned.append(
             [
                 plans.plan(spec, [originals[info.name] for info in spec.parameters])
@@ -522,8 +524,13 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
     return {key: tuple(places) for key, places in sites.items()}
 
 
-def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> ParameterInfo:
-    """Return the facts about a parameter that grouping needs; only its metadata is read."""
+def parameter_info(
+    name: str, param: nn.Parameter, sharding: Sharding, unit_modules: Sequence[str] = ()
+) -> ParameterInfo:
+    """Return the facts about a parameter that grouping needs; only its metadata is read.
+
+    `unit_modules` are the paths of the modules that are its unit.
+    """
     shape = tuple(local_part(param).shape)
     key = GroupKey(
         param.dtype,
@@ -533,7 +540,7 @@ def parameter_info(name: str, param: nn.Parameter, sharding: Sharding) -> Parame
         sums_in_fp32=sharding.sums_in_fp32(name),
         weight_format=sharding.weight_formats.get(name),
     )
-    return ParameterInfo(name, shape, key, name in sharding.lookups)
+    return ParameterInfo(name, shape, key, name in sharding.lookups and name.rpartition(".")[0] in unit_modules)
 
 
 EMPTY = "empty"

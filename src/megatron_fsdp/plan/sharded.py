@@ -130,7 +130,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     cut_numel = setup.memory.bucket_numel_on(num_ranks)
     units = []
     for index, spec in enumerate(found.units):
-        infos = [_info(name, params[name], sharding, setup) for name in spec.parameters]
+        infos = [_info(name, params[name], sharding, setup, spec.modules) for name in spec.parameters]
         specs = group_parameters(infos)
         groups = []
         for group in specs if index else cut_groups(specs, cut_numel):
@@ -145,8 +145,10 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     return PlannedModel(setup, tuple(units), found.source, memory, matrices)
 
 
-def _info(name: str, param: nn.Parameter, sharding: Sharding, setup: Setup) -> ParameterInfo:
-    info = parameter_info(name, param, sharding)
+def _info(
+    name: str, param: nn.Parameter, sharding: Sharding, setup: Setup, unit_modules: Sequence[str]
+) -> ParameterInfo:
+    info = parameter_info(name, param, sharding, unit_modules)
     if not info.key.is_expert or setup.ranks.ep == 1:
         return info
     rows, *rest = info.shape

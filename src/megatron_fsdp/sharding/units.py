@@ -465,7 +465,7 @@ class ParameterInfo:
         name: Fully qualified name in the model.
         shape: Shape in the model, in elements per dimension; ``()`` for a scalar.
         key: What parameters have to share to lie in one flat buffer.
-        is_looked_up: Whether only embeddings hold it, whose backward does not read it.
+        is_looked_up: Whether its unit is an embedding, whose backward does not read it.
     """
 
     name: str
