@@ -129,7 +129,7 @@ class Unit:
             ]
 
     def expect_outer_update(self) -> None:
-        """All-gather over the outer ranks before the next forward, since an update may have gone unseen."""
+        """All-gather over the outer ranks before the next forward: weights were, or may have been, updated."""
         self._outer_gather_is_due = True
 
     def wait_for_outer(self) -> None:
@@ -273,7 +273,7 @@ class Unit:
     def install_main_weights(self) -> None:
         """Copy main weights into this rank's part of the compute weights."""
         self.wait_for_outer()
-        self._outer_gather_is_due = True
+        self.expect_outer_update()
         for group in self.groups:
             group.install()
 
