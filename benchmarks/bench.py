@@ -91,7 +91,15 @@ def perform(run: Run, folder: Path) -> tuple[dict[str, Any] | None, str]:
     file = folder / f"{run.name}.json"
     file.unlink(missing_ok=True)
     script = str(ROOT / "benchmarks" / run.script)
-    command = [sys.executable, "-W", "ignore", script, *run.arguments, "--out", str(file)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        script,
+        *run.arguments,
+        "--out",
+        os.path.relpath(file),
+    ]  # it is published
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     finished = run_to_end(command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, run.limit_s)
     if finished is None:

@@ -106,14 +106,14 @@ def comparison_table(results: Results) -> str:
 
 def summary_table(results: Results) -> str:
     """Make the README's table: times of a step over the floor's, and peaks, for one run of each model."""
-    names = ("ours-3", "fsdp2", "fsdp1", "ddp")
+    names = ("ours-3", "fsdp2", "ddp")
     rows = []
     for run, title in MODELS.items():
         lines = {name: _contender(results, run, name) for name in names}
         ratios = [f"{line['wall_over']['floor']['median']:.2f}" for line in lines.values()]
-        peaks = [_mib(lines[name]["live"]["peak"], 0) for name in ("ours-3", "fsdp2", "ddp")]
+        peaks = [_mib(lines[name]["live"]["peak"], 0) for name in names]
         rows.append([title, *ratios, ", ".join(peaks)])
-    return table(("model", "this engine", "FSDP2", "FSDP1", "DDP", "peak live MiB: this engine, FSDP2, DDP"), rows)
+    return table(("model", "this engine", "FSDP2", "DDP", "peak live MiB: this engine, FSDP2, DDP"), rows)
 
 
 def _ratios(line: Mapping[str, Any]) -> list[str]:
