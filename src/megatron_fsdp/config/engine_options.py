@@ -51,15 +51,6 @@ MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
 """Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""
 
 
-def _message_bytes() -> int | None:
-    given = os.environ.get(MESSAGE_VARIABLE)
-    if given is not None and not given.isdecimal():
-        raise ConfigurationError(
-            f"{MESSAGE_VARIABLE}={given} is not a number of bytes; set it to 0 to merge no units, or leave it unset"
-        )
-    return None if given is None else int(given)
-
-
 @dataclass(frozen=True)
 class UserBufferOptions:
     """Communication memory that is taken at wrap time, keeps its addresses, and is registered where the back end can.
@@ -85,8 +76,7 @@ class MemoryOptions:
         backward_prefetch_units: How many units to gather ahead in backward.
         communication_unit_numel: Elements to communicate at once, to gather ahead and to have in reduction; None: small
             units together, one unit ahead, two buckets.
-        message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks. As
-            MFSDP_MESSAGE_BYTES says, where that is set.
+        message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks.
         bucket_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
         is_bucketed: Whether they are divided into groups at all.
         fine_grained: Whether the modules inside units become units.
@@ -103,7 +93,7 @@ class MemoryOptions:
     forward_prefetch_units: int = 1
     backward_prefetch_units: int = 1
     communication_unit_numel: int | None = None
-    message_bytes: int | None = field(default_factory=_message_bytes)
+    message_bytes: int | None = None
     bucket_numel: int | None = None
     is_bucketed: bool = True
     fine_grained: bool = False
@@ -275,7 +265,7 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         forward_prefetch_units=forward,
         backward_prefetch_units=backward,
         communication_unit_numel=config.suggested_communication_unit_size,
-        message_bytes=0 if allocator in DOUBLE_BUFFERS else _message_bytes(),  # which want units of one size
+        message_bytes=_message_bytes(allocator),
         bucket_numel=config.bucket_size,
         is_bucketed=not given["disable_bucketing"],
         fine_grained=fine_grained,
@@ -284,6 +274,18 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         user_buffers=_user_buffers(config),
         is_kept=_is_kept(config),
     )
+
+
+def _message_bytes(allocator: WeightAllocator) -> int | None:
+    """Return the bytes up to which small units are merged, as the environment says; None: by the number of ranks."""
+    given = os.environ.get(MESSAGE_VARIABLE)
+    if given is not None and not given.isdecimal():
+        raise ConfigurationError(
+            f"{MESSAGE_VARIABLE}={given} is not a number of bytes; set it to 0 to merge no units, or leave it unset"
+        )
+    if allocator in DOUBLE_BUFFERS:  # which want units of one size
+        return 0
+    return None if given is None else int(given)
 
 
 def _is_kept(config: DistributedDataParallelConfig) -> bool:
