@@ -32,7 +32,6 @@ from megatron_fsdp.debug.verify_ranks import RankVerifier, resolve_verify_ranks
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
@@ -46,7 +45,7 @@ from megatron_fsdp.engine.full_tensors import (
 )
 from megatron_fsdp.engine.gradients import GRAD, get_grad, set_grad
 from megatron_fsdp.engine.hooks import compiled_in_place
-from megatron_fsdp.engine.model_checks import ReplacedParameters
+from megatron_fsdp.engine.memory import weakly
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.participation import calls_of, take_part
@@ -207,19 +206,10 @@ class MegatronFSDP(nn.Module):
             )
         # Whether `start_param_sync` waits for the gathers that it starts.
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
-        replaced = ReplacedParameters(module)
-        finished = weakref.WeakMethod(self._backward_finished)
-        delayed = delay_all(module) if options.delay_wgrad_compute else None
-        try:
-            self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
-        except BaseException:
-            if delayed is not None:
-                undelay_weight_gradients(module)
-            raise
+        finished = weakly(self._backward_finished)
+        self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, finished)
         self._engine = self._assembly.engine
-        self._engine.delayed = delayed
         self._watch_if_asked()
-        self._engine.replaced = replaced
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()
@@ -491,8 +481,7 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded; or
                 its steps cannot be captured, and `cuda_graph_mode` is on.
         """
-        if self._engine.replaced is not None:
-            self._engine.replaced.check(optimizer)
+        self._engine.replaced.check(optimizer)
         if self.keeps_gradients and self.device.type == "cuda":
             check_capturable(optimizer)
         self._engine.connected.add(optimizer)
@@ -708,8 +697,7 @@ class MegatronFSDP(nn.Module):
     @property
     def has_deferred_gradients(self) -> bool:
         """Whether gradients wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
-        gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
-        return any(found.has_local_sum or found.has_inner_sum for found in gradients)
+        return any(found.has_local_sum or found.has_inner_sum for _, found in self._engine.groups_with_gradients())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -1201,14 +1189,3 @@ def _shard_dim(dist_index: FSDPDistributedIndex) -> str:
     if dist_index.dp_shard_dim is None:
         raise ConfigurationError("dist_index has dp_shard_dim=None; name the mesh dimension to shard over")
     return dist_index.dp_shard_dim
-
-
-def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Call a method for as long as its object lives."""
-
-    def call() -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-
-    return call

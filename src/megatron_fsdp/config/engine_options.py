@@ -179,6 +179,13 @@ class EngineOptions:
     megatron_fsdp_use_decoupled_grad: bool = False
     megatron_fsdp_cuda_graph_mode: bool = False
 
+    @property
+    def reduces_early(self) -> bool:
+        """Whether units are reduced during backward, not all at its end."""
+        return not self.delay_wgrad_compute and (
+            self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
+        )
+
     def check_capture(self) -> None:
         """Refuse what a CUDA graph cannot hold, where `cuda_graph_mode` is on.
 

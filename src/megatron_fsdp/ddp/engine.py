@@ -26,9 +26,8 @@ class BucketEngine(Engine):
     takes_every_gradient = True  # a bucket is reduced when all of them have come
 
     def __init__(self, parts: EngineParts, gather_mode: GatherMode) -> None:
-        super().__init__(parts)
-        counts = [sum(len(group.sharded) for group in unit.groups) for unit in self.units]
-        self.scheduler = BucketScheduler(parts.memory.schedule, counts, gather_mode)
+        counts = [sum(len(group.sharded) for group in unit.groups) for unit in parts.units]
+        super().__init__(parts, BucketScheduler(parts.memory.schedule, counts, gather_mode))
         self._buckets = self.units[ROOT + 1 :]
         self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] = {}
         if self.waits_for_readers:
@@ -135,8 +134,9 @@ class BucketEngine(Engine):
             return
         gradients = self.units[index].groups[position].gradients
         assert gradients is not None
-        came = param.grad is not None or parameter in gradients.written
-        gradients.written.discard(parameter)
+        own = gradients.of_parameter[parameter]
+        came = param.grad is not None or own.written
+        own.written = False
         super().take_gradient(index, position, parameter, param)
         if came:
             operations = self.scheduler.gradient_counted(index, parameter)

@@ -64,7 +64,7 @@ def memory_of(engine: Engine) -> MemoryUse:
     return MemoryUse(
         sum(group.weights.compute.local.nbytes for group in groups),
         sum(group.weights.main.local.nbytes for group in groups if not group.weights.main_is_compute),
-        sum(group.gradients.main.num_bytes for group in groups if group.gradients is not None),
+        sum(gradients.main.num_bytes for _, gradients in engine.groups_with_gradients()),
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
     )
@@ -149,7 +149,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         padding_numel=plan.layout.padding_numel,
         shard_numel=group.weights.main.local.numel(),
         is_trainable=group.is_trained,
-        is_expert=plan.spec.key.is_expert,
+        is_expert=plan.is_expert,
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
         storage=stored,
         compute=_name(group.full[0].dtype),
@@ -231,12 +231,11 @@ def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
 def unused_of(engine: Engine) -> tuple[str, ...] | None:
     """List trainable parameters without a gradient since gradients were last cleared; None where none has one."""
     used = {
-        name: live
-        for group in engine.groups()
-        if group.gradients is not None
-        for name, live in zip(group.names, group.gradients.holds_gradient, strict=True)
+        name: gradient.counts
+        for group, gradients in engine.groups_with_gradients()
+        for name, gradient in zip(group.names, gradients.of_parameter, strict=True)
     }
-    return tuple(name for name, live in used.items() if not live) if any(used.values()) else None
+    return tuple(name for name, is_used in used.items() if not is_used) if any(used.values()) else None
 
 
 @dataclass(frozen=True)

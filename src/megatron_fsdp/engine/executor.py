@@ -123,7 +123,7 @@ class Executor:
         self,
         units: Sequence[Unit],
         device: torch.device,
-        finalise: Callable[[], None],
+        finalise: Callable[[], object],
         memory: MemoryPlan,
         pool: CommunicationPool,
     ) -> None:
@@ -163,7 +163,7 @@ class Executor:
         for unit in self._units:
             for group in unit.groups:
                 if group.gradients is not None:
-                    group.gradients.forget_buckets()
+                    group.gradients.bucket_views.forget()
 
     @property
     def _scratch_count(self) -> int:
@@ -299,7 +299,7 @@ class Executor:
                 continue
             if not group.gradients.is_filling and not group.gradients.has_local_sum:
                 self._begin_filling(unit, position, Reach.NOWHERE)
-            group.gradients.keep()
+            group.gradients.stop_filling()
 
     def _pool(self, unit: Unit) -> BucketPool:
         return self._root_bucket if unit.index == ROOT else self._buckets

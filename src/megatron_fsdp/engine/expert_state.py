@@ -85,7 +85,7 @@ def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: D
     """
     if not experts.foreign_groups:
         return ExpertNames()
-    mine = [group for group in groups if group.plan.spec.key.is_expert]
+    mine = [group for group in groups if group.plan.is_expert]
     places = [(group, index) for group in mine for index in range(len(group.frames))]
     shapes = {group.names[index]: tuple(group.frames[index].shape) for group, index in places}
     rank = 0

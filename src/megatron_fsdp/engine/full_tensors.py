@@ -41,7 +41,7 @@ def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
     """Gather the gradient of every trainable parameter by canonical name; None where it is None. Collective."""
-    trainable = (name for group in engine.groups() if group.gradients is not None for name in group.names)
+    trainable = (name for group, _ in engine.groups_with_gradients() for name in group.names)
     found: dict[str, torch.Tensor | None] = dict.fromkeys(trainable)
     found.update((name, full.clone()) for name, full in iter_gradients(engine, DEFAULT_BUCKET_BYTES))
     return found
@@ -272,7 +272,7 @@ def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
     facts: dict[bool, list[str]] = {False: [], True: []}
     for entry in entries:
-        facts[entry.group.plan.spec.key.is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
+        facts[entry.group.plan.is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
     with engine.observers.during(Phase.AGREE, ROOT):
         engine.agree_on(facts[False], facts[True])
 

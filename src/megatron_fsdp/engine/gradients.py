@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -91,11 +90,6 @@ def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[
         return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
 
 
-def num_shown(grads: Sequence[torch.Tensor | None]) -> int:
-    """Count the gradients that are not None."""
-    return sum(map(is_not, grads, repeat(None)))
-
-
 def set_grads(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
     """Set `.grad` of each of some parameters."""
     with plain_attributes():
@@ -150,14 +144,22 @@ class MainGradient:
         """Bytes that it takes now."""
         return 0 if self._buffer is None else self._buffer.local.untyped_storage().nbytes()
 
+    def allocate(self) -> FlatBuffer:
+        """Return the memory, allocated where it was not, uninitialised then."""
+        if self._buffer is None:
+            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device)
+        elif self.num_bytes and not self.held_bytes:
+            self._buffer.local.untyped_storage().resize_(self.num_bytes)
+        return self._buffer
+
     @property
     def local(self) -> torch.Tensor:
-        """All elements, (region.numel,); uninitialised where there was no memory before."""
-        return self._there().local
+        """All elements, (region.numel,); allocated as by `allocate`."""
+        return self.allocate().local
 
     def piece(self, index: int) -> torch.Tensor:
         """Return the part of tensor `index` that is here, a view; content as for `local`."""
-        return self._there().piece(index)
+        return self.allocate().piece(index)
 
     def view(self, index: int, describe: Callable[[int, torch.Tensor], DTensor]) -> DTensor:
         """Return the piece of tensor `index` as a DTensor, made once."""
@@ -203,13 +205,6 @@ class MainGradient:
             self._buffer = None
             self.views = [None] * len(self.views)
 
-    def _there(self) -> FlatBuffer:
-        if self._buffer is None:
-            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device)
-        elif self.num_bytes and not self.held_bytes:
-            self._buffer.local.untyped_storage().resize_(self.num_bytes)
-        return self._buffer
-
     def _is_ours_alone(self, buffer: FlatBuffer) -> bool:
         """Return whether only our own tensors refer to the memory, and no one else holds one of our DTensors."""
         storage = buffer.local.untyped_storage()
@@ -237,6 +232,54 @@ Shown = Sequence[torch.Tensor | None]
 Inspect = Callable[[int, torch.Tensor], None]
 
 
+class ParameterGradient:
+    """The gradient of one parameter, on its way from autograd to `.grad`.
+
+    Attributes:
+        place: Where gradients of this backward go, a view in the parameter's shape; None while no memory is filled.
+        direct: The same for as long as the next gradient may be copied there as it is, else None.
+        filled: A gradient of this backward is there.
+        written: The latest was written there by the layer itself, and not counted yet.
+        arrived: A gradient has come since gradients were last attached.
+        counts: The main gradient holds a contribution that counts.
+        attached: It was set as `.grad`, and not taken back since.
+        was_set: `.grad` was set when the next gradient came, and will be set again.
+    """
+
+    __slots__ = ("arrived", "attached", "counts", "direct", "filled", "place", "was_set", "written")
+
+    def __init__(self) -> None:
+        self.place: torch.Tensor | None = None
+        self.direct: torch.Tensor | None = None
+        self.filled = self.written = self.arrived = False
+        self.counts = self.attached = self.was_set = False
+
+
+# The hook that copies a gradient from autograd into its bucket runs for every parameter in every backward. So it does
+# the common case, a plain gradient that is the first for its place in the bucket, without calling anything of ours:
+# that halves the host time of a gradient.
+
+Take = Callable[[torch.Tensor], None]
+"""Called with a full parameter when autograd has accumulated its gradient."""
+
+_STRIDED = torch.strided
+
+
+def direct_hook(gradient: ParameterGradient, take: Take) -> Take:
+    """Make the hook of a full parameter: it copies a plain first gradient, and calls `take` for every other one."""
+
+    def receive(param: torch.Tensor) -> None:
+        place, grad = gradient.direct, param.grad
+        if place is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
+            take(param)
+            return
+        gradient.direct = param.grad = None
+        place.copy_(grad)
+        gradient.filled = gradient.arrived = True
+
+    return receive
+
+
 class GradientBuffers:
     """Main gradient, bucket and deferred sums of one trainable parameter group."""
 
@@ -255,33 +298,18 @@ class GradientBuffers:
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
+        self.of_parameter = tuple(ParameterGradient() for _ in layout.shapes)
         self._padding = padding_ranges(layout)
-        count = len(layout.shapes)
-        self._live = [False] * count  # the main gradient holds a contribution that counts
-        self._attached = [False] * count  # `.grad` was handed out and not taken back since
-        self._kept = [False] * count  # `.grad` was set when the next gradient came, and will be set again
-        self._target: torch.Tensor | None = None
         self.bucket_views = BucketViews(layout)
-        self._views_of_target: list[torch.Tensor] = []
+        self._target: torch.Tensor | None = None
         self._local_sum: torch.Tensor | None = None
         self._inner_sum: torch.Tensor | None = None
-        self.filled = [False] * count  # the bucket holds a gradient of the parameter
-        self.direct: list[torch.Tensor | None] = [None] * count  # where the next gradient may be copied as it is
-        self.written: set[int] = set()  # gradients written in place, until they are counted
-        self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
     def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
         """Use another communication dtype for the next bucket."""
         self.precision, self.reducer.reduction = precision, reduction
         self.bucket_views.forget()
-        self._views_of_target = []
-
-    def forget_buckets(self) -> None:
-        """Drop the views of earlier buckets, which may be gone."""
-        self.bucket_views.forget()
-        if not self.is_filling:
-            self._views_of_target = []
 
     # ---- filling ------------------------------------------------------------------------------------------------
 
@@ -289,11 +317,6 @@ class GradientBuffers:
     def is_filling(self) -> bool:
         """Whether a target was chosen and gradients may have arrived that are not reduced yet."""
         return self._target is not None
-
-    @property
-    def holds_gradient(self) -> tuple[bool, ...]:
-        """For each parameter whether the main gradient holds one that counts."""
-        return tuple(self._live)
 
     @property
     def has_local_sum(self) -> bool:
@@ -318,57 +341,59 @@ class GradientBuffers:
         """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or None: deferred sums."""
         if bucket is not None:
             _zero([bucket[start:stop] for start, stop in self._padding])
-            self._target = bucket
-            self._views_of_target = self.bucket_views.of(bucket)
+            self._target, places = bucket, self.bucket_views.of(bucket)
         else:
             if self._local_sum is None:
                 self._local_sum = self._zeros(self.layout.numel)
             self._target = self._local_sum
-        self.filled[:] = [False] * len(self.filled)
-        if bucket is not None and self.reducer.reduction.pre_factor == 1.0:
-            self.direct[:] = self._views_of_target
+            places = [full_view(self.layout, self._local_sum, index) for index in range(len(self.of_parameter))]
+        is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
+        for each, place in zip(self.of_parameter, places, strict=True):
+            each.place, each.direct, each.filled = place, place if is_direct else None, False
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """Copy the gradient of parameter `index` (its own shape, any dtype) into the target, with the cast."""
-        target, factor = self._target, self.reducer.reduction.pre_factor
-        assert target is not None
-        if target is self._local_sum:
-            full_view(self.layout, target, index).add_(grad)
-        elif self.filled[index]:
-            self._views_of_target[index].add_(grad, alpha=factor)
+        """Copy the gradient of parameter `index` (its own shape, any dtype) into its place, with the cast."""
+        own, factor = self.of_parameter[index], self.reducer.reduction.pre_factor
+        assert own.place is not None
+        if self._target is self._local_sum:
+            own.place.add_(grad)
+        elif own.filled:
+            own.place.add_(grad, alpha=factor)
         elif factor == 1.0:
-            self._views_of_target[index].copy_(grad)
+            own.place.copy_(grad)
         else:
-            put_scaled(grad, factor, self._views_of_target[index])
-        self._note(index)
+            put_scaled(grad, factor, own.place)
+        self._note(own)
 
     def target_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
         """Return where to write the gradient of a parameter (None: it is cast or scaled), and whether to add to it."""
-        target, adds = self._target, self.filled[index] or self._target is self._local_sum
-        if target is None or target.dtype is not dtype:
-            return None, adds
-        if target is self._local_sum:
-            return full_view(self.layout, target, index), adds
-        return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
+        own, is_sum = self.of_parameter[index], self._target is self._local_sum
+        fits = own.place is not None and own.place.dtype is dtype
+        fits = fits and (is_sum or self.reducer.reduction.pre_factor == 1.0)
+        return own.place if fits else None, own.filled or is_sum
 
     def note_written(self, index: int) -> None:
         """Record that the gradient of parameter `index` was written into its place, or added to it."""
-        self._note(index)
-        self.written.add(index)
+        self._note(self.of_parameter[index])
+        self.of_parameter[index].written = True
 
-    def _note(self, index: int) -> None:
-        self.filled[index] = self.arrived[index] = True
-        self.direct[index] = None
+    @staticmethod
+    def _note(own: ParameterGradient) -> None:
+        own.filled = own.arrived = True
+        own.direct = None
 
     def forbid_direct_copies(self) -> None:
         """Make every gradient of this backward come through `add`, since something observes it."""
-        self.direct[:] = [None] * len(self.direct)
+        for each in self.of_parameter:
+            each.direct = None
+
+    def stop_filling(self) -> None:
+        """Let go of the bucket, or keep the new gradients in the local sum that they were added to."""
+        self._target = None
+        for each in self.of_parameter:
+            each.place = each.direct = None
 
     # ---- reducing -----------------------------------------------------------------------------------------------
-
-    def keep(self) -> None:
-        """Keep the new gradients in the deferred sums."""
-        self._target = None
 
     def reduce(
         self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
@@ -388,9 +413,8 @@ class GradientBuffers:
             put_scaled(self._local_sum, self.reducer.reduction.pre_factor, bucket)
             self._local_sum = None
         else:
-            _zero([view for view, filled in zip(self._views_of_target, self.filled, strict=True) if not filled])
-        self._target = None
-        self.forbid_direct_copies()
+            _zero([each.place for each in self.of_parameter if each.place is not None and not each.filled])
+        self.stop_filling()
         if self.inspect is not None:
             for index, view in enumerate(self.bucket_views.of(bucket)):
                 self.inspect(index, view)
@@ -401,7 +425,11 @@ class GradientBuffers:
         if self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.inner_region.numel)
         pending = self._inner_sum
-        return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result()))), stage.memory
+
+        def add_to_pending() -> None:
+            pending.add_(stage.result())
+
+        return lane.submit(stage.launch, add_to_pending), stage.memory
 
     def reduce_outer(
         self, lane: Lane, params: Sequence[nn.Parameter], memory: Sequence[torch.Tensor] = ()
@@ -430,9 +458,8 @@ class GradientBuffers:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
-        if any(self._live):
-            if not all(self._live):
-                _zero([self.main.piece(index) for index, live in enumerate(self._live) if not live])
+        if any(each.counts for each in self.of_parameter):
+            _zero([self.main.piece(index) for index, each in enumerate(self.of_parameter) if not each.counts])
             rows = rows or (stage.result(),)
         elif rows:
             put_scaled(rows[0], factor, main)
@@ -441,7 +468,8 @@ class GradientBuffers:
             stage.put_into(main, factor)
         for row in rows:
             main.add_(row, alpha=factor)
-        self._live = [True] * len(self._live)
+        for each in self.of_parameter:
+            each.counts = True
         self.renewed = True
 
     def _take_back(self, params: Sequence[nn.Parameter]) -> None:
@@ -450,27 +478,24 @@ class GradientBuffers:
         The current value of a copy or replacement counts. It is read on the compute stream, whose memory it is: a lane
         might read it after it was freed. Our own views stay in `.grad`; others leave None.
         """
-        _discard(self.main.local)  # on CUDA, allocate its memory on the stream that will free it
-        found = get_grads(params, self.grad_attribute)
-        if not num_shown(found):  # all cleared: gradients that were attached do not count any more
-            self._live = [live and not attached for live, attached in zip(self._live, self._attached, strict=True)]
-            self._attached = [False] * len(self._attached)
-            return
+        self.main.allocate()  # on CUDA, on the stream that will free it
         changed: dict[int, torch.Tensor] = {}
-        for index, (attached, grad) in enumerate(zip(self._attached, found, strict=True)):
-            self._attached[index] = False
-            self._kept[index] |= grad is not None
+        found = get_grads(params, self.grad_attribute)
+        for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):
+            each.was_set |= grad is not None
             if grad is None:
-                self._live[index] = self._live[index] and not attached
-            elif attached and grad is not self.main.views[index]:
-                changed[index], self._live[index] = grad, True
+                each.counts = each.counts and not each.attached
+            elif each.attached and grad is not self.main.views[index]:
+                changed[index], each.counts = grad, True
                 set_grad(params[index], self.grad_attribute, None)
+            each.attached = False
         self.main.take_back(changed)
 
     def detach_main_gradient(self, index: int, param: torch.Tensor) -> None:
         """Detach `.grad` of a sharded parameter that a lane writes, since autograd is about to add to it."""
-        if not self._attached[index] and param.grad is not None and param.grad is self.main.views[index]:
-            param.grad = None  # it is in `_kept`, so `attach` shows it again, with what comes now
+        own = self.of_parameter[index]
+        if not own.attached and param.grad is not None and param.grad is self.main.views[index]:
+            param.grad = None  # it `was_set`, so `attach` shows it again, with what comes now
 
     # ---- showing ------------------------------------------------------------------------------------------------
 
@@ -485,18 +510,19 @@ class GradientBuffers:
         found = get_grads(params, self.grad_attribute)
         if not self._show_new(params, used, found):
             self._show(params, used, found, describe)
-        self.arrived[:] = [False] * len(self.arrived)
-        self._kept = [False] * len(self._kept)
+        for each in self.of_parameter:
+            each.arrived = each.was_set = False
         self.renewed = False
 
     def _show_new(self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown) -> bool:
         """Set the existing views where that suffices: no gradient was left, and all are new; return whether it did."""
-        usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads
-        usual = usual and all(self._live) and all(used) and not any(self._attached) and not num_shown(found)
-        if not usual or num_shown(self.main.views) < len(self.main.views):
+        usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads and all(used)
+        usual = usual and all(each.counts and not each.attached for each in self.of_parameter)
+        if not usual or any(grad is not None for grad in found) or any(view is None for view in self.main.views):
             return False
         set_grads(params, self.main.views)
-        self._attached = [True] * len(self._attached)
+        for each in self.of_parameter:
+            each.attached = True
         return True
 
     def _show(
@@ -505,13 +531,13 @@ class GradientBuffers:
         """Add the parameters' own gradients to the main gradient, then set `.grad`."""
         changed: dict[int, torch.Tensor] = {}
         own: dict[int, torch.Tensor] = {}
-        for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
-            if grad is None and attached:
-                self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
+        for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):
+            if grad is None and each.attached:
+                each.counts = each.attached = False  # cleared, and nothing was reduced since
             if grad is None or grad is self.main.views[index]:
                 continue
-            if attached:
-                changed[index], self._live[index] = grad, True
+            if each.attached:
+                changed[index], each.counts = grad, True
             else:
                 own[index] = grad
         self.main.take_back(changed)
@@ -520,8 +546,9 @@ class GradientBuffers:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
         for index, (param, shown) in enumerate(zip(params, found, strict=True)):
-            if not self._live[index] or not (used[index] or self._kept[index] or shown is not None):
-                self._live[index] = False
+            each = self.of_parameter[index]
+            each.counts = each.counts and (used[index] or each.was_set or shown is not None)
+            if not each.counts:
                 continue
             if cast is None:
                 grad = self.main.view(index, describe)
@@ -529,7 +556,7 @@ class GradientBuffers:
                 grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
             if grad is not shown:
                 set_grad(param, self.grad_attribute, grad)
-            self._attached[index] = True
+            each.attached = True
 
     @property
     def shown_dtype(self) -> torch.dtype:
@@ -544,9 +571,9 @@ class GradientBuffers:
             params[index].grad = None
 
     def _add(self, grads: Mapping[int, torch.Tensor]) -> None:
-        self.main.add(grads, self._live)
+        self.main.add(grads, [each.counts for each in self.of_parameter])
         for index in grads:
-            self._live[index] = True
+            self.of_parameter[index].counts = True
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply all accumulated gradients, attached or not, reduced or not."""
@@ -565,13 +592,13 @@ class GradientBuffers:
     @property
     def has_unattached(self) -> bool:
         """Whether any gradient was accumulated that is not attached as `.grad`."""
-        return self.has_local_sum or self.has_inner_sum or not all(self._attached)
+        return self.has_local_sum or self.has_inner_sum or not all(each.attached for each in self.of_parameter)
 
     def drop_unattached(self, index: int) -> None:
         """Drop what was accumulated for one parameter and is not attached as its `.grad` yet."""
-        if not self._attached[index]:
-            self._live[index] = self._kept[index] = False
-            self.arrived[index] = False
+        own = self.of_parameter[index]
+        if not own.attached:
+            own.counts = own.was_set = own.arrived = False
         if self._local_sum is not None:
             full_view(self.layout, self._local_sum, index).zero_()
         if self._inner_sum is not None:
@@ -584,24 +611,21 @@ class GradientBuffers:
         """
         if not self.main.held_bytes:
             return
-        counts = any(live and not attached for live, attached in zip(self._live, self._attached, strict=True))
+        counts = any(each.counts and not each.attached for each in self.of_parameter)
         if not counts and all(grad is None for grad in get_grads(params, self.grad_attribute)):
             self.main.release()
 
     def clear(self) -> None:
         """Drop all accumulated and all deferred gradients."""
-        count = len(self._live)
-        self._live = [False] * count
-        self._attached = [False] * count
-        self._kept = [False] * count
-        self.arrived[:] = [False] * count
+        for each in self.of_parameter:
+            each.counts = each.attached = each.was_set = each.arrived = False
         self._local_sum = self._inner_sum = None
 
     def abandon(self) -> None:
         """Drop gradients in a bucket (after an exception); sums that were deferred before stay."""
-        self._target = None
-        self.forbid_direct_copies()
-        self.written.clear()
+        self.stop_filling()
+        for each in self.of_parameter:
+            each.written = False
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
         """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""
@@ -617,7 +641,3 @@ class GradientBuffers:
 def _zero(tensors: list[torch.Tensor]) -> None:
     if tensors:
         torch._foreach_zero_(tensors)
-
-
-def _discard(_result: object) -> None:
-    """Ignore a result, so that an expression can stand where a function without a result is expected."""

@@ -70,6 +70,11 @@ class GroupPlan:
         return self.spec.key.requires_grad
 
     @property
+    def is_expert(self) -> bool:
+        """Whether these are parameters of experts, on the mesh of these."""
+        return self.spec.key.is_expert
+
+    @property
     def is_trained_whole(self) -> bool:
         """Whether every rank updates the whole main weights, under whatever strategy."""
         return self.requires_grad and Placement.SHARD not in self.placements.main_weight

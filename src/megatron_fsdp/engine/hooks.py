@@ -44,6 +44,7 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
         after = partial(_post_forward, reference, place)
         if is_compiled_in_place(module):
             surround(module, before, after)
+            engine.structure.note_compiled(engine.units[index].label, module)
             continue
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         module.register_forward_pre_hook(uncompiled(before), prepend=True)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,8 @@ from megatron_fsdp.sharding.memory_plan import (
     plan_weights,
     prefetch_depth,
 )
+
+Result = TypeVar("Result")
 
 _ALIGNMENT_BYTES = 128
 _POISON = 0xFF
@@ -236,7 +239,7 @@ class BucketPool:
         count: int,
         num_bytes: int,
         blocks: Blocks,
-        make_room: Callable[[], bool],
+        make_room: Callable[[], object],
     ) -> None:
         self._count = count
         self._num_bytes = num_bytes
@@ -285,13 +288,13 @@ class BucketPool:
         return sum(block.held_bytes for block in self._made)
 
 
-def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """Call a bound method for as long as its object lives."""
+def weakly(method: Callable[[], Result]) -> Callable[[], Result | None]:
+    """Call a bound method for as long as its object lives, after that return None."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> bool:
+    def call() -> Result | None:
         alive = reference()
-        return alive is not None and alive()
+        return None if alive is None else alive()
 
     return call
 

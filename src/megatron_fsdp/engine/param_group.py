@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -173,6 +174,8 @@ class WeightBuffers:
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
 _version = attrgetter("_version")
+_backward_hooks = attrgetter("_backward_hooks")
+_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 class ParameterGroup:
@@ -446,6 +449,65 @@ class ParameterGroup:
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
         return param
+
+    # ---- hooks of the user --------------------------------------------------------------------------------------
+    #
+    # Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So hooks of the
+    # latter are called here, at each gradient sync, when all gradients are set:
+    #
+    # - `register_hook` first: called with the gradient; what it returns replaces it;
+    # - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
+    #   gradient.
+    #
+    # Both see the gradient after the sync, with earlier backwards that were not cleared, deferred ones included. They
+    # run in the order of units, on every rank for the same parameters, and only for those that got a gradient. A
+    # gradient that autograd computes for a sharded parameter itself (a penalty on `model.parameters()`) calls the hooks
+    # right there, as for any tensor, and is part of what they see at the sync.
+
+    def run_user_hooks(self, used: Sequence[bool]) -> None:
+        """Call the user's gradient hooks on sharded parameters whose gradient was renewed at a sync.
+
+        Args:
+            used: For each parameter whether any rank had a gradient for it.
+
+        Raises:
+            ConfigurationError: What a hook returned cannot replace the gradient, or is ignored.
+        """
+        with plain_attributes():
+            keys = chain.from_iterable(filter(None, map(_backward_hooks, self.sharded)))
+            if self.own_hooks.issuperset(keys) and not any(map(_accumulate_hooks, self.sharded)):
+                return
+        for index, param in enumerate(self.sharded):
+            if used[index] and get_grad(param, self.grad_attribute) is not None:
+                self._run_user_hooks(index, param)
+
+    @torch.no_grad()
+    def _run_user_hooks(self, index: int, param: nn.Parameter) -> None:
+        for key, hook in list((param._backward_hooks or {}).items()):
+            grad = get_grad(param, self.grad_attribute)
+            answer = None if key in self.own_hooks or grad is None else hook(grad)
+            if answer is not None:
+                self._replace_gradient(index, param, answer)
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            answer = hook(param)
+            if answer is not None:
+                raise ConfigurationError(
+                    f"a post-accumulate-grad hook of {self.names[index]} returned a {type(answer).__name__}, which "
+                    "would be lost; change the gradient in place and return None"
+                )
+
+    def _replace_gradient(self, index: int, param: nn.Parameter, answer: object) -> None:
+        grad = get_grad(param, self.grad_attribute)
+        assert isinstance(grad, DTensor)
+        fits = isinstance(answer, DTensor) and (answer.shape, answer.dtype) == (grad.shape, grad.dtype)
+        if not (fits and isinstance(answer, DTensor) and answer.to_local().shape == grad.to_local().shape):
+            found = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else "no tensor"
+            raise ConfigurationError(
+                f"a gradient hook of {self.names[index]} returned a {type(answer).__name__} ({found}) where the "
+                f"gradient is a DTensor ({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same "
+                "shape, dtype and sharding"
+            )
+        set_grad(param, self.grad_attribute, answer)
 
 
 def _of_autograd(

@@ -185,7 +185,7 @@ def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
         NonFiniteWeightError: A weight is NaN or infinite; on every rank of the parameter.
     """
     for is_expert in (False, True):
-        chosen = [group for group in groups if group.plan.spec.key.is_expert is is_expert]
+        chosen = [group for group in groups if group.plan.is_expert is is_expert]
         codecs = [group.weights.codec for group in chosen if group.weights.codec is not None]
         measured = [codec.amaxes for codec in codecs if codec.amaxes.numel()]
         if not measured:

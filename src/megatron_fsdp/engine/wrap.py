@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -24,9 +25,10 @@ from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
+from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.domains import Sharding, looked_up, make_domain
 from megatron_fsdp.engine.engine import Engine, EngineParts
-from megatron_fsdp.engine.expert_state import find_expert_names
+from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan
@@ -40,13 +42,14 @@ from megatron_fsdp.engine.meta_init import (
     materialise,
     same_random_numbers,
 )
-from megatron_fsdp.engine.model_checks import StructureCheck
+from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
 from megatron_fsdp.engine.tensor_parallel import local_part, part_of
 from megatron_fsdp.engine.unit import ParameterSites, Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
+from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
@@ -178,7 +181,7 @@ def assemble(
     index: FSDPDistributedIndex,
     device: torch.device,
     mode: SyncMode,
-    backward_finished: Callable[[], None],
+    backward_finished: Callable[[], object],
 ) -> Assembly:
     """Shard a model in place.
 
@@ -186,51 +189,90 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is, or options contradict each other.
     """
     options.check_capture()
+    replaced = ReplacedParameters(module)
+    with _delayed_linears(module, options) as delayed:
+        sharding, plan = _prepare(module, grouping, options, index, device)
+        own_groups = None
+        if options.own_groups:
+            sharding, own_groups = sharding.over_own_groups()
+        planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
+        memory = plan_memory(options.memory, options.reduces_early, [[group for group, _ in unit] for unit in planned])
+        user_buffers = _user_buffers(options.memory, memory, sharding)
+        pool = CommunicationPool(device, memory.pool, None if user_buffers is None else user_buffers.allocate)
+        leaves_empty = options.init_model_with_meta_device == EMPTY
+        units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
+        _warn_of_dtypes(units, options, sharding)
+        finite_check, large_check = _gradient_checks(units, sharding)
+        engine = grouping.make_engine(
+            EngineParts(
+                units=units,
+                memory=memory,
+                mode=mode,
+                sharding=sharding,
+                pool=pool,
+                backward_finished=backward_finished,
+                structure=StructureCheck(module, units),
+                replaced=replaced,
+                expert_names=_expert_names(units, sharding, index),
+                delayed=delayed,
+                finite_check=finite_check,
+                large_check=large_check,
+                own_groups=own_groups,
+                user_buffers=user_buffers,
+                capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
+            )
+        )
+        if engine.capture_lack:
+            warn_caller(engine.notices[-1])
+        if user_buffers is not None:
+            _register(user_buffers, options.memory)
+        grouping.connect(engine, module)
+        register_load_hooks(engine, module)
+        if options.gradient_accumulation_fusion:
+            fuse_weight_gradients(engine, module)
+        return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
+
+
+@contextmanager
+def _delayed_linears(module: nn.Module, options: EngineOptions) -> Iterator[WeightGradientQueue | None]:
+    """Delay the weight gradients of linears, where that is asked for; undo it if sharding fails inside the block."""
+    if not options.delay_wgrad_compute:
+        yield None
+        return
+    queue = delay_all(module)
+    try:
+        yield queue
+    except BaseException:
+        undelay_weight_gradients(module)
+        raise
+
+
+def _prepare(
+    module: nn.Module, grouping: Grouping, options: EngineOptions, index: FSDPDistributedIndex, device: torch.device
+) -> tuple[Sharding, UnitPlan]:
+    """Check and plan together with the other ranks, and give the model the values of the first rank."""
     sharding = _sharding(options, index, device)
     plan, formats = _plan_together(module, grouping, options, sharding)
     sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
-    own_groups = None
-    if options.own_groups:
-        sharding, own_groups = sharding.over_own_groups()
-    bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
-    reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
-    reduces_early = reduces_early and not options.delay_wgrad_compute
-    planned = plan_groups(module, plan, sharding, bucket_numel)
-    memory = plan_memory(options.memory, reduces_early, [[group for group, _ in unit] for unit in planned])
-    user_buffers = _user_buffers(options.memory, memory, sharding)
-    pool = CommunicationPool(device, memory.pool, None if user_buffers is None else user_buffers.allocate)
-    units = build_units(
-        module, plan, sharding, planned, pool, leaves_empty=options.init_model_with_meta_device == EMPTY
-    )
-    _warn_of_narrowing(units)
-    if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
-        warn_without_16_bits(
-            [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
-        )
-    engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, pool, backward_finished))
-    engine.own_groups = own_groups
-    engine.user_buffers = user_buffers
-    if options.megatron_fsdp_cuda_graph_mode:
-        engine.capture_lack = _capture_lack(sharding)
-        if engine.capture_lack:
-            warn_caller(engine.notices[-1])
-    if sharding.experts is not None and index.expt_device_mesh is not None:
-        engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
-    if user_buffers is not None and options.memory.user_buffers is not None:
-        if not options.memory.user_buffers.manual:
-            user_buffers.register()
-        if user_buffers.lack:
-            warn_caller(user_buffers.notice)
-    _add_gradient_checks(engine, options, device)
-    grouping.connect(engine, module)
-    register_load_hooks(engine, module)
-    engine.structure = StructureCheck(module, units)
-    if options.gradient_accumulation_fusion:
-        fuse_weight_gradients(engine, module)
-    return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
+    return sharding, plan
+
+
+def _expert_names(units: Sequence[Unit], sharding: Sharding, index: FSDPDistributedIndex) -> ExpertNames:
+    if sharding.experts is None or index.expt_device_mesh is None:
+        return ExpertNames()
+    groups = [group for unit in units for group in unit.groups]
+    return find_expert_names(groups, sharding.experts, index.expt_device_mesh)
+
+
+def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
+    """Register communication memory, unless the caller does that; warn where nothing can be registered."""
+    if options.user_buffers is not None and not options.user_buffers.manual:
+        buffers.register()
+    if buffers.lack:
+        warn_caller(buffers.notice)
 
 
 def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
@@ -255,19 +297,18 @@ def _capture_lack(sharding: Sharding) -> str:
     return f"ranks communicate by {', '.join(sorted(waiting))}, which waits on the host" if waiting else ""
 
 
-def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.device) -> None:
+def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> tuple[FiniteCheck | None, LargeGradientCheck | None]:
+    """Make the checks of every gradient that were asked for. Collective."""
+    options, groups = sharding.options, sharding.reaching_all
     labels = {
         name: unit.label.strip("()")  # messages put it in parentheses
-        for unit in engine.units
+        for unit in units
         for group in unit.groups  # frozen ones too, which may be unfrozen
         for name in group.names
     }
-    if options.report_nan_in_param_grad:
-        engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
-        for group in engine.groups():
-            engine.inspect_gradients(group)
-    if options.check_for_large_grads:
-        engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
+    finite = FiniteCheck(list(labels), groups, sharding.device, labels) if options.report_nan_in_param_grad else None
+    large = LargeGradientCheck(list(labels), groups, sharding.device, labels) if options.check_for_large_grads else None
+    return finite, large
 
 
 def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
@@ -371,18 +412,18 @@ def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
         )
 
 
-def _warn_of_narrowing(units: Sequence[Unit]) -> None:
-    narrowed = [
-        group for unit in units for group in unit.groups if group.gradients is not None and group.plan.precision.narrows
-    ]
+def _warn_of_dtypes(units: Sequence[Unit], options: EngineOptions, sharding: Sharding) -> None:
+    trained = [group for unit in units for group in unit.groups if group.gradients is not None]
+    narrowed = [group for group in trained if group.plan.precision.narrows]
     if narrowed:
         precision = narrowed[0].plan.precision
         warn_caller(
             f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in "
             f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
-            "MixedPrecisionPolicy(main_params_dtype=None) to "
-            "optimise them as they are",
+            "MixedPrecisionPolicy(main_params_dtype=None) to optimise them as they are",
         )
+    if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
+        warn_without_16_bits([group.plan.precision for group in trained])
 
 
 def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: Sharding) -> list[str]:

@@ -37,7 +37,7 @@ def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Groups
     part = plan.parts[index]
     if part is not None and part.is_cut:
         over.append(part.mesh.get_group())
-    if plan.spec.key.is_expert:
+    if plan.is_expert:
         over += domain.foreign_groups
     return tuple(over)
 

@@ -187,7 +187,7 @@ class _Unit:
         self.index, self.label, self._passing = index, unit.name, passing
         self.group_plans: Sequence[GroupPlan] = unit.groups
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
-        self._are_experts = [plan.spec.key.is_expert for plan in unit.groups]
+        self._are_experts = [plan.is_expert for plan in unit.groups]
         self._traffic = {
             INNER: [step_traffic([group], strategy) for group in groups],
             OUTER: [outer_step_traffic([group], strategy) for group in groups],
@@ -266,7 +266,7 @@ class _Unit:
             self.has_local_sum = True
             self._passing.add(self._whole_bytes)
 
-    def keep(self) -> None:
+    def stop_filling(self) -> None:
         self.is_filling = False
 
     def reduce(self, *_memory: object) -> tuple[_Ticket, tuple[()]]:
