@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import agree, gather_over
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
@@ -50,9 +50,9 @@ from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.participation import calls_of, take_part
 from megatron_fsdp.engine.schedule import ROOT, SyncMode
-from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard, raise_everywhere
+from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard
 from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
@@ -868,7 +868,10 @@ class MegatronFSDP(nn.Module):
         Raises:
             CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
         """
-        raise_everywhere(problem, self._engine.reaching_all if is_from_file else ())
+        problems = gather_over(self._engine.reaching_all if is_from_file else (), problem)
+        found = next((each for each in problems if each is not None), None)
+        if found is not None:
+            raise CheckpointError(found)
 
     def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Cut tensors that torch has cut into equal shards as the parameters are."""

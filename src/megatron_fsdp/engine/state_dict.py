@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.dispatch import local_operand
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, live_engine
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import ConfigurationError
 
 
 class _CopiesNothing(TorchFunctionMode):
@@ -81,19 +80,6 @@ def are_from_file(values: Iterable[object]) -> bool:
         isinstance(value, UnevenDTensor) and value.shard_frame.is_from_file and not value.shard_frame.is_whole
         for value in values
     )
-
-
-def raise_everywhere(problem: str | None, groups: Sequence[dist.ProcessGroup | None]) -> None:
-    """Raise on all ranks what any of them has found; one small collective for each group.
-
-    Raises:
-        CheckpointError: A rank has a problem; that of the first which has one.
-    """
-    for group in groups:
-        if group is not None:
-            problem = next((each for each in gather_objects(problem, group) if each is not None), None)
-    if problem is not None:
-        raise CheckpointError(problem)
 
 
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
