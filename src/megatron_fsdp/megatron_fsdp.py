@@ -697,7 +697,7 @@ class MegatronFSDP(nn.Module):
     @property
     def has_deferred_gradients(self) -> bool:
         """Whether gradients wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
-        return any(found.has_local_sum or found.has_inner_sum for _, found in self._engine.groups_with_gradients())
+        return any(found.has_deferred_sum or found.has_inner_sum for _, found in self._engine.groups_with_gradients())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -815,7 +815,7 @@ class MegatronFSDP(nn.Module):
         if all(group.grad_attribute == GRAD for group in self._engine.groups()):
             return
         for param in params:
-            group, _ = self._engine.positions[id(param)]
+            group, _ = self._engine.group_and_index[id(param)]
             grad = get_grad(param, group.grad_attribute)
             if group.grad_attribute == GRAD or grad is None:
                 continue
@@ -967,7 +967,7 @@ class MegatronFSDP(nn.Module):
 
     def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
         """Describe the chunks of a state tensor that is sharded as its parameter."""
-        group, index = self._engine.positions[id(param)]
+        group, index = self._engine.group_and_index[id(param)]
         if isinstance(value, DTensor) and value.shape == param.shape:
             group.describe_chunks(index, value)
 
@@ -1047,7 +1047,7 @@ class MegatronFSDP(nn.Module):
 
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
         """Return this rank's piece of a full tensor, cut as a sharded parameter; a copy, in the tensor's dtype."""
-        group, index = self._engine.positions[id(param)]
+        group, index = self._engine.group_and_index[id(param)]
         return group.shard_like(index, full)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:

@@ -108,10 +108,10 @@ def test_without_overlap_nothing_is_gathered_ahead_but_under_strategy_3() -> Non
 
 
 def test_buckets_outside_of_units_follow_the_number_of_ranks() -> None:
-    assert resolve().bucket_numel_on(8) == 40_000_000
-    assert resolve().bucket_numel_on(64) == 64_000_000
-    assert resolve(bucket_size=7).bucket_numel_on(64) == 7
-    assert resolve(disable_bucketing=True).bucket_numel_on(64) is None
+    assert resolve().root_group_numel_on(8) == 40_000_000
+    assert resolve().root_group_numel_on(64) == 64_000_000
+    assert resolve(bucket_size=7).root_group_numel_on(64) == 7
+    assert resolve(disable_bucketing=True).root_group_numel_on(64) is None
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

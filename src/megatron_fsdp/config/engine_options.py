@@ -77,8 +77,8 @@ class MemoryOptions:
         communication_unit_numel: Elements to communicate at once, to gather ahead and to have in reduction; None: small
             units together, one unit ahead, two buckets.
         message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks.
-        bucket_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
-        is_bucketed: Whether they are divided into groups at all.
+        root_group_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
+        cuts_root: Whether they are divided into groups at all.
         fine_grained: Whether the modules inside units become units.
         whole_types: Classes of modules that stay one unit then.
         idle: Names of the arguments that were given and have no effect under the strategy.
@@ -94,19 +94,19 @@ class MemoryOptions:
     backward_prefetch_units: int = 1
     communication_unit_numel: int | None = None
     message_bytes: int | None = None
-    bucket_numel: int | None = None
-    is_bucketed: bool = True
+    root_group_numel: int | None = None
+    cuts_root: bool = True
     fine_grained: bool = False
     whole_types: tuple[type[nn.Module], ...] = ()
     idle: tuple[str, ...] = ()
     user_buffers: UserBufferOptions | None = None
     is_kept: bool = False
 
-    def bucket_numel_on(self, num_ranks: int) -> int | None:
+    def root_group_numel_on(self, num_ranks: int) -> int | None:
         """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
-        if not self.is_bucketed:
+        if not self.cuts_root:
             return None
-        return self.bucket_numel or default_bucket_numel(num_ranks)
+        return self.root_group_numel or default_bucket_numel(num_ranks)
 
     def check_plan(self, units_besides_root: int) -> None:
         """Refuse options that have no effect on this model."""
@@ -273,8 +273,8 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         backward_prefetch_units=backward,
         communication_unit_numel=config.suggested_communication_unit_size,
         message_bytes=_message_bytes(allocator),
-        bucket_numel=config.bucket_size,
-        is_bucketed=not given["disable_bucketing"],
+        root_group_numel=config.bucket_size,
+        cuts_root=not given["disable_bucketing"],
         fine_grained=fine_grained,
         whole_types=whole_types,
         idle=idle,

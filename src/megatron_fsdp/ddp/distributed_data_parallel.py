@@ -25,7 +25,7 @@ from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.domains import Sharding
-from megatron_fsdp.engine.engine import Engine, EngineParts
+from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
@@ -65,9 +65,9 @@ class BucketGrouping:
         """Return None: parameters outside of buckets are frozen, and not cut."""
         return None
 
-    def make_engine(self, parts: EngineParts) -> BucketEngine:
+    def make_engine(self, components: EngineComponents) -> BucketEngine:
         """Make the engine, without hooks."""
-        return BucketEngine(parts, self.gather_mode)
+        return BucketEngine(components, self.gather_mode)
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks that drive the engine."""

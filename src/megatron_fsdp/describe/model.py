@@ -181,10 +181,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def memory_description(engine: Engine) -> MemoryDescription:
     """Describe the bytes held now, and how memory is borrowed."""
-    held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory.weights
+    held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory_plan.weights
     others = engine.units[ROOT + 1 :]
     return MemoryDescription(
-        allocator=engine.memory.allocator.value,
+        allocator=engine.memory_plan.allocator.value,
         slots=schedule.slots if schedule.shares_slots else 0,
         slot_bytes=weights.slot_bytes or max((unit.gathered_bytes for unit in others), default=0),
         buckets=engine.executor.bucket_count,
@@ -195,20 +195,20 @@ def memory_description(engine: Engine) -> MemoryDescription:
         optimizer_bytes=sum(_state_bytes(engine, optimizer) for optimizer in engine.connected),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
-        pool_bytes=None if engine.memory.pool is None else engine.memory.pool.num_bytes,
-        pool=() if engine.memory.pool is None else tuple(map(str, engine.memory.pool.blocks)),
+        pool_bytes=None if engine.memory_plan.pool is None else engine.memory_plan.pool.num_bytes,
+        pool=() if engine.memory_plan.pool is None else tuple(map(str, engine.memory_plan.pool.blocks)),
     )
 
 
 def _state_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
-    own = (state for param, state in optimizer.state.items() if id(param) in engine.positions)
+    own = (state for param, state in optimizer.state.items() if id(param) in engine.group_and_index)
     tensors = (value for state in own for value in state.values())
     return sum(local_part(value).nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
 def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescription, ...]:
     """Describe the connected optimizers, in the order of the first parameter of each."""
-    order = {key: position for position, key in enumerate(engine.positions)}
+    order = {key: position for position, key in enumerate(engine.group_and_index)}
     found = []
     for optimizer in engine.connected:
         own = [param for group in optimizer.param_groups for param in group["params"] if id(param) in order]

@@ -38,12 +38,12 @@ from megatron_fsdp.sharding.placement import Placement, placements_for
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """The parts that an engine is built from.
+class EngineComponents:
+    """What an engine is built from.
 
     Attributes:
         units: All units, root first.
-        memory: The memory plan, with the scheduler's configuration.
+        memory_plan: How memory is borrowed, with the scheduler's configuration.
         mode: When gradients are reduced; shared with the wrapper.
         sharding: Ranks and options.
         pool: The owner of communication memory.
@@ -61,7 +61,7 @@ class EngineParts:
     """
 
     units: Sequence[Unit]
-    memory: MemoryPlan
+    memory_plan: MemoryPlan
     mode: SyncMode
     sharding: Sharding
     pool: CommunicationPool
@@ -81,13 +81,13 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 
 
 class ForwardCall:
-    """One forward of a unit's module at `position`; its backward refers to it, and may read the weights."""
+    """One forward of a unit's module at `module_index`; its backward refers to it, and may read the weights."""
 
-    __slots__ = ("last_backward", "position", "reads_weights", "unit", "weights_version")
+    __slots__ = ("last_backward", "module_index", "reads_weights", "unit", "weights_version")
 
-    def __init__(self, unit: int, position: int, weights_version: int, reads_weights: bool = True) -> None:
+    def __init__(self, unit: int, module_index: int, weights_version: int, reads_weights: bool = True) -> None:
         self.unit = unit
-        self.position = position
+        self.module_index = module_index
         self.weights_version = weights_version
         self.reads_weights = reads_weights
         self.last_backward = -1
@@ -109,10 +109,10 @@ def live_engine(reference: weakref.ref[Engine]) -> Engine:
 
 
 def _take_gradient(
-    reference: weakref.ref[Engine], index: int, position: int, parameter: int, param: torch.Tensor
+    reference: weakref.ref[Engine], index: int, group_index: int, parameter: int, param: torch.Tensor
 ) -> None:
     engine = reference() or live_engine(reference)
-    engine.take_gradient(index, position, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors
+    engine.take_gradient(index, group_index, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors
 
 
 class Engine:
@@ -120,25 +120,25 @@ class Engine:
 
     takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
-    def __init__(self, parts: EngineParts, scheduler: Scheduler | None = None) -> None:
-        memory, sharding = parts.memory, parts.sharding
-        self.units = tuple(parts.units)
-        self.mode = parts.mode
+    def __init__(self, components: EngineComponents, scheduler: Scheduler | None = None) -> None:
+        plan, sharding = components.memory_plan, components.sharding
+        self.units = tuple(components.units)
+        self.mode = components.mode
         self.device = sharding.device
-        self.memory = memory
-        self.scheduler = Scheduler(memory.schedule) if scheduler is None else scheduler
-        self.executor = Executor(self.units, sharding.device, parts.backward_finished, memory, parts.pool)
+        self.memory_plan = plan
+        self.scheduler = Scheduler(plan.schedule) if scheduler is None else scheduler
+        self.executor = Executor(self.units, sharding.device, components.backward_finished, plan, components.pool)
         self.observers = self.executor.observers
-        self.finite_check = parts.finite_check
-        self.large_check = parts.large_check
-        self._checks = [check for check in (parts.finite_check, parts.large_check) if check is not None]
-        self.structure = parts.structure
-        self.replaced = parts.replaced
-        self.expert_names = parts.expert_names
-        self.delayed = parts.delayed
-        self.own_groups = parts.own_groups
-        self.user_buffers = parts.user_buffers
-        self.capture_lack = parts.capture_lack
+        self.finite_check = components.finite_check
+        self.large_check = components.large_check
+        self._checks = [check for check in (components.finite_check, components.large_check) if check is not None]
+        self.structure = components.structure
+        self.replaced = components.replaced
+        self.expert_names = components.expert_names
+        self.delayed = components.delayed
+        self.own_groups = components.own_groups
+        self.user_buffers = components.user_buffers
+        self.capture_lack = components.capture_lack
         self.keeps_gradients = sharding.options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
         self._sharding = sharding
@@ -153,7 +153,9 @@ class Engine:
         self._accumulates_shards = (
             self.is_deterministic or placements_for(sharding.options.strategy).accumulated_grad[-1] is Placement.SHARD
         )
-        self.positions = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
+        self.group_and_index = {
+            id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)
+        }
         self.stepped = False
         self._unreduced = UnreducedGradients()
         self.state_dict_aliases = StateDictAliases()
@@ -174,8 +176,8 @@ class Engine:
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, index: int, position: int = 0) -> None:
-        """Unshard a unit: the forward of its module at `position` is about to run."""
+    def pre_forward(self, index: int, module_index: int = 0) -> None:
+        """Unshard a unit: the forward of its module at `module_index` is about to run."""
         if self.full_units and torch.is_grad_enabled():
             raise ScheduleError(
                 f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
@@ -208,7 +210,7 @@ class Engine:
                 "call reset() on the model on every rank and go on with the next batch"
             )
         self.executor.run(self.scheduler.forward_begins(index))
-        self.units[index].show_unsharded(position)
+        self.units[index].show_unsharded(module_index)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, index)
 
@@ -238,7 +240,7 @@ class Engine:
         index: int,
         needs_backward: bool,
         failed: bool = False,
-        position: int = 0,
+        module_index: int = 0,
         reads_weights: bool = True,
     ) -> ForwardCall:
         """Show the sharded parameters again: the forward of the unit's module has run or failed.
@@ -247,7 +249,7 @@ class Engine:
         """
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
         if not depth:
-            return ForwardCall(index, position, _NEVER)  # another hook failed before the forward began
+            return ForwardCall(index, module_index, _NEVER)  # another hook failed before the forward began
         if self.observers.active:
             self.observers.leaves(Phase.FORWARD, index, failed)
         weights_version = self.scheduler.forward_ends(index, needs_backward)
@@ -259,7 +261,7 @@ class Engine:
                 unit.check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
-        return ForwardCall(index, position, weights_version, reads_weights)
+        return ForwardCall(index, module_index, weights_version, reads_weights)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -292,9 +294,9 @@ class Engine:
             self._agreed_params |= self._trained_ids()
         self._agreed_since_change = False
         for unit in self.units:
-            for position, group in enumerate(unit.groups):
+            for group_index, group in enumerate(unit.groups):
                 if id(group) in changes:
-                    self._set_trainable(unit, position, changes[id(group)])
+                    self._set_trainable(unit, group_index, changes[id(group)])
         self.scheduler.set_trainable(
             [[flag for group in unit.groups for flag in group.trainable] for unit in self.units]
         )
@@ -326,26 +328,26 @@ class Engine:
                 f"requires_grad was not changed alike: {problem}; set it alike on all ranks"
             ) from None
 
-    def _set_trainable(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
-        group = unit.groups[position]
+    def _set_trainable(self, unit: Unit, group_index: int, trainable: Sequence[bool]) -> None:
+        group = unit.groups[group_index]
         if group.gradients is None:  # it was frozen when the model was sharded
             group.begin_training(self._sharding.plan_training(group.plan))
             self._inspect_gradients(group)
             unit.plan_buckets()
             self.executor.make_bucket_pools()
         group.set_trainable(trainable, self._has_unattached)
-        self.watch_gradients(unit.index, position)
+        self.watch_gradients(unit.index, group_index)
 
-    def watch_gradients(self, index: int, position: int) -> None:
+    def watch_gradients(self, index: int, group_index: int) -> None:
         """Register hooks on a group's full parameters that take gradients and have none yet."""
-        group = self.units[index].groups[position]
+        group = self.units[index].groups[group_index]
         grads = group.gradients
         for parameter, param in enumerate(group.full if grads is not None else ()):
             if not param.requires_grad or param._post_accumulate_grad_hooks:
                 continue
             assert grads is not None
             hook: Callable[[torch.Tensor], None] = functools.partial(
-                _take_gradient, weakref.ref(self), index, position, parameter
+                _take_gradient, weakref.ref(self), index, group_index, parameter
             )
             if group.plan.parts[parameter] is None and not self.takes_every_gradient:
                 hook = direct_hook(grads.of_parameter[parameter], hook)
@@ -366,9 +368,9 @@ class Engine:
         if optimizer in self.connected:
             return  # its own hooks install the weights
         self.replaced.check(optimizer)
-        self._unreduced.check(optimizer, self.positions)
+        self._unreduced.check(optimizer, self.group_and_index)
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        if any(id(param) in self.positions for param in firsts):
+        if any(id(param) in self.group_and_index for param in firsts):
             self.stepped = True
 
     def install_main_weights(self) -> None:
@@ -399,12 +401,12 @@ class Engine:
         self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights))
         if not call.reads_weights:
             return
-        self.units[call.unit].show_unsharded(call.position)  # recomputation inside the module calls no hooks of it
+        self.units[call.unit].show_unsharded(call.module_index)  # recomputation inside the module calls no hooks of it
         self._unsharded_for_backward.add(call.unit)
         if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
-    def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
+    def take_gradient(self, index: int, group_index: int, parameter: int, param: nn.Parameter) -> None:
         """Copy a full gradient from autograd into its bucket, or leave it there until the end of a delayed backward."""
         if self.delayed is not None and not self._ending:
             self._note_first_gradient(index)
@@ -412,7 +414,7 @@ class Engine:
         grad, param.grad = param.grad, None  # else each full gradient would live until backward ends
         if grad is None:
             return  # a fused linear wrote it into the bucket
-        group = self.units[index].groups[position]
+        group = self.units[index].groups[group_index]
         if grad.requires_grad:
             raise ScheduleError(
                 f"the gradient of {group.names[parameter]} has a graph of its own (create_graph=True); differentiating "
@@ -420,7 +422,7 @@ class Engine:
                 "zero_dp_strategy 0 to 2"
             )
         grad = group.local_gradient(parameter, grad)
-        gradients = self.filling(index, position)
+        gradients = self.filling(index, group_index)
         for check in self._checks:
             check.record(group.names[parameter], grad)
         if self.observers.active:
@@ -429,13 +431,13 @@ class Engine:
         if self.observers.active:
             self.observers.ends(Phase.COPY, index)
 
-    def filling(self, index: int, position: int) -> GradientBuffers:
-        """Return the gradients of group `position` of a unit, with memory for those of this backward."""
-        gradients = self.units[index].groups[position].gradients
+    def filling(self, index: int, group_index: int) -> GradientBuffers:
+        """Return the gradients of a group of a unit, with memory for those of this backward."""
+        gradients = self.units[index].groups[group_index].gradients
         assert gradients is not None
         if not gradients.is_filling:
             self._note_first_gradient(index)
-            self._begin_filling(index, position)
+            self._begin_filling(index, group_index)
         return gradients
 
     def _note_first_gradient(self, index: int) -> None:
@@ -447,11 +449,11 @@ class Engine:
         except ScheduleError as error:
             raise ScheduleError(f"unit {self.units[index].label}: {error}") from None
 
-    def _begin_filling(self, index: int, position: int) -> None:
-        """Give group `position` of a unit memory for the gradients of this backward."""
-        gradients = self.units[index].groups[position].gradients
+    def _begin_filling(self, index: int, group_index: int) -> None:
+        """Give a group of a unit memory for the gradients of this backward."""
+        gradients = self.units[index].groups[group_index].gradients
         assert gradients is not None
-        self.executor.begin_filling(self.units[index], position, self.reach)
+        self.executor.begin_filling(self.units[index], group_index, self.reach)
         if self.observers.active or self._checks:
             gradients.forbid_direct_copies()
 
@@ -529,13 +531,13 @@ class Engine:
 
     def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
         """Copy all gradients that a backward left for a unit into its buckets, delayed weight gradients last."""
-        for position, group in enumerate(self.units[index].groups):
+        for group_index, group in enumerate(self.units[index].groups):
             if group.gradients is None:
                 continue
             if not group.gradients.is_filling:
-                self._begin_filling(index, position)
+                self._begin_filling(index, group_index)
             for parameter, param in enumerate(group.full):
-                self.take_gradient(index, position, parameter, param)
+                self.take_gradient(index, group_index, parameter, param)
             delayed.run(group.full)
 
     def show_sharded(self) -> None:
@@ -569,7 +571,7 @@ class Engine:
             check.begin()
         self._match_after_reset()
         for unit in reversed(self.units):
-            if any(group.gradients is not None and group.gradients.has_local_sum for group in unit.groups):
+            if any(group.gradients is not None and group.gradients.has_deferred_sum for group in unit.groups):
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
@@ -701,7 +703,7 @@ class Engine:
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
         if any(found.has_unattached for _, found in self.groups_with_gradients()):
-            for group, index in (self.positions[id(param)] for param in params):
+            for group, index in (self.group_and_index[id(param)] for param in params):
                 if group.gradients is not None:
                     group.gradients.drop_unattached(index)
         self.release_gradients()
@@ -747,7 +749,7 @@ class Engine:
     def set_prefetch(self, numel: int) -> None:
         """Prefetch as many units as fit into `numel` elements; see `prefetch_depth`."""
         self.scheduler.look_ahead(
-            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory.may_grow
+            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory_plan.may_grow
         )
 
     def set_reduce_capacity(self, numel: int) -> None:

@@ -155,10 +155,10 @@ def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
 
 def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
     for unit in units:
-        for position, group in enumerate(unit.groups):
-            for index, copy in enumerate(copies[unit.index][position]):
+        for group_index, group in enumerate(unit.groups):
+            for index, copy in enumerate(copies[unit.index][group_index]):
                 shape = group.plan.layout.shapes[index]
-                if not unit.holds_copy(position, index, copy) or tuple(local_part(copy).shape) != shape:
+                if not unit.holds_copy(group_index, index, copy) or tuple(local_part(copy).shape) != shape:
                     raise ConfigurationError(
                         f"{group.names[index]} was replaced inside full_parameters_context, or its shape {shape} was "
                         "changed; write into it instead, by copy_() or an init function"
@@ -204,7 +204,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _Chunk:
     """Entries of one group and dtype, and the range of the group's flat buffer that holds them all."""
 
     entries: tuple[_Entry, ...]
@@ -308,7 +308,7 @@ def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[_Named]:
         del full
 
 
-def _cut(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[_Bucket]:
+def _cut(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[_Chunk]:
     """Group entries of one group and dtype into buckets that are no larger than the limit, or one tensor."""
     taken: list[_Entry] = []
     for entry in entries:
@@ -337,14 +337,14 @@ def _whole_fits(entry: _Entry, limit_bytes: int) -> bool:
     return entry.group.plan.layout.numel * entry.piece.dtype.itemsize <= limit_bytes
 
 
-def _bucket(taken: Sequence[_Entry], limit_bytes: int) -> _Bucket:
+def _bucket(taken: Sequence[_Entry], limit_bytes: int) -> _Chunk:
     layout = taken[0].group.plan.layout
     if _whole_fits(taken[0], limit_bytes):
-        return _Bucket(tuple(taken), 0, layout.numel)
-    return _Bucket(tuple(taken), layout.tensor_range(taken[0].index)[0], layout.tensor_range(taken[-1].index)[1])
+        return _Chunk(tuple(taken), 0, layout.numel)
+    return _Chunk(tuple(taken), layout.tensor_range(taken[0].index)[0], layout.tensor_range(taken[-1].index)[1])
 
 
-def _fill(bucket: _Bucket) -> torch.Tensor:
+def _fill(bucket: _Chunk) -> torch.Tensor:
     """Return the full range (stop - start,): this rank's pieces, and those of the others."""
     group = bucket.entries[0].group
     layout, axis = group.plan.layout, group.plan.axis

@@ -96,7 +96,7 @@ def match_deferred_sums(gradients: Sequence[GradientBuffers], domain: Domain, de
     if domain.group is None or not gradients:
         return
     flags = torch.tensor(
-        [[each.has_local_sum, each.has_inner_sum] for each in gradients], dtype=torch.int32, device=device
+        [[each.has_deferred_sum, each.has_inner_sum] for each in gradients], dtype=torch.int32, device=device
     )
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
     for each, (deferred, pending) in zip(gradients, flags.tolist(), strict=True):

@@ -212,12 +212,12 @@ class MainGradient:
         if torch._C._storage_Use_Count(storage._cdata) != ours:
             return False
         for view in self.views:
-            if view is not None and (sys.getrefcount(view) > _OWN_REFERENCES or _is_kept(view)):
+            if view is not None and (sys.getrefcount(view) > _OWN_REFERENCES or _is_referenced(view)):
                 return False
         return True
 
 
-def _is_kept(view: DTensor) -> bool:
+def _is_referenced(view: DTensor) -> bool:
     """Return whether a DTensor has another reference: outside of Python, as in an autograd graph, or another name."""
     in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
     return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
@@ -236,7 +236,7 @@ class ParameterGradient:
     """The gradient of one parameter, on its way from autograd to `.grad`.
 
     Attributes:
-        place: Where gradients of this backward go, a view in the parameter's shape; None while no memory is filled.
+        target: Where gradients of this backward go, a view in the parameter's shape; None while no memory is filled.
         direct: The same for as long as the next gradient may be copied there as it is, else None.
         filled: A gradient of this backward is there.
         written: The latest was written there by the layer itself, and not counted yet.
@@ -246,17 +246,17 @@ class ParameterGradient:
         was_set: `.grad` was set when the next gradient came, and will be set again.
     """
 
-    __slots__ = ("arrived", "attached", "counts", "direct", "filled", "place", "was_set", "written")
+    __slots__ = ("arrived", "attached", "counts", "direct", "filled", "target", "was_set", "written")
 
     def __init__(self) -> None:
-        self.place: torch.Tensor | None = None
+        self.target: torch.Tensor | None = None
         self.direct: torch.Tensor | None = None
         self.filled = self.written = self.arrived = False
         self.counts = self.attached = self.was_set = False
 
 
 # The hook that copies a gradient from autograd into its bucket runs for every parameter in every backward. So it does
-# the common case, a plain gradient that is the first for its place in the bucket, without calling anything of ours:
+# the common case, a plain gradient that is the first for its target in the bucket, without calling anything of ours:
 # that halves the host time of a gradient.
 
 Take = Callable[[torch.Tensor], None]
@@ -269,12 +269,12 @@ def direct_hook(gradient: ParameterGradient, take: Take) -> Take:
     """Make the hook of a full parameter: it copies a plain first gradient, and calls `take` for every other one."""
 
     def receive(param: torch.Tensor) -> None:
-        place, grad = gradient.direct, param.grad
-        if place is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
+        target, grad = gradient.direct, param.grad
+        if target is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
             take(param)
             return
         gradient.direct = param.grad = None
-        place.copy_(grad)
+        target.copy_(grad)
         gradient.filled = gradient.arrived = True
 
     return receive
@@ -301,8 +301,8 @@ class GradientBuffers:
         self.of_parameter = tuple(ParameterGradient() for _ in layout.shapes)
         self._padding = padding_ranges(layout)
         self.bucket_views = BucketViews(layout)
-        self._target: torch.Tensor | None = None
-        self._local_sum: torch.Tensor | None = None
+        self._filling: torch.Tensor | None = None
+        self._deferred_sum: torch.Tensor | None = None
         self._inner_sum: torch.Tensor | None = None
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
@@ -316,12 +316,12 @@ class GradientBuffers:
     @property
     def is_filling(self) -> bool:
         """Whether a target was chosen and gradients may have arrived that are not reduced yet."""
-        return self._target is not None
+        return self._filling is not None
 
     @property
-    def has_local_sum(self) -> bool:
-        """Whether there are local sums of earlier backwards that are not reduced."""
-        return self._local_sum is not None
+    def has_deferred_sum(self) -> bool:
+        """Whether there are deferred sums of earlier backwards that are not reduced."""
+        return self._deferred_sum is not None
 
     @property
     def has_inner_sum(self) -> bool:
@@ -331,49 +331,49 @@ class GradientBuffers:
     @property
     def is_busy(self) -> bool:
         """Whether gradients are anywhere on the way to the main gradient."""
-        return self.is_filling or self.has_local_sum or self.has_inner_sum
+        return self.is_filling or self.has_deferred_sum or self.has_inner_sum
 
     def needs_bucket(self, defer: bool) -> bool:
         """Return whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
-        return not defer and self._local_sum is None
+        return not defer and self._deferred_sum is None
 
     def begin(self, bucket: torch.Tensor | None) -> None:
         """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or None: deferred sums."""
         if bucket is not None:
             _zero([bucket[start:stop] for start, stop in self._padding])
-            self._target, places = bucket, self.bucket_views.of(bucket)
+            self._filling, targets = bucket, self.bucket_views.of(bucket)
         else:
-            if self._local_sum is None:
-                self._local_sum = self._zeros(self.layout.numel)
-            self._target = self._local_sum
-            places = [full_view(self.layout, self._local_sum, index) for index in range(len(self.of_parameter))]
+            if self._deferred_sum is None:
+                self._deferred_sum = self._zeros(self.layout.numel)
+            self._filling = self._deferred_sum
+            targets = [full_view(self.layout, self._deferred_sum, index) for index in range(len(self.of_parameter))]
         is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
-        for each, place in zip(self.of_parameter, places, strict=True):
-            each.place, each.direct, each.filled = place, place if is_direct else None, False
+        for each, target in zip(self.of_parameter, targets, strict=True):
+            each.target, each.direct, each.filled = target, target if is_direct else None, False
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """Copy the gradient of parameter `index` (its own shape, any dtype) into its place, with the cast."""
+        """Copy the gradient of parameter `index` (its own shape, any dtype) into its target, with the cast."""
         own, factor = self.of_parameter[index], self.reducer.reduction.pre_factor
-        assert own.place is not None
-        if self._target is self._local_sum:
-            own.place.add_(grad)
+        assert own.target is not None
+        if self._filling is self._deferred_sum:
+            own.target.add_(grad)
         elif own.filled:
-            own.place.add_(grad, alpha=factor)
+            own.target.add_(grad, alpha=factor)
         elif factor == 1.0:
-            own.place.copy_(grad)
+            own.target.copy_(grad)
         else:
-            put_scaled(grad, factor, own.place)
+            put_scaled(grad, factor, own.target)
         self._note(own)
 
     def target_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
         """Return where to write the gradient of a parameter (None: it is cast or scaled), and whether to add to it."""
-        own, is_sum = self.of_parameter[index], self._target is self._local_sum
-        fits = own.place is not None and own.place.dtype is dtype
+        own, is_sum = self.of_parameter[index], self._filling is self._deferred_sum
+        fits = own.target is not None and own.target.dtype is dtype
         fits = fits and (is_sum or self.reducer.reduction.pre_factor == 1.0)
-        return own.place if fits else None, own.filled or is_sum
+        return own.target if fits else None, own.filled or is_sum
 
     def note_written(self, index: int) -> None:
-        """Record that the gradient of parameter `index` was written into its place, or added to it."""
+        """Record that the gradient of parameter `index` was written into its target, or added to it."""
         self._note(self.of_parameter[index])
         self.of_parameter[index].written = True
 
@@ -388,10 +388,10 @@ class GradientBuffers:
             each.direct = None
 
     def stop_filling(self) -> None:
-        """Let go of the bucket, or keep the new gradients in the local sum that they were added to."""
-        self._target = None
+        """Let go of the bucket, or keep the new gradients in the deferred sum that they were added to."""
+        self._filling = None
         for each in self.of_parameter:
-            each.place = each.direct = None
+            each.target = each.direct = None
 
     # ---- reducing -----------------------------------------------------------------------------------------------
 
@@ -409,11 +409,11 @@ class GradientBuffers:
         Returns:
             The ticket, and memory besides bucket and scratch that has to be kept until it was waited for.
         """
-        if self._local_sum is not None:
-            put_scaled(self._local_sum, self.reducer.reduction.pre_factor, bucket)
-            self._local_sum = None
+        if self._deferred_sum is not None:
+            put_scaled(self._deferred_sum, self.reducer.reduction.pre_factor, bucket)
+            self._deferred_sum = None
         else:
-            _zero([each.place for each in self.of_parameter if each.place is not None and not each.filled])
+            _zero([each.target for each in self.of_parameter if each.target is not None and not each.filled])
         self.stop_filling()
         if self.inspect is not None:
             for index, view in enumerate(self.bucket_views.of(bucket)):
@@ -432,14 +432,14 @@ class GradientBuffers:
         return lane.submit(stage.launch, add_to_pending), stage.memory
 
     def reduce_outer(
-        self, lane: Lane, params: Sequence[nn.Parameter], memory: Sequence[torch.Tensor] = ()
+        self, lane: Lane, params: Sequence[nn.Parameter], crossing: Sequence[torch.Tensor] = ()
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the pending sums over the outer ranks.
 
         Args:
             lane: Where the collective runs.
             params: The sharded parameters.
-            memory: What to send from, in the communication dtype, and what to receive into, where they are taken.
+            crossing: What to send from, in the communication dtype, and what to receive into, where they are taken.
 
         Returns:
             The ticket, and memory that has to be kept until it was waited for.
@@ -447,8 +447,8 @@ class GradientBuffers:
         pending, self._inner_sum = self._inner_sum, None
         assert pending is not None
         self._take_back(params)
-        if memory:
-            stage = self.reducer.reduce_outer(memory[0].copy_(pending), memory[1] if len(memory) > 1 else None)
+        if crossing:
+            stage = self.reducer.reduce_outer(crossing[0].copy_(pending), crossing[1] if len(crossing) > 1 else None)
         else:
             stage = self.reducer.reduce_outer(pending.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
@@ -585,22 +585,22 @@ class GradientBuffers:
                 grad.mul_(factor)  # a copy in another dtype, or set by the user
             if self.grad_attribute != GRAD and param.grad is not None:
                 param.grad.mul_(factor)  # set by autograd, and not added yet
-        for waiting in (self._local_sum, self._inner_sum):
+        for waiting in (self._deferred_sum, self._inner_sum):
             if waiting is not None:
                 waiting.mul_(factor)
 
     @property
     def has_unattached(self) -> bool:
         """Whether any gradient was accumulated that is not attached as `.grad`."""
-        return self.has_local_sum or self.has_inner_sum or not all(each.attached for each in self.of_parameter)
+        return self.has_deferred_sum or self.has_inner_sum or not all(each.attached for each in self.of_parameter)
 
     def drop_unattached(self, index: int) -> None:
         """Drop what was accumulated for one parameter and is not attached as its `.grad` yet."""
         own = self.of_parameter[index]
         if not own.attached:
             own.counts = own.was_set = own.arrived = False
-        if self._local_sum is not None:
-            full_view(self.layout, self._local_sum, index).zero_()
+        if self._deferred_sum is not None:
+            full_view(self.layout, self._deferred_sum, index).zero_()
         if self._inner_sum is not None:
             piece_view(self.layout, self.reducer.inner_region, self._inner_sum, index).zero_()
 
@@ -619,7 +619,7 @@ class GradientBuffers:
         """Drop all accumulated and all deferred gradients."""
         for each in self.of_parameter:
             each.counts = each.attached = each.was_set = each.arrived = False
-        self._local_sum = self._inner_sum = None
+        self._deferred_sum = self._inner_sum = None
 
     def abandon(self) -> None:
         """Drop gradients in a bucket (after an exception); sums that were deferred before stay."""
@@ -629,8 +629,8 @@ class GradientBuffers:
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
         """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""
-        if deferred and self._local_sum is None:
-            self._local_sum = self._zeros(self.layout.numel)
+        if deferred and self._deferred_sum is None:
+            self._deferred_sum = self._zeros(self.layout.numel)
         if pending and self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.inner_region.numel)
 

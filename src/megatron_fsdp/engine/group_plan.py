@@ -192,9 +192,9 @@ class GroupPlan:
             shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
             tensor_dim=len(self.axes) if self.mesh.ndim > len(self.axes) else None,
         )
-        place = self.mesh.get_coordinate()
-        assert place is not None
-        coordinate = (*(axis.rank for axis in self.axes), *place[len(self.axes) :])
+        on_mesh = self.mesh.get_coordinate()
+        assert on_mesh is not None
+        coordinate = (*(axis.rank for axis in self.axes), *on_mesh[len(self.axes) :])
         tensor_cut = None
         if part is not None and isinstance(part.placement, Shard):
             dim = part.placement.dim

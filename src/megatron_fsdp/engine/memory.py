@@ -154,7 +154,7 @@ class CommunicationPool:
     def _zeros(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def part(self, use: Use, number: int) -> torch.Tensor | None:
+    def memory_of(self, use: Use, number: int) -> torch.Tensor | None:
         """Return the memory of a planned block, (num_bytes,) of uint8; None where there is no such block."""
         found = self._planned.get((use, number))
         if found is None:
@@ -164,7 +164,7 @@ class CommunicationPool:
 
     def shard(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return memory for what a rank sends of group `number`, zeros (numel,); None where it has to allocate some."""
-        part = self.part(Use.SHARD, number)
+        part = self.memory_of(Use.SHARD, number)
         # `data`: whoever compares versions of these weights must not see what is written next to them.
         return None if part is None else part.view(dtype)[:numel].data
 
@@ -174,7 +174,7 @@ class CommunicationPool:
 
     def make(self, use: Use, number: int, num_bytes: int) -> Block:
         """Make a block: the planned one where that is large enough, else one with memory of its own."""
-        part = self.part(use, number)
+        part = self.memory_of(use, number)
         fits = part is not None and part.numel() >= num_bytes
         return Block(part.numel(), self._device, part) if fits and part is not None else Block(num_bytes, self._device)
 

@@ -26,13 +26,15 @@ class UnreducedGradients:
     def __init__(self) -> None:
         self._warned = False
 
-    def check(self, optimizer: torch.optim.Optimizer, positions: Mapping[int, tuple[ParameterGroup, int]]) -> None:
+    def check(
+        self, optimizer: torch.optim.Optimizer, group_and_index: Mapping[int, tuple[ParameterGroup, int]]
+    ) -> None:
         """Warn when an unconnected optimizer steps before gradients are reduced."""
         if self._warned:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = [positions[id(param)][0].gradients for param in params if id(param) in positions]
-        waits = any(found is not None and (found.has_local_sum or found.has_inner_sum) for found in gradients)
+        gradients = [group_and_index[id(param)][0].gradients for param in params if id(param) in group_and_index]
+        waits = any(found is not None and (found.has_deferred_sum or found.has_inner_sum) for found in gradients)
         if waits and all(param.grad is None for param in params):
             self._warned = True
             warn_caller(
@@ -128,7 +130,7 @@ class StructureCheck:
         self._known_params = {
             id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
         }
-        self._known_modules.add(id(None))  # places without a child or parameter
+        self._known_modules.add(id(None))  # attributes without a child or parameter
         self._known_params.add(id(None))
 
     def note_compiled(self, label: str, unit_module: nn.Module) -> None:

@@ -77,7 +77,7 @@ class WeightBuffers:
             self.main = self.compute
         else:
             self.main = FlatBuffer.slice_of(self.compute, plan.main_region)
-        self._sent = self.compute.part(plan.inner_region)
+        self._sent = self.compute.view_of(plan.inner_region)
         self._seen_version = -1
 
     def make_main(self, precision: ResolvedPrecision) -> bool:
@@ -128,13 +128,13 @@ class WeightBuffers:
         self._is_stale = False
         if self.codec is not None:
             write = self.codec.encode if self.is_encoded else self.codec.round_into
-            write(self.main.local.detach(), self.main.region, self.compute.part(self.main.region))
+            write(self.main.local.detach(), self.main.region, self.compute.view_of(self.main.region))
         elif not self.main_is_compute:
-            self.compute.part(self.main.region).copy_(self.main.local)
+            self.compute.view_of(self.main.region).copy_(self.main.local)
 
     def all_gather_outer(self, async_op: bool) -> torch.distributed.Work | None:
         """All-gather an inner rank's part of the compute weights, in place, over the outer ranks."""
-        return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region), async_op)
+        return self._axes[0].all_gather(self._sent, self.compute.view_of(self.main.region), async_op)
 
     def all_gather_into(self, full: torch.Tensor, async_op: bool) -> torch.distributed.Work | None:
         """All-gather compute weights into `full` (numel,), over the inner ranks; bytes go to its end."""
@@ -216,7 +216,7 @@ class ParameterGroup:
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         if not plan.weights_in_slots:
-            self.place(self.weights.compute.local)
+            self.point_full_to(self.weights.compute.local)
         self._pointers = self._find_pointers()
         self._seen_versions = -1
         self.note_installed()
@@ -288,7 +288,7 @@ class ParameterGroup:
     def reduces(self) -> bool:
         """Whether it takes part in the next reduction of its unit: gradients come, or wait to be reduced."""
         return self.gradients is not None and (
-            any(self.trainable) or self.gradients.is_filling or self.gradients.has_local_sum
+            any(self.trainable) or self.gradients.is_filling or self.gradients.has_deferred_sum
         )
 
     def set_trainable(self, trainable: Sequence[bool], has_unattached: bool) -> None:
@@ -383,7 +383,7 @@ class ParameterGroup:
     def local_compute_weights(self) -> tuple[nn.Parameter, ...]:
         """Make parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
         region = self.weights.main.region
-        part = self.weights.compute.part(region)
+        part = self.weights.compute.view_of(region)
         return tuple(
             nn.Parameter(
                 self.describe_piece(index, piece_view(self.plan.layout, region, part, index)),
@@ -392,7 +392,7 @@ class ParameterGroup:
             for index, param in enumerate(self.sharded)
         )
 
-    def place(self, full: torch.Tensor) -> None:
+    def point_full_to(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
             for index in range(len(self.full)):

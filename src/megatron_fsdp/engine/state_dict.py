@@ -125,8 +125,8 @@ def _describe(
     engine = live_engine(reference)
     for attribute, param in owner._parameters.items():
         value = state_dict.get(prefix + attribute)
-        if isinstance(value, DTensor) and id(param) in engine.positions:
-            group, index = engine.positions[id(param)]
+        if isinstance(value, DTensor) and id(param) in engine.group_and_index:
+            group, index = engine.group_and_index[id(param)]
             saved = engine.expert_names.as_saved(group.names[index], value)
             if isinstance(saved, UnevenDTensor) and not saved.shard_frame.is_whole:
                 describe_chunks(saved, saved.shard_frame)
@@ -186,8 +186,8 @@ def _to_local_names(
 
 def _to_own_shards(engine: Engine, owner: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     for attribute, param in owner._parameters.items():
-        if prefix + attribute in state_dict and id(param) in engine.positions:
-            group, index = engine.positions[id(param)]
+        if prefix + attribute in state_dict and id(param) in engine.group_and_index:
+            group, index = engine.group_and_index[id(param)]
             value = engine.expert_names.as_held(group.names[index], state_dict[prefix + attribute])
             state_dict[prefix + attribute] = own_shard(value, group.frames[index])
 

@@ -170,7 +170,7 @@ class EncodedBuffer(FlatBuffer):
         made = torch.zeros(codec.bytes_of(region.numel), dtype=torch.uint8, device=device) if memory is None else memory
         super().__init__(layout, region, torch.uint8, device, made)
 
-    def part(self, region: Region) -> torch.Tensor:
+    def view_of(self, region: Region) -> torch.Tensor:
         """Return the bytes of a region inside of this one."""
         inside = region.within(self.region)
         return self.local[self._codec.bytes_of(inside.start) : self._codec.bytes_of(inside.stop)]

@@ -27,7 +27,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.domains import Sharding, looked_up, make_domain
-from megatron_fsdp.engine.engine import Engine, EngineParts
+from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
@@ -82,7 +82,7 @@ class Grouping(Protocol):
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         ...
 
-    def make_engine(self, parts: EngineParts) -> Engine:
+    def make_engine(self, components: EngineComponents) -> Engine:
         """Make the engine, without hooks."""
         ...
 
@@ -106,15 +106,15 @@ class UnitGrouping:
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Find the units; refine them for fine-grained gathers, or merge small neighbours."""
         alike = sharding.experts is None and sharding.dense.tensor_parallel is None
-        return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks, parts_are_alike=alike)
+        return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks, shapes_are_alike=alike)
 
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
-        return self.memory.bucket_numel_on(num_ranks)
+        return self.memory.root_group_numel_on(num_ranks)
 
-    def make_engine(self, parts: EngineParts) -> Engine:
+    def make_engine(self, components: EngineComponents) -> Engine:
         """Make the engine, without hooks."""
-        return Engine(parts)
+        return Engine(components)
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks on the model and its modules."""
@@ -127,7 +127,7 @@ def plan_units(
     memory: MemoryOptions,
     num_ranks: int,
     *,
-    parts_are_alike: bool,
+    shapes_are_alike: bool,
 ) -> UnitPlan:
     """Find the units of a model; refine them for fine-grained gathers, or merge small neighbours; it is only read.
 
@@ -136,7 +136,7 @@ def plan_units(
         unit_modules: The classes of the units.
         memory: What was asked for.
         num_ranks: Data-parallel ranks.
-        parts_are_alike: Whether all ranks hold tensors of the same shapes. Experts and tensor-parallel parts may not,
+        shapes_are_alike: Whether all ranks hold tensors of the same shapes. Experts and tensor-parallel parts may not,
             and then nothing is merged, since all ranks have to merge the same.
 
     Raises:
@@ -147,7 +147,7 @@ def plan_units(
     memory.check_plan(len(plan.units) - 1)
     if memory.fine_grained:
         return refine_units(module, plan, memory.whole_types)
-    if not parts_are_alike:
+    if not shapes_are_alike:
         return plan
     params = dict(module.named_parameters())
     held = [sum(params[name].nbytes for name in unit.parameters) for unit in plan.units]
@@ -196,17 +196,19 @@ def assemble(
         if options.own_groups:
             sharding, own_groups = sharding.over_own_groups()
         planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
-        memory = plan_memory(options.memory, options.reduces_early, [[group for group, _ in unit] for unit in planned])
-        user_buffers = _user_buffers(options.memory, memory, sharding)
-        pool = CommunicationPool(device, memory.pool, None if user_buffers is None else user_buffers.allocate)
+        memory_plan = plan_memory(
+            options.memory, options.reduces_early, [[group for group, _ in unit] for unit in planned]
+        )
+        user_buffers = _user_buffers(options.memory, memory_plan, sharding)
+        pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
         leaves_empty = options.init_model_with_meta_device == EMPTY
         units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
         _warn_of_dtypes(units, options, sharding)
         finite_check, large_check = _gradient_checks(units, sharding)
         engine = grouping.make_engine(
-            EngineParts(
+            EngineComponents(
                 units=units,
-                memory=memory,
+                memory_plan=memory_plan,
                 mode=mode,
                 sharding=sharding,
                 pool=pool,
@@ -275,11 +277,11 @@ def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
         warn_caller(buffers.notice)
 
 
-def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
+def _user_buffers(options: MemoryOptions, plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
     """Prepare the registration of communication memory, where it was asked for; ranks agree on where blocks lie."""
-    if options.user_buffers is None or memory.pool is None:
+    if options.user_buffers is None or plan.pool is None:
         return None
-    facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in memory.pool.blocks]
+    facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in plan.pool.blocks]
     agree(sharding.reaching_all, None, facts)
     axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
     return UserBuffers(axes, sharding.reaching_all, sharding.device, options.user_buffers.symmetric)
@@ -562,7 +564,7 @@ def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
         for attribute, param in owner._parameters.items():
             if param is not None:
                 sites.setdefault(id(param), []).append((owner, attribute))
-    return {key: tuple(places) for key, places in sites.items()}
+    return {key: tuple(found) for key, found in sites.items()}
 
 
 def parameter_info(
@@ -598,15 +600,15 @@ def check_not_wrapped(module: object) -> None:
     if not isinstance(module, nn.Module):
         given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
         raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
-    for name, part in module.named_modules():
+    for name, inner in module.named_modules():
         at = f" at {name}" if name else ""
-        if isinstance(part, DistributedDataParallel):
+        if isinstance(inner, DistributedDataParallel):
             raise ConfigurationError(
                 f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
                 "give the module inside it (.module)"
             )
-        if isinstance(part, FSDPModule | FullyShardedDataParallel):
-            by = "FSDP2 (torch's fully_shard)" if isinstance(part, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
+        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
+            by = "FSDP2 (torch's fully_shard)" if isinstance(inner, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
             raise ConfigurationError(
                 f"the model{at} is sharded by {by} already; leave that out and give the plain model"
             )

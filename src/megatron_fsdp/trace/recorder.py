@@ -267,7 +267,7 @@ class Recorder(Observer):
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        return any(id(param) in self._engine.positions for param in firsts)
+        return any(id(param) in self._engine.group_and_index for param in firsts)
 
 
 def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> Recorder:
