@@ -43,7 +43,7 @@ from megatron_fsdp.engine.full_tensors import (
     iter_parameters,
     shown_in_full,
 )
-from megatron_fsdp.engine.gradients import GRAD, get_grad, set_grad
+from megatron_fsdp.engine.gradients import GRAD, get_grad
 from megatron_fsdp.engine.hooks import compiled_in_place
 from megatron_fsdp.engine.memory import weakly
 from megatron_fsdp.engine.observer import Observer, Phase
@@ -213,7 +213,7 @@ class MegatronFSDP(nn.Module):
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()
-        self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
+        self._bucket_numel = grouping.cut_numel(self._engine.sharding.dense.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
         self._log_if_asked()
@@ -820,7 +820,7 @@ class MegatronFSDP(nn.Module):
             if group.grad_attribute == GRAD or grad is None:
                 continue
             if set_to_none:
-                set_grad(param, group.grad_attribute, None)
+                setattr(param, group.grad_attribute, None)
             else:
                 grad.zero_()
 
@@ -868,7 +868,7 @@ class MegatronFSDP(nn.Module):
         Raises:
             CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
         """
-        problems = gather_over(self._engine.reaching_all if is_from_file else (), problem)
+        problems = gather_over(self._engine.sharding.reaching_all if is_from_file else (), problem)
         found = next((each for each in problems if each is not None), None)
         if found is not None:
             raise CheckpointError(found)
@@ -1101,7 +1101,7 @@ class MegatronFSDP(nn.Module):
         except ConfigurationError as error:
             problem = error
         try:
-            agree(self._engine.reaching_all, problem)
+            agree(self._engine.sharding.reaching_all, problem)
         except BaseException:
             if log is not None:
                 log.withdraw()
@@ -1120,8 +1120,8 @@ class MegatronFSDP(nn.Module):
     def _watch_if_asked(self) -> None:
         """Add the observers that arguments and environment ask for; collective where ranks are compared."""
         engine = self._engine
-        if self._options.verify_ranks_s and engine.dense.group is not None:
-            self.observe(RankVerifier(engine.dense.group, engine.units, self._options.verify_ranks_s))
+        if self._options.verify_ranks_s and engine.sharding.dense.group is not None:
+            self.observe(RankVerifier(engine.sharding.dense.group, engine.units, self._options.verify_ranks_s))
         if resolve_check_lifetimes():
             self.check_lifetimes()
         delays = resolve_delays()

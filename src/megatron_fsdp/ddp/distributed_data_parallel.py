@@ -24,9 +24,8 @@ from megatron_fsdp.ddp.hooks import register_bucket_hooks
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
-from megatron_fsdp.engine.domains import Sharding
 from megatron_fsdp.engine.engine import Engine, EngineComponents
-from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.engine.group_plan import Sharding, local_part
 from megatron_fsdp.engine.wrap import parameter_info
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP

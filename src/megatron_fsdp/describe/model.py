@@ -20,11 +20,10 @@ from megatron_fsdp.describe.description import (
     OptimizerDescription,
     UnitDescription,
 )
-from megatron_fsdp.engine.domains import Domain
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import Domain, local_part
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
-from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.routes import parts_of, step_of
 from megatron_fsdp.sharding.accounting import GroupFootprint
@@ -77,13 +76,13 @@ def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
 
 def axes_of(engine: Engine) -> tuple[AxisDescription, ...]:
     """Describe the mesh axes of dense parameters, of experts, and the tensor-parallel one."""
-    found = list(_axes_of_domain(engine.dense, ""))
-    if engine.experts is not None:
-        found += _axes_of_domain(engine.experts, "expert ")
-    mesh = engine.dense.tensor_parallel
+    found = list(_axes_of_domain(engine.sharding.dense, ""))
+    if engine.sharding.experts is not None:
+        found += _axes_of_domain(engine.sharding.experts, "expert ")
+    mesh = engine.sharding.dense.tensor_parallel
     if mesh is not None:
         name = (mesh.mesh_dim_names or ("",))[0]
-        group = engine.dense.tensor_parallel_group
+        group = engine.sharding.dense.tensor_parallel_group
         place = mesh.get_coordinate()
         found.append(_axis(name, "tensor parallel", group, place[0] if place else 0, mesh.size()))
     return tuple(found)

@@ -18,12 +18,12 @@ from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
 from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_deferred_sums
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.gradients import GradientBuffers, direct_hook
+from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, bucket_count, unit_numels
 from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
 from megatron_fsdp.engine.observer import Phase
@@ -141,7 +141,7 @@ class Engine:
         self.capture_lack = components.capture_lack
         self.keeps_gradients = sharding.options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
-        self._sharding = sharding
+        self.sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(
                 domain.group, sharding.device, sharding.options.find_unused_parameters, domain.foreign_groups
@@ -331,7 +331,7 @@ class Engine:
     def _set_trainable(self, unit: Unit, group_index: int, trainable: Sequence[bool]) -> None:
         group = unit.groups[group_index]
         if group.gradients is None:  # it was frozen when the model was sharded
-            group.begin_training(self._sharding.plan_training(group.plan))
+            group.begin_training(self.sharding.plan_training(group.plan))
             self._inspect_gradients(group)
             unit.plan_buckets()
             self.executor.make_bucket_pools()
@@ -465,17 +465,13 @@ class Engine:
     @property
     def traffic_by_axis(self) -> dict[str, Traffic]:
         """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
-        dense = self._sharding.dense
+        dense = self.sharding.dense
         return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
 
     @property
     def is_deterministic(self) -> bool:
         """Whether the bits of a step may not depend on the number of ranks."""
-        return self._sharding.options.deterministic is not None
-
-    def domain_of(self, group: ParameterGroup) -> Domain:
-        """Return the ranks that share the parameters of a group."""
-        return self._sharding.domain(group.plan.is_expert)
+        return self.sharding.options.deterministic is not None
 
     @property
     def reach(self) -> Reach:
@@ -622,9 +618,9 @@ class Engine:
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
             )
-        self._sharding = replace(self._sharding, options=replace(self._sharding.options, policy=policy))
+        self.sharding = replace(self.sharding, options=replace(self.sharding.options, policy=policy))
         for group, _ in self.groups_with_gradients():
-            group.change_precision(self._sharding.precision(group.plan.spec.key))
+            group.change_precision(self.sharding.precision(group.plan.spec.key))
         for unit in self.units:
             unit.plan_buckets()
         self.executor.make_bucket_pools()
@@ -663,7 +659,7 @@ class Engine:
         for is_expert in self._usage:
             with self.observers.during(Phase.AGREE, ROOT):
                 gradients = [each for group, each in self.groups_with_gradients() if group.plan.is_expert is is_expert]
-                match_deferred_sums(gradients, self._sharding.domain(is_expert), self.device)
+                match_deferred_sums(gradients, self.sharding.domain(is_expert), self.device)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -674,31 +670,11 @@ class Engine:
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 
-    @property
-    def dense(self) -> Domain:
-        """The ranks of dense parameters."""
-        return self._sharding.dense
-
-    @property
-    def experts(self) -> Domain | None:
-        """The ranks of experts; None where they are sharded as everything else."""
-        return self._sharding.experts
-
-    @property
-    def num_ranks(self) -> int:
-        """Dense data-parallel ranks, all axes together."""
-        return self._sharding.dense.num_ranks
-
     def agree_on(self, dense_facts: Sequence[str], expert_facts: Sequence[str]) -> None:
         """Compare facts with the other ranks; those about experts with the ranks that share them. Collective."""
-        agree(self.reaching_all, None, dense_facts)
-        if self.experts is not None:
-            agree([self.experts.group], None, expert_facts)
-
-    @property
-    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Groups that together reach every rank of the model."""
-        return self._sharding.reaching_all
+        agree(self.sharding.reaching_all, None, dense_facts)
+        if self.sharding.experts is not None:
+            agree([self.sharding.experts.group], None, expert_facts)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""

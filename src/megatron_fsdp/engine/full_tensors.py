@@ -23,10 +23,10 @@ from megatron_fsdp.comm.agreement import agree
 from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
-from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.wrap import differing_tensors
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
@@ -91,7 +91,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
         if writeback:
             # Tell the ranks that go on, which would wait otherwise.
             with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT):
-                agree(engine.reaching_all, error)
+                agree(engine.sharding.reaching_all, error)
         raise
     else:
         if writeback:
@@ -143,7 +143,7 @@ def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     except ConfigurationError as error:
         problem = error
     with engine.observers.during(Phase.AGREE, ROOT):
-        agree(engine.reaching_all, problem)
+        agree(engine.sharding.reaching_all, problem)
         _compare(engine, units, copies)
     with torch.no_grad():
         for unit in units:
@@ -171,7 +171,7 @@ def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     devices: dict[dist.ProcessGroup, torch.device] = {}
     for unit in units:
         for group, params in zip(unit.groups, copies[unit.index], strict=True):
-            ranks = engine.domain_of(group).group
+            ranks = engine.sharding.domain(group.plan.is_expert).group
             if ranks is None:
                 continue
             devices[ranks] = group.plan.device

@@ -97,11 +97,6 @@ def set_grads(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | Non
             param.grad = grad
 
 
-def set_grad(param: nn.Parameter, attribute: GradAttribute, grad: torch.Tensor | None) -> None:
-    """Set the gradient of a parameter, or None."""
-    setattr(param, attribute, grad)
-
-
 # The memory of a group's main gradient exists from the first reduction until all gradients are cleared.
 #
 # Between `zero_grad` and the next reduction there are no gradients, and that is where forward needs most memory. So the
@@ -487,7 +482,7 @@ class GradientBuffers:
                 each.counts = each.counts and not each.attached
             elif each.attached and grad is not self.main.views[index]:
                 changed[index], each.counts = grad, True
-                set_grad(params[index], self.grad_attribute, None)
+                setattr(params[index], self.grad_attribute, None)
             each.attached = False
         self.main.take_back(changed)
 
@@ -555,7 +550,7 @@ class GradientBuffers:
             else:
                 grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
             if grad is not shown:
-                set_grad(param, self.grad_attribute, grad)
+                setattr(param, self.grad_attribute, grad)
             each.attached = True
 
     @property

@@ -28,10 +28,8 @@ from megatron_fsdp.engine.gradients import (
     GradientBuffers,
     get_grad,
     plain_attributes,
-    set_grad,
 )
-from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region, held_region
@@ -355,7 +353,7 @@ class ParameterGroup:
         """Set the gradients of all sharded parameters to None."""
         for param in self.sharded:
             param.grad = None
-            set_grad(param, self.grad_attribute, None)
+            setattr(param, self.grad_attribute, None)
 
     def change_precision(self, precision: ResolvedPrecision) -> None:
         """Use another communication dtype from now on; the other dtypes must be the same."""
@@ -507,7 +505,7 @@ class ParameterGroup:
                 f"gradient is a DTensor ({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same "
                 "shape, dtype and sharding"
             )
-        set_grad(param, self.grad_attribute, answer)
+        setattr(param, self.grad_attribute, answer)
 
 
 def _of_autograd(

@@ -26,12 +26,11 @@ from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
-from megatron_fsdp.engine.domains import Sharding, looked_up, make_domain
 from megatron_fsdp.engine.engine import Engine, EngineComponents
 from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, make_domain, part_of
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, plan_memory
 from megatron_fsdp.engine.meta_init import (
@@ -46,7 +45,6 @@ from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
-from megatron_fsdp.engine.tensor_parallel import local_part, part_of
 from megatron_fsdp.engine.unit import ParameterSites, Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue

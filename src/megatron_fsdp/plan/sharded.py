@@ -18,8 +18,7 @@ from torch import nn
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.domains import Domain, Sharding, looked_up
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import Domain, GroupPlan, Sharding, looked_up
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.wrap import parameter_info, plan_units

@@ -114,9 +114,9 @@ class Recorder(Observer):
         if self._steps:
             raise TraceError("this recording was started before; make another Recorder")
         if self._align:
-            self._recording, self._peers = _name_together(self._engine.reaching_all)
+            self._recording, self._peers = _name_together(self._engine.sharding.reaching_all)
             self._clock.settle()
-            for group in self._engine.reaching_all:
+            for group in self._engine.sharding.reaching_all:
                 if group is not None:
                     dist.barrier(group)
         self._clock.settle()
