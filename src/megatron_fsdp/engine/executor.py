@@ -147,12 +147,12 @@ class Executor:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         root, others = self._units[: ROOT + 1], self._units[ROOT + 1 :]
-        blocks = self.pool.blocks
-        self._root_bucket = BucketPool(1, _largest_bucket(root), blocks(Use.ROOT_BUCKET), make_room)
-        self._buckets = BucketPool(self.bucket_count, _largest_bucket(others), blocks(Use.BUCKET), make_room)
-        self._scratch = BucketPool(self._scratch_count, _largest_bucket(self._units), blocks(Use.SCRATCH), make_room)
+        pool = self.pool
+        self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, _largest_bucket(root), make_room)
+        self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, _largest_bucket(others), make_room)
+        self._scratch = BucketPool(pool, Use.SCRATCH, self._scratch_count, _largest_bucket(self._units), make_room)
         crossing = max(crossing_offsets(unit.group_plans)[1] for unit in self._units)
-        self._crossing = BucketPool(OUTER_REDUCTIONS, crossing, blocks(Use.CROSSING), make_room)
+        self._crossing = BucketPool(pool, Use.CROSSING, OUTER_REDUCTIONS, crossing, make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Change the number of units that fill a bucket or have one in reduction at a time."""
