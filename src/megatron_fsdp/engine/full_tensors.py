@@ -222,7 +222,7 @@ def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, to
 def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full gradients of trainable parameters, by canonical name, without those that are None."""
     found = {id(group): group.grads() for group in engine.groups()}
-    entries = _entries(engine, lambda group, index: _local(found[id(group)][index]))
+    entries = _entries(engine, lambda group, index: found[id(group)][index])
     _agree(engine, entries)
     for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
         yield name, full
@@ -247,11 +247,7 @@ def _state_piece(
 ) -> torch.Tensor | None:
     param = group.sharded[index]
     value = states.get(id(param), {}).get(key)
-    return _local(value) if isinstance(value, DTensor) and value.shape == param.shape else None
-
-
-def _local(value: torch.Tensor | None) -> torch.Tensor | None:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value if isinstance(value, DTensor) and value.shape == param.shape else None
 
 
 def _entries(
@@ -264,7 +260,7 @@ def _entries(
         for index in sorted(range(len(layout.shapes)), key=layout.tensor_range):
             piece = piece_of(group, index)
             if piece is not None:
-                entries.append(_Entry((group.names[index], *more), group, index, piece.detach()))
+                entries.append(_Entry((group.names[index], *more), group, index, local_part(piece).detach()))
     return entries
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import warn_caller
+from megatron_fsdp.sharding.units import parameter_sites
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 """Types that compute as plain tensors; DTensors and other subclasses have their own arithmetic."""
@@ -165,13 +166,13 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> None:
     than they are computed in.
     """
     targets = _targets_by_weight(engine)
-    users = _users_by_weight(module)
+    sites = parameter_sites(module)
     count = 0
     for linear in module.modules():
         if type(linear) is not nn.Linear or "forward" in linear.__dict__:
             continue
         weight = linear._parameters.get("weight")
-        if weight is not None and id(weight) in targets and users[id(weight)] == 1:
+        if weight is not None and id(weight) in targets and len(sites[id(weight)]) == 1:
             linear.__class__ = FusedLinear
             linear._fused_target = targets[id(weight)]  # type: ignore[assignment]
             count += 1
@@ -193,13 +194,3 @@ def _targets_by_weight(engine: Engine) -> dict[int, _GradientTarget]:
         for index, param in enumerate(group.sharded)
         if type(group.full[index]) in _PLAIN
     }
-
-
-def _users_by_weight(module: nn.Module) -> dict[int, int]:
-    """Count the sites in the model that use each parameter, by its id."""
-    found: dict[int, int] = {}
-    for owner in module.modules():
-        for param in owner._parameters.values():
-            if param is not None:
-                found[id(param)] = found.get(id(param), 0) + 1
-    return found

@@ -27,6 +27,7 @@ from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges, piece_view
+from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
@@ -172,7 +173,7 @@ class MainGradient:
         for dtype in {grad.dtype for grad in grads.values()}:
             rounded = self.local.to(dtype)
             found = rounded.clone()
-            chosen = {index: _local(grad) for index, grad in grads.items() if grad.dtype == dtype}
+            chosen = {index: local_part(grad) for index, grad in grads.items() if grad.dtype == dtype}
             pieces = [piece_view(self._layout, self.region, found, index) for index in chosen]
             torch._foreach_copy_(pieces, list(chosen.values()))
             self.local.copy_(torch.where(rounded == found, self.local, found.to(self.dtype)))
@@ -185,7 +186,7 @@ class MainGradient:
             counts: For each tensor of the layout whether there is something to add to.
         """
         for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-            chosen = {index: _local(grad) for index, grad in grads.items() if counts[index] == is_sum}
+            chosen = {index: local_part(grad) for index, grad in grads.items() if counts[index] == is_sum}
             if chosen:
                 put(list(map(self.piece, chosen)), list(chosen.values()))
 
@@ -216,10 +217,6 @@ def _is_referenced(view: DTensor) -> bool:
     """Return whether a DTensor has another reference: outside of Python, as in an autograd graph, or another name."""
     in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
     return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 DescribePiece = Callable[[int, torch.Tensor], DTensor]

@@ -36,7 +36,7 @@ from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, placements_for, shard_count
 from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
-from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec
+from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, parameter_sites
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 
 
@@ -428,12 +428,14 @@ def looked_up(module: nn.Module) -> frozenset[str]:
     module needs no weights. Hooks may compute with the weights, and are counted where they are there before wrapping:
     later ones see sharded parameters.
     """
-    only_looked_up: dict[int, bool] = {}
-    for owner in module.modules():
-        is_lookup = type(owner) is nn.Embedding and not any(getattr(owner, name) for name in _HOOKS)
-        for param in owner._parameters.values():
-            only_looked_up[id(param)] = only_looked_up.get(id(param), True) and is_lookup
-    return frozenset(name for name, param in module.named_parameters() if only_looked_up[id(param)])
+
+    def looks_up(owner: nn.Module) -> bool:
+        return type(owner) is nn.Embedding and not any(getattr(owner, name) for name in _HOOKS)
+
+    sites = parameter_sites(module)
+    return frozenset(
+        name for name, param in module.named_parameters() if all(looks_up(owner) for owner, _ in sites[id(param)])
+    )
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -17,8 +17,8 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import Block, crossing_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.units import ParameterSites
 
-ParameterSites = tuple[tuple[nn.Module, str], ...]
 _Swap = tuple[nn.Module, dict[str, Any], str, nn.Parameter, nn.Parameter, bool]
 """A module, its dictionary, an attribute, the full and the sharded parameter for it, and whether it is set directly.
 

@@ -45,7 +45,7 @@ from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
-from megatron_fsdp.engine.unit import ParameterSites, Unit
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_caller
@@ -61,6 +61,7 @@ from megatron_fsdp.sharding.units import (
     group_parameters,
     merge_small_units,
     message_bytes,
+    parameter_sites,
     refine_units,
 )
 
@@ -553,16 +554,6 @@ def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], 
     except ConfigurationError as error:
         problem = error
     agree(sharding.reaching_all, problem)
-
-
-def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
-    """Map the id of each parameter to the modules and attribute names that hold it; several for a tied one."""
-    sites: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for attribute, param in owner._parameters.items():
-            if param is not None:
-                sites.setdefault(id(param), []).append((owner, attribute))
-    return {key: tuple(found) for key, found in sites.items()}
 
 
 def parameter_info(

@@ -46,13 +46,13 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
     if not blocks:
         return {}
     least_numel = max(_numel(block) for block in blocks.values()) / _LEAST_PART
-    holders = _holders(module)
+    sites = parameter_sites(module)
     return {
         name: candidate
         for name, candidate in _outside(module, {id(block) for block in blocks.values()})
         if isinstance(candidate, _END_TYPES)
         and next(candidate.children(), None) is None
-        and all(holders[id(param)] == {id(candidate)} for param in candidate.parameters())
+        and all(owner is candidate for param in candidate.parameters() for owner, _ in sites[id(param)])
         and _numel(candidate) >= least_numel
     }
 
@@ -76,14 +76,18 @@ def _outside(module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Modu
         yield from walk("", module)
 
 
-def _holders(module: nn.Module) -> dict[int, set[int]]:
-    """Map the id of each parameter to the ids of the modules that register it."""
-    found: dict[int, set[int]] = {}
+ParameterSites = tuple[tuple[nn.Module, str], ...]
+"""The modules that hold a parameter, and the attribute of each, in module order; several for a tied one."""
+
+
+def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
+    """Return the sites of each parameter by its id."""
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
-        for param in owner._parameters.values():
+        for attribute, param in owner._parameters.items():
             if param is not None:
-                found.setdefault(id(param), set()).add(id(owner))
-    return found
+                sites.setdefault(id(param), []).append((owner, attribute))
+    return {key: tuple(found) for key, found in sites.items()}
 
 
 def _numel(module: nn.Module) -> int:
