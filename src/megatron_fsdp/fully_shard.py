@@ -396,7 +396,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     bound = inspect.signature(fully_shard_model).bind(module, *args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
-    from megatron_fsdp.comm.agreement import agree
+    from megatron_fsdp.comm.agreement import all_agree
     from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.engine.model_checks import check_keeps_no_copies
     from megatron_fsdp.optim.optimizer import check_capturable, check_parameters, move_to_sharded
@@ -408,15 +408,11 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     index = index_of(arguments)
     arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
     names = {id(param): name for name, param in module.named_parameters()}
-    problem = None
-    try:
+    with all_agree([index.get_dp_group()]):
         check_parameters(optimizer, names)
         check_keeps_no_copies(optimizer, names)
         if arguments["cuda_graph_mode"] and index.device_mesh.device_type == "cuda":
             check_capturable(optimizer)
-    except ConfigurationError as error:
-        problem = error
-    agree([index.get_dp_group()], problem)
     model = fully_shard_model(**arguments)
     sharded = {
         name: param

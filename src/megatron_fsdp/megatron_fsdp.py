@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree, gather_over
+from megatron_fsdp.comm.agreement import all_agree, gather_over
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
@@ -1094,14 +1094,11 @@ class MegatronFSDP(nn.Module):
                 f"this model keeps a log for hangs in {self._hang_log.folder} already; call stop_logging_for_hangs() "
                 "first"
             )
-        log, problem = None, None
+        log = None
         try:
-            timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
-            log = HangLog(Path(folder), self._engine, timeout_s)
-        except ConfigurationError as error:
-            problem = error
-        try:
-            agree(self._engine.sharding.reaching_all, problem)
+            with all_agree(self._engine.sharding.reaching_all):
+                timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
+                log = HangLog(Path(folder), self._engine, timeout_s)
         except BaseException:
             if log is not None:
                 log.withdraw()

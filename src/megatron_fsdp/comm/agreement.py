@@ -1,6 +1,7 @@
 """Two questions that ranks ask each other, so that all go on or all raise the same error.
 
-    agree           did all ranks do the same?  Facts are compared before a model is sharded or changed.
+    agree           did all ranks do the same?  Facts are compared before a model is sharded or changed; `all_agree` is
+                    the same around a block.
     raise_together  may all go on?  What a rank met is raised on all, after work that each did by itself; `together` and
                     `decided_by_first` are the same around a function, run by every rank or by the first.
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -115,6 +117,18 @@ def agree(
             error = _problem_in(group, error, facts if position == 0 and error is None else ())
     if error is not None:
         raise error
+
+
+@contextmanager
+def all_agree(groups: Sequence[dist.ProcessGroup | None]) -> Iterator[list[str]]:
+    """Run a block on every rank; after it `agree` on its error, if any, and on the facts that it adds to the list."""
+    error: Exception | None = None
+    facts: list[str] = []
+    try:
+        yield facts
+    except (MegatronFSDPError, TypeError) as met:
+        error = met
+    agree(groups, error, facts)
 
 
 def _problem_in(group: dist.ProcessGroup, error: Exception | None, facts: Sequence[str]) -> Exception | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import agree, all_agree
 from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view
 from megatron_fsdp.engine.engine import Engine
@@ -137,13 +137,9 @@ def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]
 
 
 def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
-    problem = None
-    try:
-        _check_copies(units, copies)
-    except ConfigurationError as error:
-        problem = error
     with engine.observers.during(Phase.AGREE, ROOT):
-        agree(engine.sharding.reaching_all, problem)
+        with all_agree(engine.sharding.reaching_all):
+            _check_copies(units, copies)
         _compare(engine, units, copies)
     with torch.no_grad():
         for unit in units:

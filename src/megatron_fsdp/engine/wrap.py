@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import agree, all_agree
 from megatron_fsdp.comm.axis import Traffic, backend_of, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.comm.registration import UserBuffers
@@ -48,7 +48,7 @@ from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
@@ -336,8 +336,7 @@ def _plan_together(
     module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
 ) -> tuple[UnitPlan, dict[str, str]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
-    plan, formats, problem, facts = None, {}, None, []
-    try:
+    with all_agree(sharding.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(options.strategy)
@@ -350,12 +349,8 @@ def _plan_together(
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         formats = encoded_parameters(module, options.policy, options.strategy)
         plan = grouping.plan(module, sharding)
-        facts = _facts(module, plan, options, sharding)
+        facts += _facts(module, plan, options, sharding)
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
-    except (MegatronFSDPError, TypeError) as error:
-        problem = error
-    agree(sharding.reaching_all, problem, facts)
-    assert plan is not None
     return plan, formats
 
 
@@ -547,13 +542,8 @@ def build_units(
 def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
     inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
     groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
-    problem = None
-    try:
-        with same_random_numbers(groups, sharding.device):
-            materialise(module, blueprint, units, sharding.device)
-    except ConfigurationError as error:
-        problem = error
-    agree(sharding.reaching_all, problem)
+    with all_agree(sharding.reaching_all), same_random_numbers(groups, sharding.device):
+        materialise(module, blueprint, units, sharding.device)
 
 
 def parameter_info(
