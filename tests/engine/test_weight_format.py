@@ -204,36 +204,6 @@ def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str)
                 assert torch.equal(value, whole[key]), (job, key)
 
 
-class _Pre(torch.Tensor):
-    def fsdp_pre_all_gather(self) -> None: ...
-
-
-class _Both(_Pre):
-    def fsdp_post_all_gather(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (_Pre, "weight is a _Pre with fsdp_pre_all_gather and without fsdp_post_all_gather; a tensor class"),
-        (_Both, "weight is a _Both with fsdp_pre_all_gather and fsdp_post_all_gather, which are not called here"),
-    ],
-)
-def test_a_tensor_class_that_gathers_itself_is_refused(run_ranks: RunRanks, kind: type[_Pre], words: str) -> None:
-    said = run_ranks(2, guest_error, kind)
-    assert said[0] == said[1]
-    assert words in said[0]
-
-
-def guest_error(kind: type[_Pre]) -> str:
-    model = nn.Linear(3, 2)
-    if dist.get_rank() == 1:  # the other rank sees nothing wrong
-        model.weight = nn.Parameter(model.weight.detach().as_subclass(kind))
-    with pytest.raises(ConfigurationError) as caught:
-        fully_shard(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    return str(caught.value)
-
-
 def poisoned(weight: float) -> list[str]:
     """Return what a forward says after the elements on the first rank became `weight`."""
     model, _ = wrap(Job("fp8"))

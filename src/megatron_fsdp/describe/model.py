@@ -140,8 +140,8 @@ def _state_dtypes(engine: Engine) -> dict[int, tuple[str, ...]]:
 def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDescription:
     plan, gradients = group.plan, group.gradients
     sends = any(axis.num_ranks > 1 for axis in plan.axes)
-    stored = plan.spec.key.weight_format if group.weights.is_encoded else None
-    stored = stored or _name(plan.precision.compute)
+    form = plan.weight_format
+    stored = form.name if form is not None and group.weights.is_encoded else _name(plan.precision.compute)
     return GroupDescription(
         parameters=len(group.names),
         numel=plan.layout.payload_numel,
@@ -153,7 +153,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         storage=stored,
         compute=_name(group.full[0].dtype),
         gather=stored if plan.needs_all_gather or plan.gathers_outer else None,
-        weight_format=plan.spec.key.weight_format,
+        weight_format=None if form is None else form.name,
         saved_bytes=plan.layout.numel * plan.precision.compute.itemsize - plan.sent_bytes
         if group.weights.codec is not None
         else None,

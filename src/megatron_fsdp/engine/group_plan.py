@@ -37,7 +37,7 @@ from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, placements_for, shard_count
 from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, parameter_sites
-from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
+from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,26 @@ class TensorParallelPart:
 
 
 def local_part(param: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's own memory on this rank: the local tensor of a DTensor, else the tensor itself."""
-    return param._local_tensor if isinstance(param, DTensor) else param
+    """Return a parameter's own memory on this rank: the local tensor of a DTensor, the values of a guest, or itself."""
+    if isinstance(param, DTensor):
+        return param._local_tensor
+    return plain_values(param) if is_guest(param) else param
+
+
+GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+"""The extension of FSDP2 by which a tensor class encodes its shards and wraps what was gathered."""
+
+
+def is_guest(param: torch.Tensor) -> bool:
+    """Return whether the class of a parameter gathers in its own way (`megatron_fsdp.engine.guests`)."""
+    return any(hasattr(type(param), method) for method in GATHER_METHODS)
+
+
+def plain_values(guest: torch.Tensor) -> torch.Tensor:
+    """Return the one plain tensor that a guest flattens into."""
+    (inner,), _ = guest.__tensor_flatten__()  # type: ignore[attr-defined]
+    values: torch.Tensor = getattr(guest, inner)
+    return values
 
 
 def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
@@ -237,18 +255,32 @@ class GroupPlan:
     @property
     def gathered_bytes(self) -> int:
         """Bytes that the full compute weights take while they are gathered, and only then, else 0."""
-        return self.layout.numel * self.precision.compute.itemsize if self.weights_in_slots else 0
+        return self.gathered_numel * self.gathered_dtype.itemsize if self.weights_in_slots else 0
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """The dtype of the memory of full compute weights."""
+        return torch.uint8 if self.has_guests else self.precision.compute
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of `gathered_dtype` in the full compute weights."""
+        return self.sent_bytes if self.has_guests else self.layout.numel
 
     @property
     def weight_format(self) -> WeightFormat | None:
         """The weight format of the compute weights; None: their dtype."""
-        name = self.spec.key.weight_format
-        return None if name is None else WEIGHT_FORMATS[name]
+        return self.spec.key.weight_format
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether modules compute with the bytes that are gathered."""
+        return self.weight_format is not None and self.weight_format.is_guest
 
     @property
     def is_encoded(self) -> bool:
         """Whether compute weights are held and gathered as the bytes of a weight format."""
-        return self.weight_format is not None and self.weights_in_slots
+        return self.weight_format is not None and (self.weights_in_slots or self.has_guests)
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -455,7 +487,7 @@ class Sharding:
         dense: The ranks of dense parameters.
         experts: The ranks of experts; None where they are sharded as everything else.
         device: Device of the buffers.
-        weight_formats: The name of the weight format of each parameter that has one, by canonical name.
+        weight_formats: The weight format of each parameter that has one, by canonical name.
         lookups: Canonical names of the parameters that `looked_up` finds.
     """
 
@@ -463,7 +495,7 @@ class Sharding:
     dense: Domain
     experts: Domain | None
     device: torch.device
-    weight_formats: Mapping[str, str] = field(default_factory=dict)
+    weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)
     lookups: frozenset[str] = frozenset()
 
     def sums_in_fp32(self, name: str) -> bool:
@@ -594,8 +626,9 @@ class Sharding:
         self, spec: ParameterGroupSpec, parts: Sequence[TensorParallelPart | None], num_shards: int
     ) -> tuple[Layout, tuple[Layout, ...]]:
         """Plan the layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
-        name = spec.key.weight_format
-        block_numel = 1 if name is None else WEIGHT_FORMATS[name].block_numel
+        form = spec.key.weight_format
+        block_numel = 1 if form is None else form.block_numel
+        rows_only = {"max_waste": float(num_shards)} if form is not None and form.is_guest else {}
 
         def plan(shapes: Sequence[Sequence[int]]) -> Layout:
             return plan_layout(
@@ -603,6 +636,7 @@ class Sharding:
                 num_shards,
                 alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
                 numel_multiple=self.options.numel_multiple if spec.key.requires_grad else 1,
+                **rows_only,
             )
 
         layout = plan([info.shape for info in spec.parameters])

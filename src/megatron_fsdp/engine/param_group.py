@@ -30,6 +30,7 @@ from megatron_fsdp.engine.gradients import (
     plain_attributes,
 )
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
+from megatron_fsdp.engine.guests import Guest, GuestCodec
 from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region, held_region
@@ -55,13 +56,13 @@ class WeightBuffers:
         codec: Encodes into the weight format, where there is one.
     """
 
-    def __init__(self, plan: GroupPlan, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, plan: GroupPlan, codec: WeightCodec | None, memory: torch.Tensor | None = None) -> None:
         """Allocate both; `memory` is that of the compute weights, zeros, where it is there already."""
         layout, precision = plan.layout, plan.precision
         self._axes = plan.axes
         self._dtype = precision.compute
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
-        self.codec = None if plan.weight_format is None else WeightCodec(plan.weight_format, layout, plan.device)
+        self.codec = codec
         self.is_encoded = plan.is_encoded
         if self.codec is not None and self.is_encoded:
             self.compute: FlatBuffer = EncodedBuffer(self.codec, layout, held, plan.device, memory)
@@ -156,8 +157,9 @@ class WeightBuffers:
             self.codec.measure(self.main)
 
     def _received(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the end of the memory of full weights, where their bytes arrive; all of it for guests."""
         assert self.codec is not None
-        return full.view(torch.uint8)[-self.codec.bytes_of(full.numel()) :]
+        return full.view(torch.uint8)[-self.codec.bytes_of(self.compute.layout.numel) :]
 
     def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """Return tensor `index` as a view of gathered weights that shares no version counter with the buffer.
@@ -196,9 +198,14 @@ class ParameterGroup:
         originals: Sequence[nn.Parameter],
         frames: tuple[ShardFrame, ...],
         memory: torch.Tensor | None = None,
+        guests: Sequence[Guest] = (),
     ) -> None:
         self.plan = plan
-        self.weights = WeightBuffers(plan, memory)
+        self._guests: GuestCodec | None = None
+        if plan.has_guests:
+            self._guests = GuestCodec(plan, guests)
+        codec = None if plan.weight_format is None else WeightCodec(plan.weight_format, plan.layout, plan.device)
+        self.weights = WeightBuffers(plan, self._guests or codec, memory)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained = list(self.trainable)
@@ -249,7 +256,17 @@ class ParameterGroup:
     def install(self) -> None:
         """Copy main weights into compute weights."""
         self.weights.install()
+        if self._guests is not None and not self.plan.weights_in_slots:
+            self.decode(self.weights.compute.local)
         self.note_installed()
+
+    def decode(self, full: torch.Tensor) -> None:
+        """Make gathered bytes what modules compute with: decode them in place, or tell guests that they are new."""
+        if self._guests is None:
+            self.weights.decode(full)
+            return
+        for index, param in enumerate(self.full):
+            self._guests.update(index, param, self._guests.codes_in(full, index))
 
     def check_parameters(self) -> None:
         """Refuse parameters whose memory was replaced after wrapping.
@@ -394,11 +411,14 @@ class ParameterGroup:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
             for index in range(len(self.full)):
-                self._point(index, self.weights.full_view(full, index))
+                views = self.weights.full_view if self._guests is None else self._guests.codes_in
+                self._point(index, views(full, index))
 
     def _point(self, index: int, memory: torch.Tensor) -> None:
         param = self.full[index]
-        if isinstance(param, DTensor):
+        if self._guests is not None:
+            self._guests.point(index, param, memory)
+        elif isinstance(param, DTensor):
             param._local_tensor = memory
         else:
             param.data = memory
@@ -417,6 +437,8 @@ class ParameterGroup:
 
     def _placeholder_for(self, index: int) -> torch.Tensor:
         """Return the placeholder of a parameter without memory: one element, expanded to the right shape."""
+        if self._guests is not None:
+            return self._guests.blank_codes(index)
         if self._placeholder is None:
             self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
         return self._placeholder.expand(self.plan.layout.shapes[index])
@@ -442,6 +464,7 @@ class ParameterGroup:
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
         empty = self._placeholder_for(index)
         part = self.plan.parts[index]
+        empty = empty if self._guests is None else self._guests.wrap(index, empty)
         param = nn.Parameter(empty if part is None else part.wrap(empty), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():

@@ -151,7 +151,7 @@ class Unit:
         self._await(self._outer_tickets)
         if self._await(self._tickets):
             for group, full in zip(self.groups, self._gathered, strict=True):
-                group.weights.decode(full)
+                group.decode(full)
             self._mark(0)  # the bytes are those that autograd saved views of, so these count as unmodified again
 
     @staticmethod
@@ -191,7 +191,7 @@ class Unit:
         for group_index, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
             if not group.plan.gathered_bytes:
                 continue
-            full = block.view(offset, group.plan.layout.numel, group.plan.precision.compute)
+            full = block.view(offset, group.plan.gathered_numel, group.plan.gathered_dtype)
             self._gathered[group_index] = full
             group.point_full_to(full)
 

@@ -31,6 +31,7 @@ from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, make_domain, part_of
+from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, plan_memory
 from megatron_fsdp.engine.meta_init import (
@@ -64,6 +65,7 @@ from megatron_fsdp.sharding.units import (
     parameter_sites,
     refine_units,
 )
+from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 
 class Grouping(Protocol):
@@ -254,6 +256,7 @@ def _prepare(
     """Check and plan together with the other ranks, and give the model the values of the first rank."""
     sharding = _sharding(options, index, device)
     plan, formats = _plan_together(module, grouping, options, sharding)
+    formats = {**formats, **_guest_formats(module, sharding)}
     sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
     _match_ranks(module, sharding)
@@ -334,7 +337,7 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
 
 def _plan_together(
     module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
-) -> tuple[UnitPlan, dict[str, str]]:
+) -> tuple[UnitPlan, dict[str, WeightFormat]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
     with all_agree(sharding.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
@@ -348,10 +351,48 @@ def _plan_together(
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         formats = encoded_parameters(module, options.policy, options.strategy)
+        guests = find_guests(module)
+        _check_guests(guests, options, sharding)
         plan = grouping.plan(module, sharding)
         facts += _facts(module, plan, options, sharding)
+        facts += [f"{name} is a {guest.kind.__name__} ({guest.context})" for name, guest in guests.items()]
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
     return plan, formats
+
+
+def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding: Sharding) -> None:
+    """Refuse guests where their shards are not whole rows, or where nothing is gathered.
+
+    Raises:
+        ConfigurationError: Names the first one.
+    """
+    if not guests:
+        return
+    lack = None
+    if options.strategy is not ShardingStrategy.optim_grads_params:
+        lack = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
+    elif sharding.dense.tensor_parallel is not None or sharding.experts is not None:
+        lack = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
+    elif len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
+        lack = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
+    if lack is not None:
+        name, guest = next(iter(guests.items()))
+        raise ConfigurationError(
+            f"{name} is a {guest.kind.__name__}, which is gathered in its own way; this cannot be done {lack}, or give "
+            "a plain parameter"
+        )
+
+
+def _guest_formats(module: nn.Module, sharding: Sharding) -> dict[str, WeightFormat]:
+    """Let guests encode a row, to learn what they send; every rank gets the same answer or an error."""
+    formats: dict[str, WeightFormat] = {}
+    guests, params = find_guests(module), dict(module.named_parameters())
+    if not guests:
+        return formats
+    with all_agree(sharding.reaching_all):
+        mesh = sharding.dense.described_mesh[(sharding.dense.names[-1],)]
+        formats.update((name, guest_format(guest, params[name], mesh)) for name, guest in guests.items())
+    return formats
 
 
 def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
@@ -524,10 +565,13 @@ def build_units(
         groups = []
         group_sites = []
         for group, frames in of_unit:
-            params = [originals.pop(info.name) for info in group.spec.parameters]
+            names = [info.name for info in group.spec.parameters]
+            params = [originals.pop(name) for name in names]
             group_sites.append([sites.pop(id(param)) for param in params])
             memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
-            groups.append(ParameterGroup(group, params, frames, memory))
+            owners = [places[0][0] for places in group_sites[-1]]
+            guests = map(guest_of, names, params, owners) if group.has_guests else ()
+            groups.append(ParameterGroup(group, params, frames, memory, list(filter(None, guests))))
             del params
         unit = Unit(index, spec.name, groups, group_sites, spec.modules)
         unit.show_sharded()
@@ -616,7 +660,6 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
             f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
             "that lazy modules know their shapes"
         )
-    _refuse_guests(params)
     _check_meta(module, params, init_meta)
     devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
     if len(devices) > 1:
@@ -627,33 +670,6 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
         raise ConfigurationError(
             f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
         )
-
-
-_GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-"""PyTorch's extension of FSDP2, by which a tensor class encodes its shards and decodes what was gathered."""
-
-
-def _refuse_guests(params: Mapping[str, nn.Parameter]) -> None:
-    """Refuse tensor classes that want to be gathered in their own way, which would not happen.
-
-    Raises:
-        ConfigurationError: Names the first such parameter, and the method that is missing where one is.
-    """
-    for name, param in params.items():
-        kind = type(local_part(param))
-        found = [method for method in _GATHER_METHODS if hasattr(kind, method)]
-        if len(found) == 1:
-            missing = next(method for method in _GATHER_METHODS if method not in found)
-            raise ConfigurationError(
-                f"{name} is a {kind.__name__} with {found[0]} and without {missing}; a tensor class that is gathered "
-                "in its own way needs both, and none is supported here: give a plain parameter"
-            )
-        if found:
-            raise ConfigurationError(
-                f"{name} is a {kind.__name__} with {' and '.join(found)}, which are not called here, so that plain "
-                "values would be gathered; give a plain parameter, and MixedPrecisionPolicy(weight_format=...) to "
-                "gather it in few bytes"
-            )
 
 
 def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:

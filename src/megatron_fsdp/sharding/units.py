@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Classes of torch that read parameters of their submodules without calling them."""
@@ -450,7 +451,7 @@ class GroupKey:
         is_expert: Whether they belong to experts.
         is_scalar: Whether they have no dimension to shard, so that every rank holds them whole.
         sums_in_fp32: Whether their gradients are accumulated in float32, whatever they travel in.
-        weight_format: Name of the weight format that they are gathered in; None: their dtype.
+        weight_format: The weight format that they are gathered in; None: their dtype.
     """
 
     dtype: torch.dtype
@@ -458,7 +459,7 @@ class GroupKey:
     is_expert: bool
     is_scalar: bool = False
     sums_in_fp32: bool = False
-    weight_format: str | None = None
+    weight_format: WeightFormat | None = None
 
 
 @dataclass(frozen=True)
