@@ -10,7 +10,7 @@ import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -222,12 +222,12 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     Their volumes are added up, with random distances between places: that of the whole tensor comes out where each
     element is in one box, and else with odds of about 2^-55.
     """
-    salt = secrets.randbits(60)
+    position: defaultdict[tuple[int, int], int] = defaultdict(partial(secrets.randbits, 61))  # of (dimension, place)
 
     def volume(offsets: Sequence[int], lengths: Sequence[int]) -> int:
         product = 1
         for dim, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
-            product = product * (hash((salt, dim, first + length)) - hash((salt, dim, first))) % _PRIME
+            product = product * (position[dim, first + length] - position[dim, first]) % _PRIME
         return product
 
     return sum(volume(box.offsets, box.lengths) for box in boxes) % _PRIME == volume([0] * len(shape), shape)
