@@ -48,13 +48,17 @@ def test_any_box_of_any_chunks_is_the_tensors(
     assert torch.equal(found, wanted)
 
 
-def test_one_layer_of_a_stack_is_read_without_the_others(
-    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("first", "last"), [((1, 2, 0), (2, 4, None)), ((0, 1, 1), (3, 3, 2))], ids=["layer", "columns"]
+)
+def test_a_part_of_a_stack_is_read_without_the_rest(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, first: tuple[int, ...], last: tuple[int | None, ...]
 ) -> None:
     monkeypatch.setattr(CheckpointFolder, "_read", lambda *_: pytest.fail("a whole chunk was read"))
     for key in ("stack", "bfloat16", "bytes", "flag"):
-        found = folder.read_box(key, (1, 2, 0), (1, 2, TENSORS[key].shape[2]))
-        assert torch.equal(found, TENSORS[key][1:2, 2:4])
+        wanted = TENSORS[key][tuple(map(slice, first, last))]
+        found = folder.read_box(key, first, wanted.shape)
+        assert torch.equal(found, wanted)
         assert found.untyped_storage().nbytes() == found.nbytes
 
 
@@ -139,8 +143,3 @@ def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
     expected = torch.zeros(shape)
     expected[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] = 1
     assert torch.equal(counts, expected)
-
-
-def test_one_expert_of_many_is_found_without_looking_at_the_others() -> None:
-    index = BoxIndex(boxes_of_grid((20, 30, 8, 4), (20, 30, 2, 1)))
-    assert len(list(index.candidates(Box((7, 11, 0, 0), (1, 1, 4, 4))))) == 2

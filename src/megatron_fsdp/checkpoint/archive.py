@@ -81,12 +81,15 @@ def load_tensor(stream: IO[bytes], where: str, *, check: bool = False) -> torch.
     return found.detach()
 
 
-def load_without_elements(stream: IO[bytes], where: str) -> Any:
-    """Read what `torch.save` wrote, with tensors on the meta device.
-
-    Their storages have `_checkpoint_offset`, where their bytes begin in the stream; None if in another byte order.
-    """
-    return _ArchiveUnpickler(_Archive(stream, where), on_meta=True).load()
+def place_of_elements(stream: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype, where: str) -> int | None:
+    """Find where the elements of a tensor begin in the stream; None if they are not stored as in memory."""
+    with reading(where):
+        found = _ArchiveUnpickler(_Archive(stream, where), on_meta=True).load()
+        is_whole = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (shape, dtype)
+        if not is_whole or not found.is_contiguous() or found.storage_offset() or found.is_conj() or found.is_neg():
+            return None
+    place: int | None = found.untyped_storage()._checkpoint_offset
+    return place
 
 
 def load_object(raw: bytes, where: str) -> Any:

@@ -12,20 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.checkpoint import optimizer_state, rng
+from megatron_fsdp.checkpoint import naming, optimizer_state, rng
 from megatron_fsdp.checkpoint.background import BackgroundSaver
 from megatron_fsdp.checkpoint.load import facts_of, load_checkpoint
-from megatron_fsdp.checkpoint.naming import (
-    ITERATION,
-    MODEL,
-    OPTIMIZER,
-    Extras,
-    check_names,
-    device_of,
-    groups_of_all,
-    model_section,
-    place_of,
-)
+from megatron_fsdp.checkpoint.naming import ITERATION, MODEL, OPTIMIZER, Extras
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.report import LoadReport
@@ -217,19 +207,19 @@ def collect(
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Collect everything that belongs in a checkpoint; only random states are copied."""
-    check_names(extra)
-    state: dict[str, Any] = {MODEL: model_section(model), ITERATION: iteration}
+    naming.check_names(extra)
+    state: dict[str, Any] = {MODEL: naming.model_section(model), ITERATION: iteration}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer_state.collect(optimizer, model)
     if with_rng:
-        state |= rng.collect(rng.logical_rank_of(model, group), device_of(model))
+        state |= rng.collect(rng.logical_rank_of(model, group), naming.device_of(model))
     state |= {name: as_extra(value).state_dict() for name, value in (extra or {}).items()}
     return state
 
 
 def _join_stages(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Let the state of a pipeline stage name the parameter groups of all stages; collective over the pipeline."""
-    place = place_of(model)
+    place = naming.place_of(model)
     if place.size > 1 and OPTIMIZER in state:
         section = state[OPTIMIZER]
-        section[optimizer_state.GROUPS] = groups_of_all(section[optimizer_state.GROUPS], place, group)
+        section[optimizer_state.GROUPS] = naming.groups_of_all(section[optimizer_state.GROUPS], place, group)

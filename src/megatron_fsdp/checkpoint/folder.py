@@ -11,14 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor, load_without_elements
+from megatron_fsdp.checkpoint.archive import Window, load_object, load_tensor, place_of_elements
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from megatron_fsdp.checkpoint.naming import is_key
 from megatron_fsdp.checkpoint.safe_read import (
@@ -46,7 +46,6 @@ METADATA = ".metadata"
 _MAX_ARCHIVE_OVERHEAD = 1 << 20
 _MAX_SHARING = 16  # how often the bytes of a file may be named, on average; writers name them once
 _AT_ONCE_BYTES = 1 << 18
-_MAX_AXES = 2  # layers and experts, by which chunks are indexed
 
 
 @dataclass(frozen=True)
@@ -237,61 +236,23 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 class BoxIndex:
-    """The disjoint boxes that make up a tensor, found by their place along the first axes; there may be thousands.
-
-    Along each axis they are sorted into cells as long as the longest. Those that meet a box begin in its own cells or,
-    unless all are equally long and begin at multiples of that, in the one before. Empty ones are never found.
-    """
+    """The disjoint boxes that make up a tensor, found by their places; there may be thousands of them."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
-        filled = [(i, box) for i, box in enumerate(boxes) if box.numel]
-        self._axes: list[tuple[int, int]] = []  # length of a cell, and how many before the first one are looked at
-        for axis in range(min(_MAX_AXES, len(filled[0][1].offsets)) if filled else 0):
-            step = max(box.lengths[axis] for _, box in filled)
-            is_even = all(box.lengths[axis] == step for _, box in filled)
-            self._axes.append((step, 0 if is_even else 1))
-        self._cells: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for i, box in filled:
-            self._cells[tuple(at // step for at, (step, _) in zip(box.offsets, self._axes, strict=False))].append(i)
-
-    def candidates(self, wanted: Box) -> Iterator[int]:
-        """Yield boxes that may meet one; all that do are among them."""
-        ranges = [
-            range(first // step - before, (first + length - 1) // step + 1)
-            for first, length, (step, before) in zip(wanted.offsets, wanted.lengths, self._axes, strict=False)
-        ]
-        for cell in product(*ranges):
-            yield from self._cells.get(cell, ())
+        self._first = np.array([box.offsets for box in boxes], np.int64)
+        self._end = self._first + np.array([box.lengths for box in boxes], np.int64)
 
     def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
         """Yield the boxes that share elements with one, each with the shared box in global coordinates."""
-        for i in self.candidates(wanted) if wanted.numel else ():
-            shared = self._boxes[i].meet(wanted)
+        if not wanted.numel:
+            return
+        first = np.array(wanted.offsets, np.int64)
+        meets = (self._first < first + wanted.lengths) & (first < self._end)
+        for number in np.flatnonzero(meets.all(-1)).tolist():
+            shared = self._boxes[number].meet(wanted)
             if shared is not None:
-                yield i, shared
-
-
-def stretch_of(shape: Sequence[int], box: Box) -> int | None:
-    """Return the first element of a box that is contiguous in the flattened tensor; None if it is not."""
-    partial = max((axis for axis, n in enumerate(box.lengths) if n != shape[axis]), default=0)
-    if any(length != 1 for length in box.lengths[:partial]):
-        return None
-    start = 0
-    for at, length in zip(box.offsets, shape, strict=True):
-        start = start * length + at
-    return start
-
-
-def _place_of_elements(stream: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype, where: str) -> int | None:
-    """Find where the elements begin in an archive of `torch.save`; None if they are not stored as in memory."""
-    with reading(where):
-        found = load_without_elements(stream, where)
-        is_whole = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (shape, dtype)
-        if not is_whole or not found.is_contiguous() or found.storage_offset() or found.is_conj() or found.is_neg():
-            return None
-    place: int | None = found.untyped_storage()._checkpoint_offset
-    return place
+                yield number, shared
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -327,8 +288,7 @@ class CheckpointFolder:
             self.tensors, self.objects = _entries_of(self.metadata, where)
             _check_paths(self.metadata, where, ReadingBudget(len(raw)))
         if check:
-            self.require_files()
-            self.require_manifest()
+            self._require_files_and_manifest()
 
     def __contains__(self, key: str) -> bool:
         return key in self.tensors or key in self.objects
@@ -373,16 +333,12 @@ class CheckpointFolder:
                 found[name] = f"has {has} bytes, and {told[name]} in it are pointed to: the same ones again and again"
         return found
 
-    def require_files(self) -> None:
-        """Raise if a file is missing or too short."""
+    def _require_files_and_manifest(self) -> None:
         problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
         if problems:
             raise CheckpointError(
                 f"{self.path} is incomplete: {'; '.join(problems[:8])}; restore the files, or use another checkpoint"
             )
-
-    def require_manifest(self) -> None:
-        """Raise if the manifest is damaged, of a newer version, or describes other tensors or objects."""
         found = {} if self.manifest is None else self.differences(self.manifest)
         if found:
             first = ", ".join(printable(key) for key in list(found)[:4])
@@ -433,22 +389,19 @@ class CheckpointFolder:
         return torch.empty(wanted.lengths, dtype=entry.dtype) if out is None else out
 
     def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:
-        """Read the elements of a box inside of a chunk."""
+        """Read the elements of a box inside of a chunk; of a part of one only the pages of the file that hold it."""
         chunk = entry.chunks[number]
-        inside = wanted.inside(chunk.box)
-        stretch = None if wanted == chunk.box else stretch_of(chunk.box.lengths, inside)
-        if stretch is not None:
-            where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
-            with self._opened_chunk(entry, chunk, where) as stream:
+        if wanted != chunk.box:
+            with self._opened_chunk(entry, chunk) as (stream, where):
                 if chunk not in self._places:
-                    self._places[chunk] = _place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
+                    self._places[chunk] = place_of_elements(stream, chunk.box.lengths, entry.dtype, where)
                 place = self._places[chunk]
                 if place is not None:
-                    raw = bytearray(wanted.numel * entry.dtype.itemsize)
-                    stream.seek(place + stretch * entry.dtype.itemsize)
-                    stream.readinto(raw)
-                    return torch.frombuffer(raw, dtype=entry.dtype).reshape(wanted.lengths)
-        return self._read(entry, chunk)[inside.indices]
+                    shape = (*chunk.box.lengths, entry.dtype.itemsize)
+                    raw = np.memmap(self.path / chunk.span.file, np.uint8, "r", chunk.span.offset + place, shape)
+                    part = torch.from_numpy(np.array(raw[wanted.inside(chunk.box).indices]))
+                    return part.view(entry.dtype).squeeze(-1)
+        return self._read(entry, chunk)[wanted.inside(chunk.box).indices]
 
     def read_chunk(self, key: str, index: int, *, check: bool = False) -> torch.Tensor:
         """Read one chunk, shaped as its box; `check` compares it with the CRC-32 in the file, where there is one."""
@@ -462,8 +415,7 @@ class CheckpointFolder:
         return found
 
     def _read(self, entry: TensorEntry, chunk: ChunkEntry, *, check: bool = False) -> torch.Tensor:
-        where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
-        with self._opened_chunk(entry, chunk, where) as stream:
+        with self._opened_chunk(entry, chunk) as (stream, where):
             values = load_tensor(stream, where, check=check)
         if tuple(values.shape) != chunk.box.lengths or values.dtype != entry.dtype:
             raise CheckpointError(
@@ -472,11 +424,14 @@ class CheckpointFolder:
             )
         return values
 
+    @contextlib.contextmanager
     def _opened_chunk(
-        self, entry: TensorEntry, chunk: ChunkEntry, where: str
-    ) -> contextlib.AbstractContextManager[io.BufferedReader | io.BytesIO]:
-        needed = chunk.box.numel * entry.dtype.itemsize + _MAX_ARCHIVE_OVERHEAD
-        return self.opened(chunk.span, where, needed)
+        self, entry: TensorEntry, chunk: ChunkEntry
+    ) -> Iterator[tuple[io.BufferedReader | io.BytesIO, str]]:
+        """Open the bytes of a chunk; also return what names it in messages."""
+        where = f"{entry.key} at {chunk.box.offsets} in {self.path / chunk.span.file}"
+        with self.opened(chunk.span, where, chunk.box.numel * entry.dtype.itemsize + _MAX_ARCHIVE_OVERHEAD) as stream:
+            yield stream, where
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 

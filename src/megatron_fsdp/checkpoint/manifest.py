@@ -116,8 +116,6 @@ def checksum_box(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[i
     words = _words(values)
     shape, offsets = (*shape, words.shape[-1]), (*offsets, 0)
     lengths = tuple(words.shape)
-    if lengths == shape:
-        return _total([_run_sum(words.reshape(-1), 0)])
     run_dims = _contiguous_dims(lengths, shape)  # these trailing dimensions form runs of the flattened tensor
     outer = len(lengths) - run_dims
     run = math.prod(lengths[outer:])
@@ -155,12 +153,8 @@ def _words(values: torch.Tensor) -> torch.Tensor:
 
 def _contiguous_dims(lengths: Sequence[int], shape: Sequence[int]) -> int:
     """Count the trailing dimensions of a box that are contiguous in the flattened tensor."""
-    whole = 0
-    for length, total in zip(reversed(lengths), reversed(shape), strict=True):
-        if length != total:
-            return min(whole + 1, len(lengths))
-        whole += 1
-    return whole
+    cut = [dim for dim, (length, total) in enumerate(zip(lengths, shape, strict=True)) if length != total]
+    return len(lengths) - cut[-1] if cut else len(lengths)
 
 
 def _starts(lengths: Sequence[int], strides: Sequence[int], first: int) -> torch.Tensor:

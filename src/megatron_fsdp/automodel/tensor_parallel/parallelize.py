@@ -1,42 +1,28 @@
-"""Divide the layers of a model of transformers over tensor-parallel ranks, in place."""
+"""Divide the layers of a model of transformers over tensor-parallel ranks, in place, and if asked to the tokens too."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from megatron_fsdp.automodel.architecture import text_config
-from megatron_fsdp.automodel.tensor_parallel.plans import (
-    LINEAR,
-    NOT_DIVIDED,
-    MatchedPlan,
-    Plan,
-    Ties,
-    check_heads,
-    check_module,
-    check_parameter,
-    choose_plan,
-    embedding_style,
-    in_attention,
-    is_adapted,
-    linear_style,
-    match_plan,
-    other_style,
-    parameter_placement,
-    styles_of_adapted,
-)
-from megatron_fsdp.automodel.tensor_parallel.sequence import SequenceRegion, sequence_region, split_tokens
+from megatron_fsdp.automodel.architecture import Layers, find_layers, model_type, text_config
+from megatron_fsdp.automodel.tensor_parallel import plans
 from megatron_fsdp.automodel.tensor_parallel.styles import (
+    SEQUENCE_DIM,
     LocalParts,
+    gather_tokens,
     not_a_view,
+    own_tokens,
     place,
     undivided_units,
     use_plain_tensors,
@@ -44,7 +30,28 @@ from megatron_fsdp.automodel.tensor_parallel.styles import (
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.engine.meta_init import random_state
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+
+SEQUENCE_PARALLEL_TYPES = (
+    "deepseek_v3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Model types whose layers are proven to compute nothing across tokens outside of their blocks."""
+
+_AT_EDGES = (plans.COLWISE | plans.ROWWISE | {"replicated_with_grad_allreduce"}) - {"packed_colwise", "packed_rowwise"}
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
@@ -53,7 +60,7 @@ def parallelize_tensors(
     model: nn.Module,
     tp_mesh: DeviceMesh,
     *,
-    plan: Plan | str | None = None,
+    plan: plans.Plan | str | None = None,
     sequence_parallel: bool = False,
 ) -> None:
     """Divide the layers of a model over tensor-parallel ranks, in place; call it before anything else wraps layers.
@@ -80,11 +87,11 @@ def parallelize_tensors(
             "ranks, such as mesh['tp']"
         )
     base = _inside_of_peft(model)
-    chosen = choose_plan(base, plan)
-    matched = match_plan(base, chosen)
-    ties = Ties.of(base)
+    chosen = plans.choose_plan(base, plan)
+    matched = plans.match_plan(base, chosen)
+    ties = plans.Ties.of(base)
     styles = ties.adapt(base, matched.modules)
-    check_heads(base, styles, tp_mesh.size())
+    plans.check_heads(base, styles, tp_mesh.size())
     region = sequence_region(base, styles) if sequence_parallel else None
     steps = _steps(base, styles, region)
     _check(base, steps, matched, tp_mesh.size())
@@ -126,10 +133,12 @@ def _steps(model: nn.Module, styles: Mapping[str, ParallelStyle | str], region: 
     for name, style in styles.items():
         scatters = region is not None and region.scatters(name)
         module = model.get_submodule(name)
-        if isinstance(style, str) and style in NOT_DIVIDED:
+        if isinstance(style, str) and style in plans.NOT_DIVIDED:
             continue
-        if isinstance(style, str) and is_adapted(module):
-            steps.update((part, (own, scatters)) for part, own in styles_of_adapted(name, module, style, scatters))
+        if isinstance(style, str) and plans.is_adapted(module):
+            steps.update(
+                (part, (own, scatters)) for part, own in plans.styles_of_adapted(name, module, style, scatters)
+            )
         else:
             steps[name] = (style, scatters)
     for name in region.on_parts if region is not None else ():
@@ -137,17 +146,17 @@ def _steps(model: nn.Module, styles: Mapping[str, ParallelStyle | str], region: 
     return steps
 
 
-def _check(model: nn.Module, steps: Steps, matched: MatchedPlan, ranks: int) -> None:
+def _check(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, ranks: int) -> None:
     for name, (style, _) in steps.items():
         if isinstance(style, str):
-            check_module(name, model.get_submodule(name), style, ranks)
+            plans.check_module(name, model.get_submodule(name), style, ranks)
     for name, own_style in matched.parameters.items():
         owner, _, _ = name.rpartition(".")
         if steps.get(owner, ("",))[0] != "moe_tp_experts":
-            check_parameter(name, model.get_parameter(name), own_style, ranks)
+            plans.check_parameter(name, model.get_parameter(name), own_style, ranks)
 
 
-def _apply(model: nn.Module, steps: Steps, matched: MatchedPlan, mesh: DeviceMesh) -> None:
+def _apply(model: nn.Module, steps: Steps, matched: plans.MatchedPlan, mesh: DeviceMesh) -> None:
     own: dict[str, dict[str, str]] = {}
     for name, own_style in matched.parameters.items():
         owner, _, key = name.rpartition(".")
@@ -159,15 +168,15 @@ def _apply(model: nn.Module, steps: Steps, matched: MatchedPlan, mesh: DeviceMes
         if not isinstance(style, str):
             found = copy.copy(style)  # since applying changes a style
         elif isinstance(module, nn.Embedding):
-            found = embedding_style(style)
-        elif style in LINEAR:
-            found = linear_style(style, scatters)
+            found = plans.embedding_style(style)
+        elif style in plans.LINEAR:
+            found = plans.linear_style(style, scatters)
         else:
-            found = other_style(style, module, placements, text_config(model))
+            found = plans.other_style(style, module, placements, text_config(model))
         parallelize_module(module, mesh, found, src_data_rank=None)
     for owner, keys in own.items():  # no style says how the module uses them: stored in parts, and used whole
         module = model.get_submodule(owner)
-        stored = _placements(module, {key: style for key, style in keys.items() if style not in NOT_DIVIDED})
+        stored = _placements(module, {key: style for key, style in keys.items() if style not in plans.NOT_DIVIDED})
         if stored:
             parallelize_module(module, mesh, LocalParts(stored, whole=True), src_data_rank=None)
 
@@ -182,12 +191,14 @@ def _make_rest_whole(model: nn.Module, planned: set[nn.Module], mesh: DeviceMesh
 
 def _placements(module: nn.Module, styles: Mapping[str, str]) -> dict[str, Placement]:
     params: dict[str, Any] = module._parameters
-    return {key: parameter_placement(style, params[key].ndim) for key, style in styles.items()}
+    return {key: plans.parameter_placement(style, params[key].ndim) for key, style in styles.items()}
 
 
 def _count_own_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ranks: int) -> None:
     """Tell attention modules how many heads they see; those with plans of transformers count by the tensors."""
-    owners = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise" and in_attention(name)}
+    owners = {
+        name.rpartition(".")[0] for name, style in styles.items() if style == "colwise" and plans.in_attention(name)
+    }
     for owner in owners:
         module = model.get_submodule(owner)
         for key in _HEAD_COUNTS:
@@ -277,3 +288,105 @@ def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     named = [*((str(index), value) for index, value in enumerate(args)), *sorted(kwargs.items())]
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor) and not value.is_floating_point()]
     return repr([(name, tuple(value.shape), int(fingerprint(value))) for name, value in tensors])
+
+
+# ---- sequence parallelism: between its blocks a decoder layer holds only this rank's tokens --------------------------
+
+# Norms, dropouts and sums of the residual stream run on a part of the tokens, so their activations take 1 / ranks of
+# the memory (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022). The decoder
+# layers are the region: the first one cuts the tokens, the last one gathers them, so what is outside, position ids and
+# masks included, sees whole tensors. A block (attention, feed-forward) gathers the tokens at its entry. Where all of
+# its entry projections are column-wise and its exit is row-wise, gradients are reduce-scattered at the entry and
+# outputs at the exit; any other block (experts with their router) runs on whole tokens as without sequence parallelism.
+
+
+@dataclass(frozen=True)
+class SequenceRegion:
+    """The parts of the decoder layers, by their names in the model."""
+
+    layers: Layers
+    scattering: tuple[str, ...]  # blocks that take partial gradients and scatter their output themselves
+    whole: tuple[str, ...]  # blocks that run on whole tokens
+    on_parts: tuple[str, ...]  # modules with parameters that run on this rank's tokens
+
+    def scatters(self, name: str) -> bool:
+        """Tell whether a module belongs to a block that scatters its output."""
+        return any(name.startswith(f"{block}.") for block in self.scattering)
+
+
+def sequence_region(model: nn.Module, styles: Mapping[str, ParallelStyle | str]) -> SequenceRegion:
+    """Sort the parts of the decoder layers; refuse model types not proven, and plans with styles of torch."""
+    if model_type(model) not in SEQUENCE_PARALLEL_TYPES:
+        raise ConfigurationError(
+            f"sequence_parallel=True is not offered for {type(model).__name__} ({model_type(model) or 'no type'}), but "
+            f"for the model types {', '.join(SEQUENCE_PARALLEL_TYPES)}; set it to False, and give a tp_plan of torch's "
+            "styles with sequence layouts where you need it"
+        )
+    own = [name for name, style in styles.items() if not isinstance(style, str)]
+    if own:
+        raise ConfigurationError(
+            f"sequence_parallel=True cannot change the styles of torch that the plan gives (to {own[0]}); write the "
+            "sequence layouts into them and set it to False, or give names of styles"
+        )
+    layers = find_layers(model)
+    sorted_parts: dict[str, list[str]] = {"scattering": [], "whole": [], "on_parts": []}
+    for layer_name, layer in layers.named():
+        for child, part in layer.named_children():
+            name = f"{layer_name}.{child}"
+            inside = [str(style) for key, style in styles.items() if key == name or key.startswith(f"{name}.")]
+            kind = _kind(part, inside)
+            if kind is not None:
+                sorted_parts[kind].append(name)
+    return SequenceRegion(layers, *(tuple(names) for names in sorted_parts.values()))
+
+
+def _kind(part: nn.Module, styles: list[str]) -> str | None:
+    if styles:
+        exits = sum(style in plans.ROWWISE for style in styles)
+        return "scattering" if set(styles) <= _AT_EDGES and exits == 1 else "whole"
+    has_parameters = next(part.parameters(), None) is not None
+    if "norm" in type(part).__name__.lower():
+        return "on_parts" if has_parameters else None
+    return "whole" if has_parameters else None
+
+
+def split_tokens(model: nn.Module, region: SequenceRegion, mesh: DeviceMesh) -> None:
+    """Install the cuts and gathers of a region."""
+    layers = region.layers.modules()
+    layers[0].register_forward_pre_hook(_on_input(partial(_cut, mesh=mesh)), with_kwargs=True)
+    layers[-1].register_forward_hook(_on_output(lambda tensor: not_a_view(gather_tokens(tensor, mesh, Replicate()))))
+    for names, gradient in ((region.scattering, Partial()), (region.whole, Replicate())):
+        gather = _on_input(partial(gather_tokens, mesh=mesh, gradient=gradient))
+        for name in names:
+            model.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
+    for name in region.whole:
+        model.get_submodule(name).register_forward_hook(_on_output(partial(own_tokens, mesh=mesh)))
+
+
+def _cut(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    if tensor.shape[SEQUENCE_DIM] % mesh.size():
+        raise ParallelSizeError(
+            f"the batch has {tensor.shape[SEQUENCE_DIM]} tokens in a row, which {mesh.size()} tensor-parallel ranks "
+            "cannot share evenly under sequence parallelism; pad rows to a multiple of that"
+        )
+    return own_tokens(tensor, mesh)
+
+
+def _on_input(change: Any) -> Any:
+    """Make a hook that changes the hidden states that go in, the first argument or the one of that name."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    return hook
+
+
+def _on_output(change: Any) -> Any:
+    """Make a hook that changes the hidden states that come out, alone or first of a tuple."""
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    return hook

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_fsdp.checkpoint.archive import load_object_file
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
-from megatron_fsdp.checkpoint.kinds import COMMON_FILE, as_json, dtype_name
+from megatron_fsdp.checkpoint.kinds import COMMON_FILE, as_json, dtype_name, read_common_file
 from megatron_fsdp.checkpoint.naming import alike
 from megatron_fsdp.checkpoint.safe_read import read_file
 from megatron_fsdp.checkpoint.tools.inspect import BLOCK, compiled, natural_order, pieces
@@ -112,7 +111,7 @@ def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference |
         found = _sizes_in_words(read_file(left), read_file(right))
     except OSError as error:
         raise CheckpointError(f"{COMMON_FILE} cannot be read: {error.strerror}") from error
-    if found is None or alike(load_object_file(left), load_object_file(right)):
+    if found is None or alike(read_common_file(a), read_common_file(b)):
         return None
     return Difference(COMMON_FILE, "object", found)
 
