@@ -6,10 +6,11 @@ this package, such as a help text or the worker of a data loader, need not wait 
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,8 @@ _LEGACY_FLAGS = {
 """Keyword of earlier versions -> its name today."""
 
 _Marked = TypeVar("_Marked")
+_Others = ParamSpec("_Others")
+_Result = TypeVar("_Result")
 
 
 def experimental_api(marked: _Marked) -> _Marked:
@@ -351,58 +354,29 @@ def _owner(param: torch.Tensor) -> MegatronFSDP:
     return model
 
 
+def _takes_arguments_of(
+    shard_model: Callable[Concatenate[nn.Module, _Others], object],
+) -> Callable[[Callable[..., _Result]], Callable[Concatenate[nn.Module, torch.optim.Optimizer, _Others], _Result]]:
+    """Give a function of model, optimizer and any others the signature of `shard_model`, with the optimizer second."""
+
+    def decorate(
+        function: Callable[..., _Result],
+    ) -> Callable[Concatenate[nn.Module, torch.optim.Optimizer, _Others], _Result]:
+        own, others = (inspect.signature(each) for each in (function, shard_model))
+        parameters = [*list(own.parameters.values())[:2], *list(others.parameters.values())[1:]]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 @explains_arguments(
     module="give the model and its optimizer.",
     optimizer="give the optimizer after the model, or call fully_shard_model(model) to shard a model alone.",
 )
+@_takes_arguments_of(fully_shard_model)
 def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described there)
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device_mesh: DeviceMesh | None = None,
-    dp_shard_dim: str | None = None,
-    dp_outer_dim: str | None = None,
-    tp_dim: str | None = None,
-    hybrid_fsdp_group: dist.ProcessGroup | None = None,
-    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-    expt_device_mesh: DeviceMesh | None = None,
-    fsdp_group_ag: dist.ProcessGroup | None = None,
-    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    fsdp_unit_modules: UnitModules = None,
-    zero_dp_strategy: str | int = 3,
-    outer_dp_sharding_strategy: str | int = 0,
-    device: torch.device | str | int | None = None,
-    init_model_with_meta_device: bool | str = False,
-    mixed_precision_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
-    overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = True,
-    sync_model_each_microbatch: bool = True,
-    preproc_state_dict_for_dcp_ckpt: bool = True,
-    report_nan_in_param_grad: bool = False,
-    average_in_collective: bool = False,
-    disable_bucketing: bool = False,
-    calculate_per_token_loss: bool = False,
-    keep_fp8_transpose_cache: bool = False,
-    nccl_ub: bool = False,
-    fsdp_double_buffer: bool = False,
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-    disable_symmetric_registration: bool = False,
-    enable_fine_grained_param_gather: bool = False,
-    use_decoupled_grad: bool = False,
-    cuda_graph_mode: bool = False,
-    maxpool_double_buffer: bool = False,
-    grad_reduce_in_fp32: bool | None = None,
-    preserve_fp32_weights: bool | None = None,
-    check_for_nan_in_grad: bool | None = None,
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool | None = None,
-    reduce_scatter_with_fp32_accumulation: bool = False,
-    weight_allocator: str = "slots",
-    max_gathered_units: int | None = None,
-    forward_prefetch_units: int | None = None,
-    backward_prefetch_units: int | None = None,
-    verify_ranks: bool | float | str | None = None,
-    find_unused_parameters: bool = False,
-    deterministic: str | None = None,
-    gradient_accumulation_fusion: bool = False,
+    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and the optimizer that was built on it, in one call.
 
@@ -419,9 +393,10 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     Raises:
         ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
     """
-    arguments = dict(locals())
-    del arguments["optimizer"]
-    from megatron_fsdp.comm.agreement import agree
+    bound = inspect.signature(fully_shard_model).bind(module, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    from megatron_fsdp.comm.agreement import all_agree
     from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.engine.model_checks import check_keeps_no_copies
     from megatron_fsdp.optim.optimizer import check_capturable, check_parameters, move_to_sharded
@@ -433,15 +408,11 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     index = index_of(arguments)
     arguments.update(device_mesh=index.device_mesh, dp_shard_dim=index.dp_shard_dim, tp_dim=index.tp_dim)
     names = {id(param): name for name, param in module.named_parameters()}
-    problem = None
-    try:
+    with all_agree([index.get_dp_group()]):
         check_parameters(optimizer, names)
         check_keeps_no_copies(optimizer, names)
         if arguments["cuda_graph_mode"] and index.device_mesh.device_type == "cuda":
             check_capturable(optimizer)
-    except ConfigurationError as error:
-        problem = error
-    agree([index.get_dp_group()], problem)
     model = fully_shard_model(**arguments)
     sharded = {
         name: param
@@ -449,7 +420,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
         for name, param in zip(group.names, group.sharded, strict=True)
     }
     move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model.shard_like)
-    return model, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+    return model, fully_shard_optimizer(optimizer, arguments["preproc_state_dict_for_dcp_ckpt"])
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:

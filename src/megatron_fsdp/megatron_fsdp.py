@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import all_agree, gather_over
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.lanes import resolve_device
 from megatron_fsdp.config.arguments import CONFIG_DEFAULTS, explains_arguments, refuse_unsupported
@@ -32,7 +32,6 @@ from megatron_fsdp.debug.verify_ranks import RankVerifier, resolve_verify_ranks
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, footprints_of, memory_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
 from megatron_fsdp.engine.expert_state import names_as_saved, state_as_held, state_as_saved
 from megatron_fsdp.engine.full_tensors import (
     DEFAULT_BUCKET_BYTES,
@@ -44,16 +43,16 @@ from megatron_fsdp.engine.full_tensors import (
     iter_parameters,
     shown_in_full,
 )
-from megatron_fsdp.engine.gradients import GRAD, get_grad, set_grad
+from megatron_fsdp.engine.gradients import GRAD, get_grad
 from megatron_fsdp.engine.hooks import compiled_in_place
-from megatron_fsdp.engine.model_checks import ReplacedParameters
+from megatron_fsdp.engine.memory import weakly
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.participation import calls_of, take_part
 from megatron_fsdp.engine.schedule import ROOT, SyncMode
-from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard, raise_everywhere
+from megatron_fsdp.engine.state_dict import are_from_file, check_load, other_shards, own_shard
 from megatron_fsdp.engine.wrap import Grouping, UnitGrouping, assemble
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
 from megatron_fsdp.hang.watch import HangLog
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import check_capturable, watch_optimizers
@@ -207,23 +206,14 @@ class MegatronFSDP(nn.Module):
             )
         # Whether `start_param_sync` waits for the gathers that it starts.
         self._gathers_at_once = not config.fsdp_all_gather_in_start_param_sync
-        replaced = ReplacedParameters(module)
-        finished = weakref.WeakMethod(self._backward_finished)
-        delayed = delay_all(module) if options.delay_wgrad_compute else None
-        try:
-            self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, _weakly(finished))
-        except BaseException:
-            if delayed is not None:
-                undelay_weight_gradients(module)
-            raise
+        finished = weakly(self._backward_finished)
+        self._assembly = assemble(module, grouping, options, dist_index, self.device, self._mode, finished)
         self._engine = self._assembly.engine
-        self._engine.delayed = delayed
         self._watch_if_asked()
-        self._engine.replaced = replaced
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()
-        self._bucket_numel = grouping.cut_numel(self._engine.num_ranks)
+        self._bucket_numel = grouping.cut_numel(self._engine.sharding.dense.num_ranks)
         watch_optimizers(self._engine)
         self._stamp_parameters()
         self._log_if_asked()
@@ -491,8 +481,7 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded; or
                 its steps cannot be captured, and `cuda_graph_mode` is on.
         """
-        if self._engine.replaced is not None:
-            self._engine.replaced.check(optimizer)
+        self._engine.replaced.check(optimizer)
         if self.keeps_gradients and self.device.type == "cuda":
             check_capturable(optimizer)
         self._engine.connected.add(optimizer)
@@ -708,8 +697,7 @@ class MegatronFSDP(nn.Module):
     @property
     def has_deferred_gradients(self) -> bool:
         """Whether gradients wait to be reduced: by the next backward that synchronises, or by `finish_grad_sync`."""
-        gradients = [group.gradients for group in self._engine.groups() if group.gradients is not None]
-        return any(found.has_local_sum or found.has_inner_sum for found in gradients)
+        return any(found.has_deferred_sum or found.has_inner_sum for _, found in self._engine.groups_with_gradients())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -827,12 +815,12 @@ class MegatronFSDP(nn.Module):
         if all(group.grad_attribute == GRAD for group in self._engine.groups()):
             return
         for param in params:
-            group, _ = self._engine.positions[id(param)]
+            group, _ = self._engine.group_and_index[id(param)]
             grad = get_grad(param, group.grad_attribute)
             if group.grad_attribute == GRAD or grad is None:
                 continue
             if set_to_none:
-                set_grad(param, group.grad_attribute, None)
+                setattr(param, group.grad_attribute, None)
             else:
                 grad.zero_()
 
@@ -880,7 +868,10 @@ class MegatronFSDP(nn.Module):
         Raises:
             CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
         """
-        raise_everywhere(problem, self._engine.reaching_all if is_from_file else ())
+        problems = gather_over(self._engine.sharding.reaching_all if is_from_file else (), problem)
+        found = next((each for each in problems if each is not None), None)
+        if found is not None:
+            raise CheckpointError(found)
 
     def _recut(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Cut tensors that torch has cut into equal shards as the parameters are."""
@@ -976,7 +967,7 @@ class MegatronFSDP(nn.Module):
 
     def describe_optimizer_state(self, param: torch.Tensor, value: object) -> None:
         """Describe the chunks of a state tensor that is sharded as its parameter."""
-        group, index = self._engine.positions[id(param)]
+        group, index = self._engine.group_and_index[id(param)]
         if isinstance(value, DTensor) and value.shape == param.shape:
             group.describe_chunks(index, value)
 
@@ -1056,7 +1047,7 @@ class MegatronFSDP(nn.Module):
 
     def shard_like(self, param: torch.Tensor, full: torch.Tensor) -> DTensor:
         """Return this rank's piece of a full tensor, cut as a sharded parameter; a copy, in the tensor's dtype."""
-        group, index = self._engine.positions[id(param)]
+        group, index = self._engine.group_and_index[id(param)]
         return group.shard_like(index, full)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
@@ -1103,14 +1094,11 @@ class MegatronFSDP(nn.Module):
                 f"this model keeps a log for hangs in {self._hang_log.folder} already; call stop_logging_for_hangs() "
                 "first"
             )
-        log, problem = None, None
+        log = None
         try:
-            timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
-            log = HangLog(Path(folder), self._engine, timeout_s)
-        except ConfigurationError as error:
-            problem = error
-        try:
-            agree(self._engine.reaching_all, problem)
+            with all_agree(self._engine.sharding.reaching_all):
+                timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
+                log = HangLog(Path(folder), self._engine, timeout_s)
         except BaseException:
             if log is not None:
                 log.withdraw()
@@ -1129,8 +1117,8 @@ class MegatronFSDP(nn.Module):
     def _watch_if_asked(self) -> None:
         """Add the observers that arguments and environment ask for; collective where ranks are compared."""
         engine = self._engine
-        if self._options.verify_ranks_s and engine.dense.group is not None:
-            self.observe(RankVerifier(engine.dense.group, engine.units, self._options.verify_ranks_s))
+        if self._options.verify_ranks_s and engine.sharding.dense.group is not None:
+            self.observe(RankVerifier(engine.sharding.dense.group, engine.units, self._options.verify_ranks_s))
         if resolve_check_lifetimes():
             self.check_lifetimes()
         delays = resolve_delays()
@@ -1201,14 +1189,3 @@ def _shard_dim(dist_index: FSDPDistributedIndex) -> str:
     if dist_index.dp_shard_dim is None:
         raise ConfigurationError("dist_index has dp_shard_dim=None; name the mesh dimension to shard over")
     return dist_index.dp_shard_dim
-
-
-def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Call a method for as long as its object lives."""
-
-    def call() -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-
-    return call

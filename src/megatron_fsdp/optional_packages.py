@@ -26,6 +26,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "matplotlib": "3.8",
         "tensorboard": "2.17",
     },
+    "float8": {"torchao": "0.18"},
 }
 """Extra -> package -> oldest version that works; a test compares it with pyproject.toml."""
 

@@ -436,7 +436,11 @@ def test_boxes_that_do_not_hold_each_element_once_are_seen() -> None:
     assert cover_problem((2,) * 10, halves) is None
     assert cover_problem((2,) * 10, [*halves[:-1], halves[0]]) == "has elements more than once"
     assert cover_problem((4, 4), [Box((0, 0), (2, 3)), Box((2, 1), (2, 3)), Box((0, 2), (2, 2))]) is not None
+    for _ in range(1000):  # the check draws numbers, and no draw may let them pass
+        assert cover_problem((3, 4), [Box((0, 0), (3, 2))] * 2) == "has elements more than once"
     assert cover_problem((), [Box((), ())]) is None
+    half = Box((0, 0), (3, 2))  # places are drawn anew each time: none of the draws may take it for both halves
+    assert all(cover_problem((3, 4), [half, half]) for _ in range(500))
     assert cover_problem((), [Box((), ())] * 2) is not None
     assert cover_problem((3, 0), []) is None
 

@@ -112,7 +112,7 @@ def test_gathering_a_buffer_brings_every_part_up_to_date(placement: Placement) -
         others[slice(*layout.shard_range(axis.rank))] = False
         buffer.local[others] = -1.0  # out of date until gathered
     full = buffer.local if placement is Placement.REPLICATE else torch.full((layout.numel,), -1.0)
-    finish(axis.all_gather(full, buffer.part(shard)))
+    finish(axis.all_gather(full, buffer.view_of(shard)))
     start, stop = layout.tensor_range(0)
     values, stale, in_place = (
         full[start:stop].tolist(),

@@ -35,7 +35,7 @@ def resolve(strategy: str = "optim_grads_params", /, **options: Any) -> MemoryOp
 
 def test_defaults_are_two_slots_and_one_unit_ahead() -> None:
     options = resolve()
-    assert options == MemoryOptions()
+    assert options == MemoryOptions(message_bytes=0)  # as tests set the environment
     assert (options.allocator, options.slots, options.forward_prefetch_units) == (WeightAllocator.SLOTS, 2, 1)
 
 
@@ -108,10 +108,10 @@ def test_without_overlap_nothing_is_gathered_ahead_but_under_strategy_3() -> Non
 
 
 def test_buckets_outside_of_units_follow_the_number_of_ranks() -> None:
-    assert resolve().bucket_numel_on(8) == 40_000_000
-    assert resolve().bucket_numel_on(64) == 64_000_000
-    assert resolve(bucket_size=7).bucket_numel_on(64) == 7
-    assert resolve(disable_bucketing=True).bucket_numel_on(64) is None
+    assert resolve().root_group_numel_on(8) == 40_000_000
+    assert resolve().root_group_numel_on(64) == 64_000_000
+    assert resolve(bucket_size=7).root_group_numel_on(64) == 7
+    assert resolve(disable_bucketing=True).root_group_numel_on(64) is None
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -168,7 +168,7 @@ def reductions_and_buckets(strategy: str, is_delayed: bool) -> tuple[int, int, i
     gradients = [group.gradients for group in model.parameter_groups()]
 
     def look(_grad: torch.Tensor) -> None:
-        early.extend(any(found.filled) for found in gradients if found is not None)
+        early.extend(each.filled for found in gradients if found is not None for each in found.of_parameter)
 
     inputs.register_hook(look)
     before = model.traffic()

@@ -214,7 +214,8 @@ def unfilled() -> int:
     original = GradientBuffers.reduce
 
     def forgetful(self: GradientBuffers, *args: Any) -> Any:
-        self.filled[:] = [True] * len(self.filled)
+        for each in self.of_parameter:
+            each.filled = True
         return original(self, *args)
 
     x = torch.ones(2, FEATURES)

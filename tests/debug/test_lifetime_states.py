@@ -8,18 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.debug.delays import DelayObserver, resolve_delays
-from megatron_fsdp.debug.lifetimes import AT_REST, LEGAL, Event, Memory, State, next_state, resolve_check_lifetimes
+from megatron_fsdp.debug.lifetimes import (
+    AT_REST,
+    LEGAL,
+    BorrowedMemory,
+    Event,
+    State,
+    next_state,
+    resolve_check_lifetimes,
+)
 from megatron_fsdp.errors import ConfigurationError, LifetimeError
 
 _LIVES = {
-    Memory.WEIGHTS: [Event.GATHER, Event.ARRIVE, Event.COMPUTE, Event.COMPUTE, Event.RELEASE],
-    Memory.BUCKET: [Event.LEND, Event.FILL, Event.FILL, Event.REDUCE, Event.GIVE_BACK],
-    Memory.SCRATCH: [Event.LEND, Event.GIVE_BACK],
+    BorrowedMemory.WEIGHTS: [Event.GATHER, Event.ARRIVE, Event.COMPUTE, Event.COMPUTE, Event.RELEASE],
+    BorrowedMemory.BUCKET: [Event.LEND, Event.FILL, Event.FILL, Event.REDUCE, Event.GIVE_BACK],
+    BorrowedMemory.SCRATCH: [Event.LEND, Event.GIVE_BACK],
 }
 
 
-@pytest.mark.parametrize("memory", Memory)
-def test_an_ordinary_life_ends_where_it_began(memory: Memory) -> None:
+@pytest.mark.parametrize("memory", BorrowedMemory)
+def test_an_ordinary_life_ends_where_it_began(memory: BorrowedMemory) -> None:
     state = AT_REST[memory]
     for event in _LIVES[memory] * 2:
         state = next_state(memory, state, event, "u")
@@ -28,7 +36,7 @@ def test_an_ordinary_life_ends_where_it_began(memory: Memory) -> None:
 
 def test_everything_else_raises_with_names() -> None:
     count = 0
-    for memory, state, event in itertools.product(Memory, State, Event):
+    for memory, state, event in itertools.product(BorrowedMemory, State, Event):
         if (state, event) not in LEGAL[memory]:
             count += 1
             with pytest.raises(LifetimeError) as caught:
@@ -38,8 +46,8 @@ def test_everything_else_raises_with_names() -> None:
     assert count == 3 * 7 * 8 - 7 - 6 - 4
 
 
-@given(st.sampled_from(Memory), st.lists(st.sampled_from(Event), max_size=30))
-def test_no_order_of_legal_events_breaks_the_contract(memory: Memory, events: list[Event]) -> None:
+@given(st.sampled_from(BorrowedMemory), st.lists(st.sampled_from(Event), max_size=30))
+def test_no_order_of_legal_events_breaks_the_contract(memory: BorrowedMemory, events: list[Event]) -> None:
     """Whatever is legal: reads lie between arrival and release, and two owners never overlap."""
     state, open_for_reading, owned = AT_REST[memory], False, False
     for event in events:

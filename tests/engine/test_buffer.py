@@ -122,7 +122,7 @@ def test_the_part_of_a_full_buffer_is_a_buffer_that_shares_its_memory(rank: int)
     assert torch.equal(part.piece(0), torch.arange(12.0).view(6, 2)[2 * rank : 2 * rank + 2])
     part.local.fill_(-1.0)
     assert full.piece(0)[2 * rank].tolist() == [-1.0, -1.0]
-    assert part.local.data_ptr() == full.part(shard_region(layout, rank)).data_ptr()
+    assert part.local.data_ptr() == full.view_of(shard_region(layout, rank)).data_ptr()
 
 
 @given(shape_lists, st.integers(1, 5), st.sampled_from([1, 4]))

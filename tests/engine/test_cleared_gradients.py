@@ -131,7 +131,7 @@ def test_a_group_keeps_its_memory_while_one_parameter_shows_a_gradient() -> None
     for param in others:
         param.grad = None
     look(model)
-    group, _ = engine_of(model).positions[id(first)]
+    group, _ = engine_of(model).group_and_index[id(first)]
     assert gradient_bytes(model) == group.gradients.main.num_bytes > 0
     assert values(first.grad) == before
 

@@ -135,7 +135,7 @@ def place_of(model: MegatronFSDP, tensor: torch.Tensor) -> tuple[Use, int, int, 
     pool = engine_of(model).executor.pool
     assert pool.plan is not None
     for block in pool.plan.blocks:
-        part = pool.part(block.use, block.number)
+        part = pool.memory_of(block.use, block.number)
         assert part is not None
         inside = tensor.data_ptr() - part.data_ptr()
         if 0 <= inside <= block.num_bytes - tensor.nbytes:
@@ -191,11 +191,11 @@ def test_the_peak_is_held_from_the_start(strategy: int) -> None:
     before = held_bytes()
     model, optimizer = wrap(zero_dp_strategy=strategy)
     engine = engine_of(model)
-    assert engine.memory.pool is not None
+    assert engine.memory_plan.pool is not None
     shards = sum(group.weights.compute.local.nbytes for group in engine.groups())
     wrapped = held_bytes() - before
     own = shards if strategy == 0 else 0  # of weights that no collective reads or writes
-    assert engine.memory.pool.num_bytes + own <= wrapped < engine.memory.pool.num_bytes + own + 1024
+    assert engine.memory_plan.pool.num_bytes + own <= wrapped < engine.memory_plan.pool.num_bytes + own + 1024
     told = model.describe().memory
     train(model, optimizer, 0)
     assert model.describe().memory.transient_peak_bytes == told.transient_peak_bytes
@@ -236,7 +236,7 @@ def test_what_is_larger_than_planned_gets_memory_of_its_own() -> None:
     pool = CommunicationPool(CPU, plan_pool({Use.BUCKET: [64]}))
     block = pool.make(Use.BUCKET, 0, 65)
     assert (block.num_bytes, block.is_kept) == (65, False)
-    assert pool.blocks(Use.BUCKET).planned(65) == 0
+    assert pool.planned(Use.BUCKET, 65) == 0
     assert isinstance(pool.make(Use.SCRATCH, 0, 8), Block)
 
 
@@ -244,7 +244,7 @@ def test_what_is_larger_than_planned_gets_memory_of_its_own() -> None:
 def test_memory_goes_with_the_model() -> None:
     model, optimizer = wrap()
     train(model, optimizer, 0)
-    memory = engine_of(model).executor.pool.part(Use.BUCKET, 0)
+    memory = engine_of(model).executor.pool.memory_of(Use.BUCKET, 0)
     assert memory is not None
     gone = weakref.ref(memory.untyped_storage())
     del model, optimizer, memory

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp.engine.engine import direct_hook
+from megatron_fsdp.engine.gradients import ParameterGradient, direct_hook
 
 
 def parameter(value: float) -> nn.Parameter:
@@ -18,13 +18,14 @@ def parameter(value: float) -> nn.Parameter:
 
 def test_the_first_gradient_is_copied_with_the_cast_and_let_go() -> None:
     place, passed_on = torch.zeros(2, dtype=torch.float64), []
-    direct, filled, arrived = [None, place], [False, False], [False, False]
-    hook = direct_hook(direct, filled, arrived, 1, passed_on.append)
+    gradient = ParameterGradient()
+    gradient.direct = place
+    hook = direct_hook(gradient, passed_on.append)
     param = parameter(3.0)
     hook(param)
     assert place.tolist() == [3.0, 3.0]
     assert (param.grad, passed_on) == (None, [])
-    assert (direct, filled, arrived) == ([None, None], [False, True], [False, True])
+    assert (gradient.direct, gradient.filled, gradient.arrived) == (None, True, True)
     param.grad = torch.ones(2)
     hook(param)  # the second of this backward has to be added
     assert passed_on == [param]
@@ -34,8 +35,8 @@ def test_the_first_gradient_is_copied_with_the_cast_and_let_go() -> None:
 @pytest.mark.parametrize("reason", ["closed", "none", "sparse", "graph"])
 def test_what_is_not_plain_is_passed_on_untouched(reason: str) -> None:
     place, passed_on = torch.zeros(2), []
-    direct = [None if reason == "closed" else place]
-    filled, arrived = [False], [False]
+    gradient = ParameterGradient()
+    gradient.direct = None if reason == "closed" else place
     param = parameter(1.0)
     if reason == "none":
         param.grad = None
@@ -44,9 +45,9 @@ def test_what_is_not_plain_is_passed_on_untouched(reason: str) -> None:
     elif reason == "graph":
         param.grad = torch.ones(2, requires_grad=True) * 2
     before = param.grad
-    direct_hook(direct, filled, arrived, 0, passed_on.append)(param)
+    direct_hook(gradient, passed_on.append)(param)
     assert passed_on == [param]
     assert param.grad is before
     assert place.tolist() == [0.0, 0.0]
-    assert (filled, arrived) == ([False], [False])
-    assert direct[0] is (None if reason == "closed" else place)
+    assert (gradient.filled, gradient.arrived) == (False, False)
+    assert gradient.direct is (None if reason == "closed" else place)

@@ -110,10 +110,10 @@ def test_the_size_of_a_message_grows_with_the_ranks_while_that_costs_no_memory(
 )
 def test_options_say_how_much_is_merged(numel: int | None, message: int | None, expected: list[str]) -> None:
     memory = MemoryOptions(communication_unit_numel=numel, message_bytes=message)
-    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, parts_are_alike=True)) == expected
+    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, shapes_are_alike=True)) == expected
     each = ["", *(f"layers.{k}" for k in range(5))]
-    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, parts_are_alike=False)) == each
-    finer = plan_units(Ordered(layers=5), [Layer], replace(memory, fine_grained=True), 2, parts_are_alike=True)
+    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, shapes_are_alike=False)) == each
+    finer = plan_units(Ordered(layers=5), [Layer], replace(memory, fine_grained=True), 2, shapes_are_alike=True)
     assert len(finer.units) == 11
 
 

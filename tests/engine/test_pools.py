@@ -5,11 +5,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, SlotPool, pack_bytes
-from megatron_fsdp.sharding.memory_plan import Use
+from megatron_fsdp.config.engine_options import WeightAllocator
+from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, pack_bytes
+from megatron_fsdp.sharding.memory_plan import UnitWeights, Use, plan_weights
 
 CPU = torch.device("cpu")
-BLOCKS = CommunicationPool(CPU).blocks(Use.BUCKET)
+POOL = CommunicationPool(CPU)
+
+
+def slots_of(num_bytes: int) -> WeightMemory:
+    """Slots for units of one size, of which unit 1 is one."""
+    units = [UnitWeights(0), *[UnitWeights(num_bytes)] * 4]
+    return WeightMemory(plan_weights(WeightAllocator.SLOTS, units, 4), POOL)
 
 
 def no_room() -> bool:
@@ -36,9 +43,9 @@ def test_a_view_of_a_block_is_typed_memory_of_it() -> None:
 def test_memory_taken_in_evaluation_serves_training() -> None:
     x = torch.ones(4, requires_grad=True)
     with torch.inference_mode():
-        pool = SlotPool(16, BLOCKS)
-        pool.block(0)
-    weight = pool.block(0).view(0, 4, torch.float32)
+        pool = slots_of(16)
+        pool.take(1, 0)
+    weight = pool.take(1, 0).view(0, 4, torch.float32)
     weight.fill_(3.0)
     (x * weight).sum().backward()
     assert x.grad is not None
@@ -46,24 +53,24 @@ def test_memory_taken_in_evaluation_serves_training() -> None:
 
 
 def test_a_slot_is_the_same_memory_for_good() -> None:
-    pool = SlotPool(64, BLOCKS)
-    addresses = [pool.block(slot).view(0, 1, torch.uint8).data_ptr() for slot in (0, 1, 0, 1, 0)]
+    pool = slots_of(64)
+    addresses = [pool.take(1, slot).view(0, 1, torch.uint8).data_ptr() for slot in (0, 1, 0, 1, 0)]
     assert addresses[0] == addresses[2] == addresses[4]
     assert addresses[1] == addresses[3] != addresses[0]
 
 
 def test_slots_take_memory_at_their_first_use() -> None:
-    pool = SlotPool(64, BLOCKS)
+    pool = slots_of(64)
     assert pool.held_bytes == 0
-    pool.block(3)
+    pool.take(1, 3)
     assert pool.held_bytes == 64
-    pool.block(3)
+    pool.take(1, 3)
     assert pool.held_bytes == 64
 
 
 def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
     """How many there are depends on how many were lent, and not on when they came back."""
-    pool = BucketPool(2, 64, BLOCKS, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 2, 64, no_room)
     lent = []
     for _ in range(4):
         lent += [pool.borrow()]
@@ -74,7 +81,7 @@ def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
 
 
 def test_a_second_bucket_is_made_while_the_first_is_out() -> None:
-    pool = BucketPool(2, 64, BLOCKS, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 2, 64, no_room)
     assert pool.borrow() is not pool.borrow()
     assert pool.held_bytes == 128
 
@@ -95,7 +102,7 @@ def room_maker(pool_of: Callable[[], BucketPool], lent: list[Block], log: list[s
 def test_room_is_made_only_when_all_buckets_are_out() -> None:
     lent: list[Block] = []
     log: list[str] = []
-    pool = BucketPool(2, 64, BLOCKS, room_maker(lambda: pool, lent, log))
+    pool = BucketPool(POOL, Use.BUCKET, 2, 64, room_maker(lambda: pool, lent, log))
     lent += [pool.borrow(), pool.borrow()]
     assert log == []
     oldest = lent[0]
@@ -106,7 +113,7 @@ def test_room_is_made_only_when_all_buckets_are_out() -> None:
 
 def test_a_pool_that_grew_lends_and_holds_no_more_than_before() -> None:
     lent: list[Block] = []
-    pool = BucketPool(2, 64, BLOCKS, room_maker(lambda: pool, lent, []))
+    pool = BucketPool(POOL, Use.BUCKET, 2, 64, room_maker(lambda: pool, lent, []))
     several = [pool.borrow() for _ in range(4)]  # filled at once, so nothing could be waited for
     for block in several:
         pool.give_back(block)
@@ -128,14 +135,14 @@ def test_room_is_asked_for_until_a_bucket_of_this_pool_comes_back() -> None:
             pool.give_back(block[0])
         return True
 
-    pool = BucketPool(1, 64, BLOCKS, make_room)
+    pool = BucketPool(POOL, Use.BUCKET, 1, 64, make_room)
     block.append(pool.borrow())
     assert pool.borrow() is block[0]
     assert answers == []
 
 
 def test_the_pool_grows_where_no_room_can_be_made() -> None:
-    pool = BucketPool(1, 64, BLOCKS, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 1, 64, no_room)
     lent = [pool.borrow() for _ in range(3)]
     assert len({id(block) for block in lent}) == 3
     assert pool.held_bytes == 192
@@ -143,7 +150,7 @@ def test_the_pool_grows_where_no_room_can_be_made() -> None:
 
 @pytest.mark.parametrize("came_back", [0, 1, 2])
 def test_reclaiming_takes_every_bucket_back_once(came_back: int) -> None:
-    pool = BucketPool(2, 64, BLOCKS, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 2, 64, no_room)
     lent = [pool.borrow(), pool.borrow()]
     for block in lent[:came_back]:
         pool.give_back(block)
@@ -192,7 +199,7 @@ def test_autograd_finds_what_it_saved_in_a_block_that_came_back() -> None:
 
 
 def test_a_smaller_number_of_buckets_drops_those_that_are_free() -> None:
-    pool = BucketPool(3, 64, BLOCKS, no_room)
+    pool = BucketPool(POOL, Use.BUCKET, 3, 64, no_room)
     for block in [pool.borrow() for _ in range(3)]:
         pool.give_back(block)
     pool.set_count(1)
@@ -202,7 +209,7 @@ def test_a_smaller_number_of_buckets_drops_those_that_are_free() -> None:
 
 
 def test_a_larger_number_of_buckets_is_made_when_it_is_needed() -> None:
-    pool = BucketPool(1, 64, BLOCKS, lambda: pytest.fail("there is room"))
+    pool = BucketPool(POOL, Use.BUCKET, 1, 64, lambda: pytest.fail("there is room"))
     pool.borrow()
     pool.set_count(2)
     pool.borrow()

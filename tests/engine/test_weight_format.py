@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.config.precision import WEIGHT_FORMATS as NAMES
+from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
@@ -154,7 +154,7 @@ def train(job: Job) -> Result:
 
 
 JOBS = [
-    *(Job(name, dtype, inner=ranks) for name in NAMES for dtype, ranks in ((FP32, 2), (BF16, 3))),
+    *(Job(name, dtype, inner=ranks) for name in WEIGHT_FORMAT_NAMES for dtype, ranks in ((FP32, 2), (BF16, 3))),
     Job("fp8", inner=1),
     Job("fp8", inner=4),
     Job("fp8", outer=2),
@@ -190,7 +190,7 @@ def shards_of(job: Job) -> dict[str, torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WEIGHT_FORMAT_NAMES)
 def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str) -> None:
     model = build(Job(name))
     whole = {
@@ -202,36 +202,6 @@ def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str)
             assert seen
             for key, value in seen.items():
                 assert torch.equal(value, whole[key]), (job, key)
-
-
-class _Pre(torch.Tensor):
-    def fsdp_pre_all_gather(self) -> None: ...
-
-
-class _Both(_Pre):
-    def fsdp_post_all_gather(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (_Pre, "weight is a _Pre with fsdp_pre_all_gather and without fsdp_post_all_gather; a tensor class"),
-        (_Both, "weight is a _Both with fsdp_pre_all_gather and fsdp_post_all_gather, which are not called here"),
-    ],
-)
-def test_a_tensor_class_that_gathers_itself_is_refused(run_ranks: RunRanks, kind: type[_Pre], words: str) -> None:
-    said = run_ranks(2, guest_error, kind)
-    assert said[0] == said[1]
-    assert words in said[0]
-
-
-def guest_error(kind: type[_Pre]) -> str:
-    model = nn.Linear(3, 2)
-    if dist.get_rank() == 1:  # the other rank sees nothing wrong
-        model.weight = nn.Parameter(model.weight.detach().as_subclass(kind))
-    with pytest.raises(ConfigurationError) as caught:
-        fully_shard(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    return str(caught.value)
 
 
 def poisoned(weight: float) -> list[str]:
@@ -289,7 +259,7 @@ def test_a_policy_refuses_impossible_formats(fields: dict[str, Any], error: type
 
 
 def test_the_names_are_those_of_the_codecs() -> None:
-    assert tuple(WEIGHT_FORMATS) == NAMES
+    assert tuple(WEIGHT_FORMATS) == WEIGHT_FORMAT_NAMES
 
 
 @on_ranks(2)

@@ -102,7 +102,7 @@ def test_only_groups_that_are_alike_share_descriptions() -> None:
     model = wrap(build(2))
     first, second = (engine_of(model).units[index].groups[0].plan.spec for index in (1, 2))
     originals = [nn.Parameter(torch.empty(info.shape)) for info in first.parameters]
-    plans = GroupPlanner(engine_of(model)._sharding)
+    plans = GroupPlanner(engine_of(model).sharding)
 
     def share(spec: Any, other: Any, others: list[nn.Parameter]) -> bool:
         (plan, frames), (other_plan, other_frames) = plans.plan(spec, originals), plans.plan(other, others)

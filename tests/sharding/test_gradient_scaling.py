@@ -28,11 +28,10 @@ def apply(reduction: GradientReduction, gradients: torch.Tensor) -> torch.Tensor
     group_size=st.integers(1, 16),
     mode=st.sampled_from(["mean", "average in collective", "per token"]),
     comm_dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
-    backend_has_avg=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_operation_and_factors_give_the_wanted_value(
-    dp_size: int, group_size: int, mode: str, comm_dtype: torch.dtype, backend_has_avg: bool, seed: int
+    dp_size: int, group_size: int, mode: str, comm_dtype: torch.dtype, seed: int
 ) -> None:
     reduction = gradient_reduction(
         dp_size,
@@ -40,7 +39,6 @@ def test_operation_and_factors_give_the_wanted_value(
         average_in_collective=mode == "average in collective",
         calculate_per_token_loss=mode == "per token",
         comm_dtype=comm_dtype,
-        backend_has_avg=backend_has_avg,
     )
     gradients = torch.randn(group_size, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     wanted = gradients.sum(dim=0) / (1 if mode == "per token" else dp_size)
@@ -48,7 +46,7 @@ def test_operation_and_factors_give_the_wanted_value(
 
 
 def reduction_for(
-    *, dp_size: int = 8, group_size: int = 8, average: bool = False, comm: torch.dtype = torch.float32, avg: bool = True
+    *, dp_size: int = 8, group_size: int = 8, average: bool = False, comm: torch.dtype = torch.float32
 ) -> GradientReduction:
     return gradient_reduction(
         dp_size,
@@ -56,7 +54,6 @@ def reduction_for(
         average_in_collective=average,
         calculate_per_token_loss=False,
         comm_dtype=comm,
-        backend_has_avg=avg,
     )
 
 
@@ -70,13 +67,11 @@ def test_the_mean_scales_the_result_and_float16_before_the_sum_so_that_it_cannot
     assert (gradients * reduction.pre_factor).sum(dim=0).item() == 60000.0
 
 
-def test_an_average_needs_no_factor_but_in_float16_and_without_a_collective_for_it() -> None:
+def test_an_average_needs_no_factor_but_in_float16() -> None:
     assert reduction_for(average=True) == GradientReduction("avg", 1.0, 1.0)
     assert reduction_for(average=True, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
     assert reduction_for(group_size=2, average=True, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
     assert reduction_for(group_size=2, average=True).for_dtype(torch.float16) == GradientReduction("sum", 0.125, 1.0)
-    assert reduction_for(average=True, avg=False) == GradientReduction("sum", 1.0, 0.125)
-    assert reduction_for(average=True, avg=False, comm=torch.float16) == GradientReduction("sum", 0.125, 1.0)
 
 
 def test_expert_gradients_are_divided_by_the_dense_size() -> None:

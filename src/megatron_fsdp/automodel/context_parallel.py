@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
 from megatron_fsdp.checkpoint.hf.live import own_class
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
@@ -124,16 +124,12 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh) -> dict[str, T
             the ranks hold different batches. All errors are raised on every rank.
     """
     layout = SequenceLayout(cp_mesh.size())
-    error: Exception | None = None
-    try:
+    with all_agree([cp_mesh.get_group()]) as facts:
         _check(batch, layout)
-    except ConfigurationError as found:
-        error = found
-    facts = [
-        f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
-        for name, values in sorted(batch.items())
-    ]
-    agree([cp_mesh.get_group()], error, facts)
+        facts += [
+            f"{name} {tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
+            for name, values in sorted(batch.items())
+        ]
     reference = _reference(batch)
     rows, length = reference.shape[:2]
     whole = {name: values for name, values in batch.items() if name not in ("labels", "attention_mask")}

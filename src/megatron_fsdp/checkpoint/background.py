@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.comm.agreement import decided_by_first, raise_together, together, world_size_of
+from megatron_fsdp.checkpoint.ranks import decided_by_first, together
+from megatron_fsdp.comm.agreement import raise_together, world_size_of
 from megatron_fsdp.comm.groups import duplicate_group
 from megatron_fsdp.dtensor.chunks import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
 
 ALIGNMENT_BYTES = 64
 ARENA_BYTES = 512 * 1024 * 1024
@@ -238,7 +239,7 @@ class BackgroundSaver:
             if self.group is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)
 
-    def _run(self, copied: Any, problem: BaseException | None, save: Save, device: int | None) -> None:
+    def _run(self, copied: Any, problem: Exception | None, save: Save, device: int | None) -> None:
         """Save the copy in the thread."""
         if device is not None:
             torch.accelerator.set_device_index(device)  # of each thread; a writer would use the first device
@@ -249,15 +250,21 @@ class BackgroundSaver:
                 save(copied, self.group)
 
         try:
-            raise_together(problem, "copying the state for a background save", self.group)
+            raise_together(problem, "copying the state for a background save", self.group, raises=CheckpointError)
             together("saving in the background", save_copy, self.group)
+        except RankError as error:  # torch.distributed was taken down
+            raise _out_of_reach(error) from error
         except MegatronFSDPError:
             raise
         except RuntimeError as error:  # of the back end
-            raise CheckpointError(
-                f"ranks of a save in the background cannot reach each other any more ({error}); if none has failed, "
-                "close the Checkpointer (or wait() for it) before destroy_process_group()"
-            ) from error
+            raise _out_of_reach(error) from error
+
+
+def _out_of_reach(error: RuntimeError) -> CheckpointError:
+    return CheckpointError(
+        f"ranks of a save in the background cannot reach each other any more ({error}); if none has failed, close the "
+        "Checkpointer (or wait() for it) before destroy_process_group()"
+    )
 
 
 def _gloo_twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

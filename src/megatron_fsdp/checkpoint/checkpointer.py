@@ -27,10 +27,10 @@ from megatron_fsdp.checkpoint.naming import (
     place_of,
 )
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
+from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.checkpoint.store import CheckpointStore
-from megatron_fsdp.comm.agreement import together
 from megatron_fsdp.errors import ConfigurationError
 
 

@@ -219,15 +219,15 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether boxes inside of a tensor hold each element once, in time linear in their number.
 
-    Their volumes are added up, with random distances between places: that of the whole tensor comes out where each
-    element is in one box, and else with odds of about 2^-55.
+    Their volumes are added up, with every coordinate moved to a random place of its own: that of the whole tensor comes
+    out where each element is in one box, and else with odds of (number of dimensions) / `_PRIME`.
     """
-    salt = secrets.randbits(60)
+    places: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))  # of a coordinate along an axis
 
     def volume(offsets: Sequence[int], lengths: Sequence[int]) -> int:
         product = 1
         for dim, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
-            product = product * (hash((salt, dim, first + length)) - hash((salt, dim, first))) % _PRIME
+            product = product * (places[dim, first + length] - places[dim, first]) % _PRIME
         return product
 
     return sum(volume(box.offsets, box.lengths) for box in boxes) % _PRIME == volume([0] * len(shape), shape)

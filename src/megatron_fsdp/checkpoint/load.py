@@ -37,10 +37,11 @@ from megatron_fsdp.checkpoint.naming import (
     place_of,
 )
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
+from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
-from megatron_fsdp.comm.agreement import rank_of, together, world_size_of
+from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 

@@ -29,6 +29,7 @@ from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.hf.saving import DEFAULT_SHARD_BYTES
 from megatron_fsdp.checkpoint.kinds import GROUP_META, as_json, dtype_name
 from megatron_fsdp.checkpoint.manifest import FILE_NAME
+from megatron_fsdp.checkpoint.ranks import together
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
 from megatron_fsdp.checkpoint.tools.diff import Tolerance, diff
 from megatron_fsdp.checkpoint.tools.inspect import Inspection, ListedEntry, inspect_folder, list_checkpoints, show
@@ -36,7 +37,7 @@ from megatron_fsdp.checkpoint.tools.torch_save import RepackReport, from_torch_s
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import run_guarded
 from megatron_fsdp.cli.output import in_bytes, write_error, write_facts, write_json, write_line, write_table
-from megatron_fsdp.comm.agreement import rank_of, together
+from megatron_fsdp.comm.agreement import rank_of
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME, Parser
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 from megatron_fsdp.package_info import __version__

@@ -1,11 +1,12 @@
-"""Agree between ranks, so that all go on or all raise the same error. Every function here is a collective.
+"""Two questions that ranks ask each other, so that all go on or all raise the same error.
 
-An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first:
+    agree           did all ranks do the same?  Facts are compared before a model is sharded or changed; `all_agree` is
+                    the same around a block.
+    raise_together  may all go on?  What a rank met is raised on all, after work that each did by itself; `together` and
+                    `decided_by_first` are the same around a function, run by every rank or by the first.
 
-    agree                        before a model is sharded or changed: compare facts and errors
-    together, raise_together     around work that each rank does by itself, such as reading or writing its part of files
-    decided_by_first             run a function on rank 0 and give its result to all ranks
-    gather_objects, gather_over  gather one value of every rank, of one group or of several
+An error that one rank alone raises would leave the others waiting in their next collective. So errors travel first.
+Every function here is a collective; `gather_objects` and `gather_over` gather one value of every rank.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
 
 Result = TypeVar("Result")
 
@@ -35,7 +37,7 @@ def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> lis
     """Return the values of all ranks, in rank order; one small collective over gloo, where torch's own takes two.
 
     Raises:
-        CheckpointError: A group was given, and torch.distributed has been taken down.
+        RankError: A group was given, and torch.distributed has been taken down.
     """
     if not _is_up(group) or dist.get_world_size(group) == 1:
         return [value]
@@ -87,9 +89,9 @@ def _is_up(group: dist.ProcessGroup | None) -> bool:
     if dist.is_initialized():
         return True
     if group is not None:
-        raise CheckpointError(
-            "torch.distributed was taken down while a checkpoint was being saved or loaded; close the Checkpointer (or "
-            "wait() for it) before destroy_process_group()"
+        raise RankError(
+            "torch.distributed was taken down while ranks of a group still work together; let them finish before "
+            "destroy_process_group() (saves in the background by wait(), or by close() of their Checkpointer)"
         )
     return False
 
@@ -115,6 +117,18 @@ def agree(
             error = _problem_in(group, error, facts if position == 0 and error is None else ())
     if error is not None:
         raise error
+
+
+@contextmanager
+def all_agree(groups: Sequence[dist.ProcessGroup | None]) -> Iterator[list[str]]:
+    """Run a block on every rank; after it `agree` on its error, if any, and on the facts that it adds to the list."""
+    error: Exception | None = None
+    facts: list[str] = []
+    try:
+        yield facts
+    except (MegatronFSDPError, TypeError) as met:
+        error = met
+    agree(groups, error, facts)
 
 
 def _problem_in(group: dist.ProcessGroup, error: Exception | None, facts: Sequence[str]) -> Exception | None:
@@ -144,10 +158,11 @@ def _problem_in(group: dist.ProcessGroup, error: Exception | None, facts: Sequen
 
 
 def raise_together(
-    error: BaseException | None,
+    error: Exception | None,
     doing: str,
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
+    raises: type[MegatronFSDPError] = RankError,
 ) -> None:
     """Raise on all ranks what any of them met; one small collective.
 
@@ -156,14 +171,13 @@ def raise_together(
         doing: What was being done, for the message: "writing runs/a/iter_0000010".
         group: The ranks; None: all, or this process alone where torch.distributed is not initialised.
         facts: As for `together`.
+        raises: The error to raise on all ranks.
 
     Raises:
-        CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
+        MegatronFSDPError: A rank has met an error; names every such rank and what it met, the same on every rank.
         ConfigurationError: Ranks have different facts.
         Exception: `error` itself, if it is of this library and every rank has met the same.
     """
-    if error is not None and not isinstance(error, Exception):  # torch's report on ranks is none
-        error = in_short(error, doing)
     message = None if error is None else f"{type(error).__name__}: {error}"
     found = gather_objects((message, None if facts is None else _digest(sorted(facts.items()))), group)
     if facts is not None and len({digest for _, digest in found}) > 1:
@@ -173,16 +187,7 @@ def raise_together(
         return
     if isinstance(error, MegatronFSDPError) and all(text == message for text, _ in found):
         raise error
-    raise CheckpointError(f"{doing} failed ({message if len(found) == 1 else '; '.join(failed)})") from error
-
-
-def in_short(error: BaseException, doing: str) -> CheckpointError:
-    """Return torch's report on what ranks met without its tracebacks, which differ from machine to machine."""
-    failures: Mapping[int, Any] = getattr(error, "failures", {})
-    failed = [f"rank {rank}: {type(met).__name__}: {met}" for rank, (met, _) in sorted(failures.items())]
-    made = CheckpointError(f"{doing} failed ({'; '.join(failed) or type(error).__name__})")
-    made.__cause__ = error
-    return made
+    raise raises(f"{doing} failed ({message if len(found) == 1 else '; '.join(failed)})") from error
 
 
 def together(
@@ -190,6 +195,7 @@ def together(
     act: Callable[[], Result],
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
+    raises: type[MegatronFSDPError] = RankError,
 ) -> Result:
     """Run a function on every rank, and return only if it succeeded on all of them; one small collective.
 
@@ -199,20 +205,19 @@ def together(
         group: The ranks.
         facts: What has to be the same on every rank, by name; all ranks give some, or none does. They are compared
             before errors are looked at, and only a digest of them is sent unless they differ.
+        raises: As for `raise_together`.
 
     Raises:
-        CheckpointError: A rank has met an error; names every such rank and what it met, the same on every rank.
+        MegatronFSDPError: A rank has met an error; names every such rank and what it met, the same on every rank.
         ConfigurationError: Ranks have different facts; says which rank has what, the same on every rank.
     """
-    error: BaseException | None = None
+    error: Exception | None = None
     result: Result | None = None
     try:
         result = act()
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as met:  # noqa: BLE001 - the other ranks must raise, too; torch's report is no Exception
+    except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
         error = met
-    raise_together(error, doing, group, facts)
+    raise_together(error, doing, group, facts, raises)
     return cast(Result, result)
 
 
@@ -247,12 +252,17 @@ def _raise_different(facts: Sequence[Mapping[str, str]], cause: BaseException | 
     ) from cause
 
 
-def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.ProcessGroup | None = None) -> Result:
+def decided_by_first(
+    decide: Callable[[], Result],
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+    raises: type[MegatronFSDPError] = RankError,
+) -> Result:
     """Call a function on rank 0 and return its result on all ranks; one broadcast.
 
     Raises:
-        CheckpointError: Rank 0 has met an error; the same on every rank.
-        ConfigurationError: Rank 0 has raised it.
+        MegatronFSDPError: Rank 0 has met an error, which is of type `raises` unless it is a ConfigurationError; the
+            same on every rank.
     """
     answer: Any = None
     problem: tuple[type[Exception], str] | None = None
@@ -261,8 +271,8 @@ def decided_by_first(decide: Callable[[], Result], doing: str, group: dist.Proce
         try:
             answer = decide()
         except Exception as error:  # noqa: BLE001  sent to the others, then raised
-            known = (CheckpointError, ConfigurationError)
-            kind = next((kind for kind in known if isinstance(error, kind)), CheckpointError)
+            known = (raises, ConfigurationError)
+            kind = next((kind for kind in known if isinstance(error, kind)), raises)
             told = str(error) if isinstance(error, known) else f"{doing} failed ({type(error).__name__}: {error})"
             problem, cause = (kind, told), error
     if world_size_of(group) > 1:

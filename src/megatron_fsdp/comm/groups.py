@@ -103,6 +103,9 @@ def _named_group(ranks: list[int], name: str, backend: str, timeout: timedelta |
     )
     assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
     distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    if backend == dist.Backend.GLOO:
+        # Ranks connect above; one that still does would fail if another one were through and deleted its model.
+        dist.barrier(made)
     return made
 
 

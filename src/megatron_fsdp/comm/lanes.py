@@ -37,7 +37,7 @@ Tell = Callable[..., None]
 
 
 class Moment(Enum):
-    """The stages of a collective. On CUDA all but the waits are points on the lane's stream, reached later."""
+    """The moments of a collective. On CUDA all but the waits are points on the lane's stream, reached later."""
 
     LAUNCHES = "launches"  # about to be started
     LAUNCHED = "launched"  # handed to the back end
@@ -57,7 +57,7 @@ class LaneWatch(Protocol):
         """Return a number for a new collective."""
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None = None) -> None:
-        """Take note that a collective has reached a stage."""
+        """Take note that a collective has reached a moment."""
 
 
 class Ticket(Protocol):
@@ -88,7 +88,7 @@ class StreamApi(Protocol):
 
 
 class HostTicket:
-    """A work handle and the local work that follows it, which the first `wait` runs; `tell` hears of its stages."""
+    """A work handle and the local work that follows it, which the first `wait` runs; `tell` hears of its moments."""
 
     def __init__(self, work: dist.Work | None, finish: Finish | None, tell: Tell | None = None) -> None:
         self._work, self._finish, self._tell = work, finish, tell or _nobody
@@ -113,7 +113,7 @@ def _nobody(_moment: Moment, work: dist.Work | None = None) -> None:
 
 
 def _teller(watch: LaneWatch | None, lane: str) -> Tell:
-    """Return what is told of a new collective's stages."""
+    """Return what is told of a new collective's moments."""
     return partial(watch.communicates, watch.number(), lane=lane) if watch else _nobody
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import Axis, backend_of, is_simulated
 from megatron_fsdp.errors import ConfigurationError
 
@@ -69,22 +69,22 @@ class UserBuffers:
         """
         if self.lack:
             return
-        problem = None
         done: list[dist.ProcessGroup] = []
         weakref.finalize(self, _deregister, self._pool, done, self._device).atexit = False
-        try:
-            for group in self._groups:
-                dist.barrier(group, device_ids=[self._device.index])  # NCCL connects at a group's first collective
-                backend = _backend(group, self._device)
-                backend.register_mem_pool(self._pool, **({"symm": self._symmetric} if _knows_windows(backend) else {}))
-                done.append(group)
-        except RuntimeError as error:
-            remedy = "set disable_symmetric_registration=True, or leave nccl_ub out"
-            problem = ConfigurationError(
-                f"NCCL refused to register {self.num_bytes:,} bytes of communication memory "
-                f"({str(error).splitlines()[0]}); {remedy if self._symmetric else 'leave nccl_ub out'}"
-            )
-        agree(self._reaching_all, problem)
+        with all_agree(self._reaching_all):
+            try:
+                for group in self._groups:
+                    dist.barrier(group, device_ids=[self._device.index])  # NCCL connects at its first collective
+                    backend = _backend(group, self._device)
+                    windows = {"symm": self._symmetric} if _knows_windows(backend) else {}
+                    backend.register_mem_pool(self._pool, **windows)
+                    done.append(group)
+            except RuntimeError as error:
+                remedy = "set disable_symmetric_registration=True, or leave nccl_ub out"
+                raise ConfigurationError(
+                    f"NCCL refused to register {self.num_bytes:,} bytes of communication memory "
+                    f"({str(error).splitlines()[0]}); {remedy if self._symmetric else 'leave nccl_ub out'}"
+                ) from error
         self.is_registered = True
 
     @property

@@ -1,7 +1,7 @@
 """The options of the engine, checked and complete, in one frozen object.
 
 They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
-`engine/domains.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest in `engine/wrap.py`.
+`engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory.py`, the rest in `engine/wrap.py`.
 """
 
 import os
@@ -51,15 +51,6 @@ MESSAGE_VARIABLE = "MFSDP_MESSAGE_BYTES"
 """Environment variable: bytes up to which small neighbouring units are merged; 0: none are."""
 
 
-def _message_bytes() -> int | None:
-    given = os.environ.get(MESSAGE_VARIABLE)
-    if given is not None and not given.isdecimal():
-        raise ConfigurationError(
-            f"{MESSAGE_VARIABLE}={given} is not a number of bytes; set it to 0 to merge no units, or leave it unset"
-        )
-    return None if given is None else int(given)
-
-
 @dataclass(frozen=True)
 class UserBufferOptions:
     """Communication memory that is taken at wrap time, keeps its addresses, and is registered where the back end can.
@@ -85,10 +76,9 @@ class MemoryOptions:
         backward_prefetch_units: How many units to gather ahead in backward.
         communication_unit_numel: Elements to communicate at once, to gather ahead and to have in reduction; None: small
             units together, one unit ahead, two buckets.
-        message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks. As
-            MFSDP_MESSAGE_BYTES says, where that is set.
-        bucket_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
-        is_bucketed: Whether they are divided into groups at all.
+        message_bytes: Bytes up to which small neighbouring units are merged; None: by the number of ranks.
+        root_group_numel: Elements per group of the parameters outside of units; None: by the number of ranks.
+        cuts_root: Whether they are divided into groups at all.
         fine_grained: Whether the modules inside units become units.
         whole_types: Classes of modules that stay one unit then.
         idle: Names of the arguments that were given and have no effect under the strategy.
@@ -103,20 +93,20 @@ class MemoryOptions:
     forward_prefetch_units: int = 1
     backward_prefetch_units: int = 1
     communication_unit_numel: int | None = None
-    message_bytes: int | None = field(default_factory=_message_bytes)
-    bucket_numel: int | None = None
-    is_bucketed: bool = True
+    message_bytes: int | None = None
+    root_group_numel: int | None = None
+    cuts_root: bool = True
     fine_grained: bool = False
     whole_types: tuple[type[nn.Module], ...] = ()
     idle: tuple[str, ...] = ()
     user_buffers: UserBufferOptions | None = None
     is_kept: bool = False
 
-    def bucket_numel_on(self, num_ranks: int) -> int | None:
+    def root_group_numel_on(self, num_ranks: int) -> int | None:
         """Return the elements per group of parameters outside of units on that many ranks; None: one group."""
-        if not self.is_bucketed:
+        if not self.cuts_root:
             return None
-        return self.bucket_numel or default_bucket_numel(num_ranks)
+        return self.root_group_numel or default_bucket_numel(num_ranks)
 
     def check_plan(self, units_besides_root: int) -> None:
         """Refuse options that have no effect on this model."""
@@ -188,6 +178,13 @@ class EngineOptions:
     deterministic: str | None = None
     megatron_fsdp_use_decoupled_grad: bool = False
     megatron_fsdp_cuda_graph_mode: bool = False
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether units are reduced during backward, not all at its end."""
+        return not self.delay_wgrad_compute and (
+            self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
+        )
 
     def check_capture(self) -> None:
         """Refuse what a CUDA graph cannot hold, where `cuda_graph_mode` is on.
@@ -275,15 +272,27 @@ def resolve_memory_options(given: Mapping[str, Any], config: DistributedDataPara
         forward_prefetch_units=forward,
         backward_prefetch_units=backward,
         communication_unit_numel=config.suggested_communication_unit_size,
-        message_bytes=0 if allocator in DOUBLE_BUFFERS else _message_bytes(),  # which want units of one size
-        bucket_numel=config.bucket_size,
-        is_bucketed=not given["disable_bucketing"],
+        message_bytes=_message_bytes(allocator),
+        root_group_numel=config.bucket_size,
+        cuts_root=not given["disable_bucketing"],
         fine_grained=fine_grained,
         whole_types=whole_types,
         idle=idle,
         user_buffers=_user_buffers(config),
         is_kept=_is_kept(config),
     )
+
+
+def _message_bytes(allocator: WeightAllocator) -> int | None:
+    """Return the bytes up to which small units are merged, as the environment says; None: by the number of ranks."""
+    given = os.environ.get(MESSAGE_VARIABLE)
+    if given is not None and not given.isdecimal():
+        raise ConfigurationError(
+            f"{MESSAGE_VARIABLE}={given} is not a number of bytes; set it to 0 to merge no units, or leave it unset"
+        )
+    if allocator in DOUBLE_BUFFERS:  # which want units of one size
+        return 0
+    return None if given is None else int(given)
 
 
 def _is_kept(config: DistributedDataParallelConfig) -> bool:

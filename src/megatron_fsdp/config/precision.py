@@ -7,7 +7,7 @@ import torch
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.errors import ConfigurationError
 
-WEIGHT_FORMATS = ("fp8", "fp8_row", "fp8_tile", "mxfp8", "nvfp4")
+WEIGHT_FORMAT_NAMES = ("fp8", "fp8_row", "fp8_tile", "mxfp8", "nvfp4")
 """Names of the weight formats, which `megatron_fsdp.sharding.weight_formats` has."""
 
 _ALLOWED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,9 +45,10 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
             check_main_dtype(getattr(self, name), name)
-        if self.weight_format not in (None, *WEIGHT_FORMATS):
+        if self.weight_format not in (None, *WEIGHT_FORMAT_NAMES):
             raise ConfigurationError(
-                f"weight_format={self.weight_format!r} does not exist; give one of {', '.join(WEIGHT_FORMATS)}, or None"
+                f"weight_format={self.weight_format!r} does not exist; give one of {', '.join(WEIGHT_FORMAT_NAMES)}, "
+                "or None"
             )
         skips: object = self.weight_format_skips
         if not isinstance(skips, tuple) or not all(isinstance(pattern, str) for pattern in skips):

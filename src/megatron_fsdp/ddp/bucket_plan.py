@@ -30,7 +30,7 @@ def cut_buckets(
         Names in model order, bucket by bucket; parameters of a bucket agree in their `GroupKey`. Buckets are in the
         order of their first parameters.
     """
-    place = {info.name: position for position, info in enumerate(parameters)}
+    order = {info.name: number for number, info in enumerate(parameters)}
     open_buckets: dict[GroupKey, list[ParameterInfo]] = {}
     closed: list[list[ParameterInfo]] = []
     for info in reversed(parameters):
@@ -44,7 +44,7 @@ def cut_buckets(
         if bucket_numel is not None and sum(member.numel for member in bucket) >= bucket_numel:
             closed.append(open_buckets.pop(info.key))
     closed += open_buckets.values()
-    in_order = sorted(closed, key=lambda bucket: place[bucket[-1].name])
+    in_order = sorted(closed, key=lambda bucket: order[bucket[-1].name])
     return tuple(tuple(info.name for info in reversed(bucket)) for bucket in in_order)
 
 

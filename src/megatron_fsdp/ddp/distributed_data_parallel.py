@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
@@ -24,11 +24,10 @@ from megatron_fsdp.ddp.hooks import register_bucket_hooks
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.debug.verify_ranks import resolve_verify_ranks
 from megatron_fsdp.describe.model import Subject
-from megatron_fsdp.engine.domains import Sharding
-from megatron_fsdp.engine.engine import Engine, EngineParts
-from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.engine.engine import Engine, EngineComponents
+from megatron_fsdp.engine.group_plan import Sharding, local_part
 from megatron_fsdp.engine.wrap import parameter_info
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, mesh_and_dim, tensor_parallel_dim
 from megatron_fsdp.sharding.units import UnitPlan
@@ -65,9 +64,9 @@ class BucketGrouping:
         """Return None: parameters outside of buckets are frozen, and not cut."""
         return None
 
-    def make_engine(self, parts: EngineParts) -> BucketEngine:
+    def make_engine(self, components: EngineComponents) -> BucketEngine:
         """Make the engine, without hooks."""
-        return BucketEngine(parts, self.gather_mode)
+        return BucketEngine(components, self.gather_mode)
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks that drive the engine."""
@@ -218,14 +217,9 @@ def _resolve_together(
     """Resolve the configuration; every rank gets the same result or the same error, before groups are made."""
     group = index.get_dp_group()
     trainable = sum(local_part(param).numel() for param in module.parameters() if param.requires_grad)
-    resolved, problem, facts = None, None, []
-    try:
+    with all_agree([group]) as facts:
         resolved = resolve_ddp(config, 1 if group is None else group.size(), trainable, disable_bucketing)
-        facts = [f"{field.name}={getattr(resolved.config, field.name)!r}" for field in fields(config)]
-    except (MegatronFSDPError, TypeError) as error:
-        problem = error
-    agree([group], problem, facts)
-    assert resolved is not None
+        facts += [f"{field.name}={getattr(resolved.config, field.name)!r}" for field in fields(config)]
     return resolved
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.ddp.bucket_schedule import BucketScheduler, GatherMode
-from megatron_fsdp.engine.engine import Engine, EngineParts, ForwardCall
+from megatron_fsdp.engine.engine import Engine, EngineComponents, ForwardCall
 from megatron_fsdp.engine.schedule import ROOT
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
@@ -25,10 +25,9 @@ class BucketEngine(Engine):
     scheduler: BucketScheduler
     takes_every_gradient = True  # a bucket is reduced when all of them have come
 
-    def __init__(self, parts: EngineParts, gather_mode: GatherMode) -> None:
-        super().__init__(parts)
-        counts = [sum(len(group.sharded) for group in unit.groups) for unit in self.units]
-        self.scheduler = BucketScheduler(parts.memory.schedule, counts, gather_mode)
+    def __init__(self, components: EngineComponents, gather_mode: GatherMode) -> None:
+        counts = [sum(len(group.sharded) for group in unit.groups) for unit in components.units]
+        super().__init__(components, BucketScheduler(components.memory_plan.schedule, counts, gather_mode))
         self._buckets = self.units[ROOT + 1 :]
         self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] = {}
         if self.waits_for_readers:
@@ -46,9 +45,9 @@ class BucketEngine(Engine):
         """Whether weights are waited for where modules read them, not before the forward."""
         return self.scheduler.config.gathers and self.scheduler.gather_mode is not GatherMode.AT_ONCE
 
-    def pre_forward(self, index: int, position: int = 0) -> None:
+    def pre_forward(self, index: int, module_index: int = 0) -> None:
         """Start the gathers of the model's forward, or of one inside a recomputation, and show what is ready."""
-        super().pre_forward(index, position)
+        super().pre_forward(index, module_index)
         if self.scheduler.in_backward or not self.scheduler.config.gathers:
             self._show(self._buckets)
             return
@@ -78,11 +77,11 @@ class BucketEngine(Engine):
         index: int,
         needs_backward: bool,
         failed: bool = False,
-        position: int = 0,
+        module_index: int = 0,
         reads_weights: bool = True,
     ) -> ForwardCall:
         """Gather the rest and show the sharded parameters: the model's forward has run or failed."""
-        call = super().post_forward(index, needs_backward, failed, position, reads_weights)
+        call = super().post_forward(index, needs_backward, failed, module_index, reads_weights)
         if not self.scheduler.forward_depth(index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())
@@ -128,16 +127,17 @@ class BucketEngine(Engine):
             self._show(self._buckets)
             self._unsharded_for_backward.update(unit.index for unit in self._buckets)
 
-    def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
+    def take_gradient(self, index: int, group_index: int, parameter: int, param: nn.Parameter) -> None:
         """Take a gradient as `Engine` does; then reduce the buckets that are complete."""
         if self.delayed is not None:
-            super().take_gradient(index, position, parameter, param)
+            super().take_gradient(index, group_index, parameter, param)
             return
-        gradients = self.units[index].groups[position].gradients
+        gradients = self.units[index].groups[group_index].gradients
         assert gradients is not None
-        came = param.grad is not None or parameter in gradients.written
-        gradients.written.discard(parameter)
-        super().take_gradient(index, position, parameter, param)
+        own = gradients.of_parameter[parameter]
+        came = param.grad is not None or own.written
+        own.written = False
+        super().take_gradient(index, group_index, parameter, param)
         if came:
             operations = self.scheduler.gradient_counted(index, parameter)
             if operations:
@@ -149,10 +149,10 @@ class BucketEngine(Engine):
         if learnt and self.scheduler.config.reduces_early:
             self.executor.set_bucket_count(self.executor.bucket_count)  # only this backward filled all at once
 
-    def _set_trainable(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
-        super()._set_trainable(unit, position, trainable)
+    def _set_trainable(self, unit: Unit, group_index: int, trainable: Sequence[bool]) -> None:
+        super()._set_trainable(unit, group_index, trainable)
         if unit.index in self._local_weights:
-            for weight, flag in zip(self._local_weights[unit.index][position], trainable, strict=True):
+            for weight, flag in zip(self._local_weights[unit.index][group_index], trainable, strict=True):
                 weight.requires_grad_(flag)
 
     def reset(self) -> None:

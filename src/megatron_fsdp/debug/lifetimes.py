@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_fsdp.comm.lanes import Moment
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.memory import Block
-from megatron_fsdp.engine.observer import Memory, Observer, Phase
+from megatron_fsdp.engine.observer import BorrowedMemory, Observer, Phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, LifetimeError, ScheduleError
 
@@ -59,8 +59,8 @@ class Event(Enum):
 
 Table = dict[tuple[State, Event], State]
 
-LEGAL: dict[Memory, Table] = {
-    Memory.WEIGHTS: {
+LEGAL: dict[BorrowedMemory, Table] = {
+    BorrowedMemory.WEIGHTS: {
         (State.SHARDED, Event.GATHER): State.GATHERING,
         (State.GATHERING, Event.ARRIVE): State.READY,
         (State.READY, Event.COMPUTE): State.READY,
@@ -69,7 +69,7 @@ LEGAL: dict[Memory, Table] = {
         (State.BROKEN, Event.RELEASE): State.SHARDED,
         (State.BROKEN, Event.GATHER): State.GATHERING,
     },
-    Memory.BUCKET: {
+    BorrowedMemory.BUCKET: {
         (State.EMPTY, Event.LEND): State.FILLING,
         (State.FILLING, Event.FILL): State.FILLING,
         (State.FILLING, Event.REDUCE): State.REDUCING,
@@ -77,7 +77,7 @@ LEGAL: dict[Memory, Table] = {
         (State.BROKEN, Event.GIVE_BACK): State.EMPTY,
         (State.BROKEN, Event.LEND): State.FILLING,
     },
-    Memory.SCRATCH: {
+    BorrowedMemory.SCRATCH: {
         (State.EMPTY, Event.LEND): State.REDUCING,
         (State.REDUCING, Event.GIVE_BACK): State.EMPTY,
         (State.BROKEN, Event.GIVE_BACK): State.EMPTY,
@@ -86,15 +86,15 @@ LEGAL: dict[Memory, Table] = {
 }
 """(state, event) -> the next state; what is not here is illegal."""
 
-AT_REST: dict[Memory, State] = {
-    Memory.WEIGHTS: State.SHARDED,
-    Memory.BUCKET: State.EMPTY,
-    Memory.SCRATCH: State.EMPTY,
+AT_REST: dict[BorrowedMemory, State] = {
+    BorrowedMemory.WEIGHTS: State.SHARDED,
+    BorrowedMemory.BUCKET: State.EMPTY,
+    BorrowedMemory.SCRATCH: State.EMPTY,
 }
 """State of memory at the start and between steps."""
 
 
-def next_state(memory: Memory, state: State, event: Event, unit: str, where: str = "") -> State:
+def next_state(memory: BorrowedMemory, state: State, event: Event, unit: str, where: str = "") -> State:
     """Return the state after an event."""
     after = LEGAL[memory].get((state, event))
     if after is None:
@@ -152,7 +152,7 @@ class LifetimeChecker(Observer):
         self._holders: WeakKeyDictionary[Block, _Weights] = WeakKeyDictionary()
         self._lent: WeakKeyDictionary[Block, _Lent] = WeakKeyDictionary()
         self._buckets: dict[int, _Lent] = {}  # the last one lent to each unit
-        self._made = dict.fromkeys(Memory, 0)
+        self._made = dict.fromkeys(BorrowedMemory, 0)
         self._phases: list[tuple[Phase, int]] = []
         self._places: dict[int, set[int]] = {}  # by number of a collective, the set that holds it until its wait
 
@@ -168,8 +168,8 @@ class LifetimeChecker(Observer):
         elif phase is Phase.RELEASE:
             if weights.forwards:
                 raise LifetimeError(
-                    f"unit {weights.label}: {Memory.WEIGHTS.value} cannot be released while its forward computes with "
-                    "them; this is a fault of the engine, or of code that drives it by hand"
+                    f"unit {weights.label}: {BorrowedMemory.WEIGHTS.value} cannot be released while its forward "
+                    "computes with them; this is a fault of the engine, or of code that drives it by hand"
                 )
             self._move(weights, Event.RELEASE)
         elif phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -182,16 +182,16 @@ class LifetimeChecker(Observer):
         if phase in _FOLLOWED:
             self._phases.remove((phase, unit))
         if phase is Phase.WAIT:
-            self._check_waited(Memory.WEIGHTS, weights.label, weights.on_its_way)
+            self._check_waited(BorrowedMemory.WEIGHTS, weights.label, weights.on_its_way)
             self._move(weights, Event.ARRIVE)
         elif phase is Phase.RELEASE:
             self._poison_weights(weights)
         elif phase is Phase.FORWARD:
             weights.forwards = max(0, weights.forwards - 1)
         elif phase is Phase.COPY and unit in self._buckets:
-            self._use(Memory.BUCKET, self._buckets[unit], Event.FILL, weights.label)
+            self._use(BorrowedMemory.BUCKET, self._buckets[unit], Event.FILL, weights.label)
         elif phase is Phase.REDUCE and unit in self._buckets:
-            self._use(Memory.BUCKET, self._buckets.pop(unit), Event.REDUCE, weights.label)
+            self._use(BorrowedMemory.BUCKET, self._buckets.pop(unit), Event.REDUCE, weights.label)
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
         """End a forward that failed; anything else that failed leaves a state that only a reset mends."""
@@ -200,7 +200,7 @@ class LifetimeChecker(Observer):
 
     def _move(self, weights: _Weights, event: Event) -> None:
         if weights.needs_all_gather:
-            weights.state = next_state(Memory.WEIGHTS, weights.state, event, weights.label)
+            weights.state = next_state(BorrowedMemory.WEIGHTS, weights.state, event, weights.label)
 
     def _poison_weights(self, weights: _Weights) -> None:
         block, weights.block = weights.block, None
@@ -210,10 +210,10 @@ class LifetimeChecker(Observer):
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def lends(self, memory: Memory, unit: int, block: Block) -> None:
+    def lends(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Check that the memory is free, and poison it."""
         label = self._weights[unit].label
-        if memory is Memory.WEIGHTS:
+        if memory is BorrowedMemory.WEIGHTS:
             self._hold(self._weights[unit], block)
         else:
             if block not in self._lent:
@@ -222,11 +222,11 @@ class LifetimeChecker(Observer):
             lent = self._lent[block]
             self._use(memory, lent, Event.LEND, label)
             lent.unit = label
-            if memory is Memory.BUCKET:
+            if memory is BorrowedMemory.BUCKET:
                 self._buckets[unit] = lent
         block.poison()
 
-    def takes_back(self, memory: Memory, unit: int, block: Block) -> None:
+    def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Check that the reduction is over, and poison the memory."""
         lent, label = self._lent.get(block), self._weights[unit].label
         if lent is None:
@@ -239,13 +239,13 @@ class LifetimeChecker(Observer):
         holder = self._holders.get(block)
         if holder is not None and holder is not weights:
             raise LifetimeError(
-                f"unit {weights.label}: {Memory.WEIGHTS.value} cannot be gathered into memory in which unit "
+                f"unit {weights.label}: {BorrowedMemory.WEIGHTS.value} cannot be gathered into memory in which unit "
                 f"{holder.label} is {holder.state.value}; it has to be released first"
             )
         self._holders[block] = weights
         weights.block = block
 
-    def _use(self, memory: Memory, lent: _Lent, event: Event, label: str) -> None:
+    def _use(self, memory: BorrowedMemory, lent: _Lent, event: Event, label: str) -> None:
         where = lent.name if not lent.unit else f"{lent.name}, last lent to unit {lent.unit}"
         lent.state = next_state(memory, lent.state, event, label, where)
 
@@ -266,7 +266,7 @@ class LifetimeChecker(Observer):
         elif moment is Moment.WAITED:
             self._places.pop(number, set()).discard(number)
 
-    def _check_waited(self, memory: Memory, label: str, on_its_way: set[int]) -> None:
+    def _check_waited(self, memory: BorrowedMemory, label: str, on_its_way: set[int]) -> None:
         if on_its_way:
             raise LifetimeError(
                 f"unit {label}: {memory.value} cannot be used on while {len(on_its_way)} collectives that write there "

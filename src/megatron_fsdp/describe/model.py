@@ -20,11 +20,10 @@ from megatron_fsdp.describe.description import (
     OptimizerDescription,
     UnitDescription,
 )
-from megatron_fsdp.engine.domains import Domain
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import Domain, local_part
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
-from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.wrap import Assembly
 from megatron_fsdp.optim.routes import parts_of, step_of
 from megatron_fsdp.sharding.accounting import GroupFootprint
@@ -64,7 +63,7 @@ def memory_of(engine: Engine) -> MemoryUse:
     return MemoryUse(
         sum(group.weights.compute.local.nbytes for group in groups),
         sum(group.weights.main.local.nbytes for group in groups if not group.weights.main_is_compute),
-        sum(group.gradients.main.num_bytes for group in groups if group.gradients is not None),
+        sum(gradients.main.num_bytes for _, gradients in engine.groups_with_gradients()),
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
     )
@@ -77,13 +76,13 @@ def footprints_of(engine: Engine) -> tuple[GroupFootprint, ...]:
 
 def axes_of(engine: Engine) -> tuple[AxisDescription, ...]:
     """Describe the mesh axes of dense parameters, of experts, and the tensor-parallel one."""
-    found = list(_axes_of_domain(engine.dense, ""))
-    if engine.experts is not None:
-        found += _axes_of_domain(engine.experts, "expert ")
-    mesh = engine.dense.tensor_parallel
+    found = list(_axes_of_domain(engine.sharding.dense, ""))
+    if engine.sharding.experts is not None:
+        found += _axes_of_domain(engine.sharding.experts, "expert ")
+    mesh = engine.sharding.dense.tensor_parallel
     if mesh is not None:
         name = (mesh.mesh_dim_names or ("",))[0]
-        group = engine.dense.tensor_parallel_group
+        group = engine.sharding.dense.tensor_parallel_group
         place = mesh.get_coordinate()
         found.append(_axis(name, "tensor parallel", group, place[0] if place else 0, mesh.size()))
     return tuple(found)
@@ -141,20 +140,20 @@ def _state_dtypes(engine: Engine) -> dict[int, tuple[str, ...]]:
 def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDescription:
     plan, gradients = group.plan, group.gradients
     sends = any(axis.num_ranks > 1 for axis in plan.axes)
-    stored = plan.spec.key.weight_format if group.weights.is_encoded else None
-    stored = stored or _name(plan.precision.compute)
+    form = plan.weight_format
+    stored = form.name if form is not None and group.weights.is_encoded else _name(plan.precision.compute)
     return GroupDescription(
         parameters=len(group.names),
         numel=plan.layout.payload_numel,
         padding_numel=plan.layout.padding_numel,
         shard_numel=group.weights.main.local.numel(),
         is_trainable=group.is_trained,
-        is_expert=plan.spec.key.is_expert,
+        is_expert=plan.is_expert,
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
         storage=stored,
         compute=_name(group.full[0].dtype),
         gather=stored if plan.needs_all_gather or plan.gathers_outer else None,
-        weight_format=plan.spec.key.weight_format,
+        weight_format=None if form is None else form.name,
         saved_bytes=plan.layout.numel * plan.precision.compute.itemsize - plan.sent_bytes
         if group.weights.codec is not None
         else None,
@@ -181,10 +180,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def memory_description(engine: Engine) -> MemoryDescription:
     """Describe the bytes held now, and how memory is borrowed."""
-    held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory.weights
+    held, schedule, weights = memory_of(engine), engine.scheduler.config, engine.memory_plan.weights
     others = engine.units[ROOT + 1 :]
     return MemoryDescription(
-        allocator=engine.memory.allocator.value,
+        allocator=engine.memory_plan.allocator.value,
         slots=schedule.slots if schedule.shares_slots else 0,
         slot_bytes=weights.slot_bytes or max((unit.gathered_bytes for unit in others), default=0),
         buckets=engine.executor.bucket_count,
@@ -195,20 +194,20 @@ def memory_description(engine: Engine) -> MemoryDescription:
         optimizer_bytes=sum(_state_bytes(engine, optimizer) for optimizer in engine.connected),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
-        pool_bytes=None if engine.memory.pool is None else engine.memory.pool.num_bytes,
-        pool=() if engine.memory.pool is None else tuple(map(str, engine.memory.pool.blocks)),
+        pool_bytes=None if engine.memory_plan.pool is None else engine.memory_plan.pool.num_bytes,
+        pool=() if engine.memory_plan.pool is None else tuple(map(str, engine.memory_plan.pool.blocks)),
     )
 
 
 def _state_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
-    own = (state for param, state in optimizer.state.items() if id(param) in engine.positions)
+    own = (state for param, state in optimizer.state.items() if id(param) in engine.group_and_index)
     tensors = (value for state in own for value in state.values())
     return sum(local_part(value).nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
 def optimizers_of(engine: Engine, module: nn.Module) -> tuple[OptimizerDescription, ...]:
     """Describe the connected optimizers, in the order of the first parameter of each."""
-    order = {key: position for position, key in enumerate(engine.positions)}
+    order = {key: position for position, key in enumerate(engine.group_and_index)}
     found = []
     for optimizer in engine.connected:
         own = [param for group in optimizer.param_groups for param in group["params"] if id(param) in order]
@@ -231,12 +230,11 @@ def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
 def unused_of(engine: Engine) -> tuple[str, ...] | None:
     """List trainable parameters without a gradient since gradients were last cleared; None where none has one."""
     used = {
-        name: live
-        for group in engine.groups()
-        if group.gradients is not None
-        for name, live in zip(group.names, group.gradients.holds_gradient, strict=True)
+        name: gradient.counts
+        for group, gradients in engine.groups_with_gradients()
+        for name, gradient in zip(group.names, gradients.of_parameter, strict=True)
     }
-    return tuple(name for name, live in used.items() if not live) if any(used.values()) else None
+    return tuple(name for name, is_used in used.items() if not is_used) if any(used.values()) else None
 
 
 @dataclass(frozen=True)

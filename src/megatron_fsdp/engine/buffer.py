@@ -37,7 +37,7 @@ class FlatBuffer:
         """Return a part of a buffer as a buffer of its own that shares the memory."""
         part = cls.__new__(cls)
         part.layout, part.region = whole.layout, region
-        part.local = whole.part(region)
+        part.local = whole.view_of(region)
         return part
 
     @property
@@ -45,7 +45,7 @@ class FlatBuffer:
         """Whether everything is here."""
         return self.region.numel == self.layout.numel
 
-    def part(self, region: Region) -> torch.Tensor:
+    def view_of(self, region: Region) -> torch.Tensor:
         """Return the elements of a region inside of this one, a view (region.numel,)."""
         return self.local[region.within(self.region)]
 

@@ -1,7 +1,4 @@
-"""The engine: reports hooks' events to the scheduler, and lets the executor run the operations that it returns.
-
-Its helpers are here too: the direct gradient hook, agreement on used parameters, the user's gradient hooks.
-"""
+"""The engine: reports hooks' events to the scheduler, and lets the executor run the operations that it returns."""
 
 from __future__ import annotations
 
@@ -10,27 +7,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import agree
-from megatron_fsdp.comm.axis import Traffic, real_values
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.lanes import is_capturing
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.engine.domains import Domain, Sharding
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.expert_state import ExpertNames
+from megatron_fsdp.engine.gradient_agreement import UsageAgreement, match_deferred_sums
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
-from megatron_fsdp.engine.gradients import GradAttribute, GradientBuffers, get_grad, plain_attributes, set_grad
+from megatron_fsdp.engine.gradients import GradientBuffers, direct_hook
+from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, bucket_count, unit_numels
-from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck, UnreducedGradients
+from megatron_fsdp.engine.model_checks import ReplacedParameters, StateDictAliases, StructureCheck, UnreducedGradients
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach, Scheduler, SyncMode
@@ -43,37 +38,56 @@ from megatron_fsdp.sharding.placement import Placement, placements_for
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """The parts that an engine is built from.
+class EngineComponents:
+    """What an engine is built from.
 
     Attributes:
         units: All units, root first.
-        memory: The memory plan, with the scheduler's configuration.
+        memory_plan: How memory is borrowed, with the scheduler's configuration.
         mode: When gradients are reduced; shared with the wrapper.
         sharding: Ranks and options.
         pool: The owner of communication memory.
         backward_finished: Called at the end of each backward, after all reductions are done.
+        structure: Finds parameters that join the model later.
+        replaced: The parameters that were in the model before.
+        expert_names: Names of experts over all ranks.
+        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
+            stay where autograd puts them until then: units are filled and reduced there, one after another.
+        finite_check: The check of every gradient for NaN and infinity, where it was asked for.
+        large_check: The same for unexpectedly large values.
+        own_groups: Process groups that are destroyed with the engine.
+        user_buffers: Registered memory that is deregistered with it.
+        capture_lack: Why no step can be captured into a CUDA graph, in words; empty: it can, or nobody wants to.
     """
 
     units: Sequence[Unit]
-    memory: MemoryPlan
+    memory_plan: MemoryPlan
     mode: SyncMode
     sharding: Sharding
     pool: CommunicationPool
-    backward_finished: Callable[[], None]
+    backward_finished: Callable[[], object]
+    structure: StructureCheck
+    replaced: ReplacedParameters
+    expert_names: ExpertNames
+    delayed: WeightGradientQueue | None
+    finite_check: FiniteCheck | None
+    large_check: LargeGradientCheck | None
+    own_groups: OwnGroups | None
+    user_buffers: UserBuffers | None
+    capture_lack: str
 
 
 _NEVER = -1  # the weights_version of a forward that used no weights
 
 
 class ForwardCall:
-    """One forward of a unit's module at `position`; its backward refers to it, and may read the weights."""
+    """One forward of a unit's module at `module_index`; its backward refers to it, and may read the weights."""
 
-    __slots__ = ("last_backward", "position", "reads_weights", "unit", "weights_version")
+    __slots__ = ("last_backward", "module_index", "reads_weights", "unit", "weights_version")
 
-    def __init__(self, unit: int, position: int, weights_version: int, reads_weights: bool = True) -> None:
+    def __init__(self, unit: int, module_index: int, weights_version: int, reads_weights: bool = True) -> None:
         self.unit = unit
-        self.position = position
+        self.module_index = module_index
         self.weights_version = weights_version
         self.reads_weights = reads_weights
         self.last_backward = -1
@@ -95,39 +109,39 @@ def live_engine(reference: weakref.ref[Engine]) -> Engine:
 
 
 def _take_gradient(
-    reference: weakref.ref[Engine], index: int, position: int, parameter: int, param: torch.Tensor
+    reference: weakref.ref[Engine], index: int, group_index: int, parameter: int, param: torch.Tensor
 ) -> None:
     engine = reference() or live_engine(reference)
-    engine.take_gradient(index, position, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors
+    engine.take_gradient(index, group_index, parameter, param)  # type: ignore[arg-type]  # hooks are typed for tensors
 
 
 class Engine:
-    """Runs forward, backward and gradient sync of one sharded model.
-
-    Attributes:
-        delayed: The queue of weight gradients that wait for the end of backward, or None. With a queue, all gradients
-            stay where autograd puts them until then: units are filled and reduced there, one after another.
-    """
+    """Runs forward, backward and gradient sync of one sharded model."""
 
     takes_every_gradient = False  # whether `take_gradient` is called for every gradient
 
-    def __init__(self, parts: EngineParts) -> None:
-        memory, sharding = parts.memory, parts.sharding
-        self.units = tuple(parts.units)
-        self.mode = parts.mode
+    def __init__(self, components: EngineComponents, scheduler: Scheduler | None = None) -> None:
+        plan, sharding = components.memory_plan, components.sharding
+        self.units = tuple(components.units)
+        self.mode = components.mode
         self.device = sharding.device
-        self.memory = memory
-        self.scheduler = Scheduler(memory.schedule)
-        self.executor = Executor(self.units, sharding.device, parts.backward_finished, memory, parts.pool)
+        self.memory_plan = plan
+        self.scheduler = Scheduler(plan.schedule) if scheduler is None else scheduler
+        self.executor = Executor(self.units, sharding.device, components.backward_finished, plan, components.pool)
         self.observers = self.executor.observers
-        self.finite_check: FiniteCheck | None = None
-        self.large_check: LargeGradientCheck | None = None
-        self.structure: StructureCheck | None = None
-        self.delayed: WeightGradientQueue | None = None
+        self.finite_check = components.finite_check
+        self.large_check = components.large_check
+        self._checks = [check for check in (components.finite_check, components.large_check) if check is not None]
+        self.structure = components.structure
+        self.replaced = components.replaced
+        self.expert_names = components.expert_names
+        self.delayed = components.delayed
+        self.own_groups = components.own_groups
+        self.user_buffers = components.user_buffers
+        self.capture_lack = components.capture_lack
         self.keeps_gradients = sharding.options.megatron_fsdp_cuda_graph_mode
-        self.capture_lack = ""  # why nothing can be captured, in words
         self._was_captured = False  # there is a graph that may be replayed at any time
-        self._sharding = sharding
+        self.sharding = sharding
         self._usage = {
             is_expert: UsageAgreement(
                 domain.group, sharding.device, sharding.options.find_unused_parameters, domain.foreign_groups
@@ -139,14 +153,12 @@ class Engine:
         self._accumulates_shards = (
             self.is_deterministic or placements_for(sharding.options.strategy).accumulated_grad[-1] is Placement.SHARD
         )
-        self.positions = {id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)}
+        self.group_and_index = {
+            id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)
+        }
         self.stepped = False
         self._unreduced = UnreducedGradients()
-        self.replaced: ReplacedParameters | None = None
         self.state_dict_aliases = StateDictAliases()
-        self.expert_names = ExpertNames()
-        self.own_groups: OwnGroups | None = None  # destroyed with the engine
-        self.user_buffers: UserBuffers | None = None  # deregistered with the engine
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
@@ -159,11 +171,13 @@ class Engine:
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
         self._ending = False  # inside `_post_backward`, whose checks conclude later
+        for group in self.groups():
+            self._inspect_gradients(group)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, index: int, position: int = 0) -> None:
-        """Unshard a unit: the forward of its module at `position` is about to run."""
+    def pre_forward(self, index: int, module_index: int = 0) -> None:
+        """Unshard a unit: the forward of its module at `module_index` is about to run."""
         if self.full_units and torch.is_grad_enabled():
             raise ScheduleError(
                 f"unit {self.units[index].label} was called with gradients enabled while other units show copies of "
@@ -196,7 +210,7 @@ class Engine:
                 "call reset() on the model on every rank and go on with the next batch"
             )
         self.executor.run(self.scheduler.forward_begins(index))
-        self.units[index].show_unsharded(position)
+        self.units[index].show_unsharded(module_index)
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, index)
 
@@ -226,7 +240,7 @@ class Engine:
         index: int,
         needs_backward: bool,
         failed: bool = False,
-        position: int = 0,
+        module_index: int = 0,
         reads_weights: bool = True,
     ) -> ForwardCall:
         """Show the sharded parameters again: the forward of the unit's module has run or failed.
@@ -235,7 +249,7 @@ class Engine:
         """
         unit, depth = self.units[index], self.scheduler.forward_depth(index)
         if not depth:
-            return ForwardCall(index, position, _NEVER)  # another hook failed before the forward began
+            return ForwardCall(index, module_index, _NEVER)  # another hook failed before the forward began
         if self.observers.active:
             self.observers.leaves(Phase.FORWARD, index, failed)
         weights_version = self.scheduler.forward_ends(index, needs_backward)
@@ -247,7 +261,7 @@ class Engine:
                 unit.check_untouched()
         if not self.scheduler.in_forward and not self.scheduler.in_backward:
             self.executor.wait_for_outer()
-        return ForwardCall(index, position, weights_version, reads_weights)
+        return ForwardCall(index, module_index, weights_version, reads_weights)
 
     def refresh_weights(self) -> None:
         """Install main weights that were changed in place (by optimizer, checkpoint or user) since the last time."""
@@ -257,8 +271,7 @@ class Engine:
         for group in self.groups():
             group.check_parameters()
         self._adopt_requires_grad()
-        if self.structure is not None:
-            self.structure.check()
+        self.structure.check()
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
 
@@ -281,9 +294,9 @@ class Engine:
             self._agreed_params |= self._trained_ids()
         self._agreed_since_change = False
         for unit in self.units:
-            for position, group in enumerate(unit.groups):
+            for group_index, group in enumerate(unit.groups):
                 if id(group) in changes:
-                    self._set_trainable(unit, position, changes[id(group)])
+                    self._set_trainable(unit, group_index, changes[id(group)])
         self.scheduler.set_trainable(
             [[flag for group in unit.groups for flag in group.trainable] for unit in self.units]
         )
@@ -306,7 +319,7 @@ class Engine:
                 group.names, changes.get(id(group), group.trainable), group.trainable, strict=True
             ):
                 if flag != before:
-                    facts[group.plan.spec.key.is_expert].append(f"requires_grad={flag} of {name}")
+                    facts[group.plan.is_expert].append(f"requires_grad={flag} of {name}")
         try:
             self.agree_on(facts[False], facts[True])
         except ConfigurationError as error:
@@ -315,32 +328,32 @@ class Engine:
                 f"requires_grad was not changed alike: {problem}; set it alike on all ranks"
             ) from None
 
-    def _set_trainable(self, unit: Unit, position: int, trainable: Sequence[bool]) -> None:
-        group = unit.groups[position]
+    def _set_trainable(self, unit: Unit, group_index: int, trainable: Sequence[bool]) -> None:
+        group = unit.groups[group_index]
         if group.gradients is None:  # it was frozen when the model was sharded
-            group.begin_training(self._sharding.plan_training(group.plan))
-            self.inspect_gradients(group)
+            group.begin_training(self.sharding.plan_training(group.plan))
+            self._inspect_gradients(group)
             unit.plan_buckets()
             self.executor.make_bucket_pools()
         group.set_trainable(trainable, self._has_unattached)
-        self.watch_gradients(unit.index, position)
+        self.watch_gradients(unit.index, group_index)
 
-    def watch_gradients(self, index: int, position: int) -> None:
+    def watch_gradients(self, index: int, group_index: int) -> None:
         """Register hooks on a group's full parameters that take gradients and have none yet."""
-        group = self.units[index].groups[position]
+        group = self.units[index].groups[group_index]
         grads = group.gradients
         for parameter, param in enumerate(group.full if grads is not None else ()):
             if not param.requires_grad or param._post_accumulate_grad_hooks:
                 continue
             assert grads is not None
             hook: Callable[[torch.Tensor], None] = functools.partial(
-                _take_gradient, weakref.ref(self), index, position, parameter
+                _take_gradient, weakref.ref(self), index, group_index, parameter
             )
             if group.plan.parts[parameter] is None and not self.takes_every_gradient:
-                hook = direct_hook(grads.direct, grads.filled, grads.arrived, parameter, hook)
+                hook = direct_hook(grads.of_parameter[parameter], hook)
             param.register_post_accumulate_grad_hook(hook)
 
-    def inspect_gradients(self, group: ParameterGroup) -> None:
+    def _inspect_gradients(self, group: ParameterGroup) -> None:
         """Pass gradients to the finite check, where there is one, before they are reduced."""
         check, names = self.finite_check, group.names
         if check is not None and group.gradients is not None:
@@ -354,11 +367,10 @@ class Engine:
         """Follow a step of any optimizer. Its operations on lists of DTensors leave no trace in version counters."""
         if optimizer in self.connected:
             return  # its own hooks install the weights
-        if self.replaced is not None:
-            self.replaced.check(optimizer)
-        self._unreduced.check(optimizer, self.positions)
+        self.replaced.check(optimizer)
+        self._unreduced.check(optimizer, self.group_and_index)
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        if any(id(param) in self.positions for param in firsts):
+        if any(id(param) in self.group_and_index for param in firsts):
             self.stepped = True
 
     def install_main_weights(self) -> None:
@@ -389,12 +401,12 @@ class Engine:
         self._run_backward(self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights))
         if not call.reads_weights:
             return
-        self.units[call.unit].show_unsharded(call.position)  # recomputation inside the module calls no hooks of it
+        self.units[call.unit].show_unsharded(call.module_index)  # recomputation inside the module calls no hooks of it
         self._unsharded_for_backward.add(call.unit)
         if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
-    def take_gradient(self, index: int, position: int, parameter: int, param: nn.Parameter) -> None:
+    def take_gradient(self, index: int, group_index: int, parameter: int, param: nn.Parameter) -> None:
         """Copy a full gradient from autograd into its bucket, or leave it there until the end of a delayed backward."""
         if self.delayed is not None and not self._ending:
             self._note_first_gradient(index)
@@ -402,7 +414,7 @@ class Engine:
         grad, param.grad = param.grad, None  # else each full gradient would live until backward ends
         if grad is None:
             return  # a fused linear wrote it into the bucket
-        group = self.units[index].groups[position]
+        group = self.units[index].groups[group_index]
         if grad.requires_grad:
             raise ScheduleError(
                 f"the gradient of {group.names[parameter]} has a graph of its own (create_graph=True); differentiating "
@@ -410,7 +422,7 @@ class Engine:
                 "zero_dp_strategy 0 to 2"
             )
         grad = group.local_gradient(parameter, grad)
-        gradients = self.filling(index, position)
+        gradients = self.filling(index, group_index)
         for check in self._checks:
             check.record(group.names[parameter], grad)
         if self.observers.active:
@@ -419,13 +431,13 @@ class Engine:
         if self.observers.active:
             self.observers.ends(Phase.COPY, index)
 
-    def filling(self, index: int, position: int) -> GradientBuffers:
-        """Return the gradients of group `position` of a unit, with memory for those of this backward."""
-        gradients = self.units[index].groups[position].gradients
+    def filling(self, index: int, group_index: int) -> GradientBuffers:
+        """Return the gradients of a group of a unit, with memory for those of this backward."""
+        gradients = self.units[index].groups[group_index].gradients
         assert gradients is not None
         if not gradients.is_filling:
             self._note_first_gradient(index)
-            self._begin_filling(index, position)
+            self._begin_filling(index, group_index)
         return gradients
 
     def _note_first_gradient(self, index: int) -> None:
@@ -437,11 +449,11 @@ class Engine:
         except ScheduleError as error:
             raise ScheduleError(f"unit {self.units[index].label}: {error}") from None
 
-    def _begin_filling(self, index: int, position: int) -> None:
-        """Give group `position` of a unit memory for the gradients of this backward."""
-        gradients = self.units[index].groups[position].gradients
+    def _begin_filling(self, index: int, group_index: int) -> None:
+        """Give a group of a unit memory for the gradients of this backward."""
+        gradients = self.units[index].groups[group_index].gradients
         assert gradients is not None
-        self.executor.begin_filling(self.units[index], position, self.reach)
+        self.executor.begin_filling(self.units[index], group_index, self.reach)
         if self.observers.active or self._checks:
             gradients.forbid_direct_copies()
 
@@ -453,17 +465,13 @@ class Engine:
     @property
     def traffic_by_axis(self) -> dict[str, Traffic]:
         """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
-        dense = self._sharding.dense
+        dense = self.sharding.dense
         return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
 
     @property
     def is_deterministic(self) -> bool:
         """Whether the bits of a step may not depend on the number of ranks."""
-        return self._sharding.options.deterministic is not None
-
-    def domain_of(self, group: ParameterGroup) -> Domain:
-        """Return the ranks that share the parameters of a group."""
-        return self._sharding.domain(group.plan.spec.key.is_expert)
+        return self.sharding.options.deterministic is not None
 
     @property
     def reach(self) -> Reach:
@@ -519,19 +527,14 @@ class Engine:
 
     def _fill_late(self, index: int, delayed: WeightGradientQueue) -> None:
         """Copy all gradients that a backward left for a unit into its buckets, delayed weight gradients last."""
-        for position, group in enumerate(self.units[index].groups):
+        for group_index, group in enumerate(self.units[index].groups):
             if group.gradients is None:
                 continue
             if not group.gradients.is_filling:
-                self._begin_filling(index, position)
+                self._begin_filling(index, group_index)
             for parameter, param in enumerate(group.full):
-                self.take_gradient(index, position, parameter, param)
+                self.take_gradient(index, group_index, parameter, param)
             delayed.run(group.full)
-
-    @property
-    def _checks(self) -> list[FiniteCheck | LargeGradientCheck]:
-        """The checks of every gradient that are enabled."""
-        return [check for check in (self.finite_check, self.large_check) if check is not None]
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into all modules."""
@@ -548,6 +551,10 @@ class Engine:
         """Return all parameter groups, in unit order."""
         return [group for unit in self.units for group in unit.groups]
 
+    def groups_with_gradients(self) -> list[tuple[ParameterGroup, GradientBuffers]]:
+        """Return the groups that have memory for gradients, each with it, in unit order."""
+        return [(group, group.gradients) for group in self.groups() if group.gradients is not None]
+
     def flush_deferred(self) -> None:
         """Reduce deferred gradients, from the last unit to the root, as a backward would.
 
@@ -560,7 +567,7 @@ class Engine:
             check.begin()
         self._match_after_reset()
         for unit in reversed(self.units):
-            if any(group.gradients is not None and group.gradients.has_local_sum for group in unit.groups):
+            if any(group.gradients is not None and group.gradients.has_deferred_sum for group in unit.groups):
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),))
             else:
@@ -574,18 +581,17 @@ class Engine:
         """Set `.grad` of the sharded parameters to the main gradients."""
         self._defers = False
         self._agreed_since_change, self._has_unattached = True, False
-        renewed: list[tuple[ParameterGroup, Sequence[bool]]] = []
+        renewed: list[tuple[ParameterGroup, list[bool]]] = []
         for is_expert, usage in self._usage.items():
             trainable = [
-                (group, group.gradients)
-                for group in self.groups()
-                if group.gradients is not None and group.plan.spec.key.is_expert is is_expert
+                (group, gradients)
+                for group, gradients in self.groups_with_gradients()
+                if group.plan.is_expert is is_expert and any(group.trained)
             ]
-            trainable = [(group, gradients) for group, gradients in trainable if any(group.trained)]
             used_here = [
-                flag
+                each.arrived
                 for group, gradients in trainable
-                for flag, trained in zip(gradients.arrived, group.trained, strict=True)
+                for each, trained in zip(gradients.of_parameter, group.trained, strict=True)
                 if trained
             ]
             if not used_here:
@@ -598,24 +604,23 @@ class Engine:
                     renewed.append((group, used))
                 gradients.attach(group.sharded, used, group.describe_piece)
                 group.trained = list(group.trainable)
-        run_gradient_hooks(renewed)
+        for group, used in renewed:  # once all gradients are set
+            group.run_user_hooks(used)
 
     @property
     def has_gradients_on_their_way(self) -> bool:
         """Whether a backward is running (or has failed), or deferred gradients wait for their reduction."""
-        pending = [group.gradients for group in self.groups() if group.gradients is not None]
-        return self.scheduler.in_backward or any(grads.is_busy for grads in pending)
+        return self.scheduler.in_backward or any(found.is_busy for _, found in self.groups_with_gradients())
 
     def change_grad_comm_dtype(self, policy: MixedPrecisionPolicy) -> None:
         """Reduce gradients in the policy's communication dtype from the next backward on."""
-        groups = [group for group in self.groups() if group.gradients is not None]
         if self.has_gradients_on_their_way:
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
             )
-        self._sharding = replace(self._sharding, options=replace(self._sharding.options, policy=policy))
-        for group in groups:
-            group.change_precision(self._sharding.precision(group.plan.spec.key))
+        self.sharding = replace(self.sharding, options=replace(self.sharding.options, policy=policy))
+        for group, _ in self.groups_with_gradients():
+            group.change_precision(self.sharding.precision(group.plan.spec.key))
         for unit in self.units:
             unit.plan_buckets()
         self.executor.make_bucket_pools()
@@ -653,8 +658,8 @@ class Engine:
         self._may_differ = False
         for is_expert in self._usage:
             with self.observers.during(Phase.AGREE, ROOT):
-                groups = [group for group in self.groups() if group.plan.spec.key.is_expert is is_expert]
-                match_deferred_sums(groups, self._sharding.domain(is_expert), self.device)
+                gradients = [each for group, each in self.groups_with_gradients() if group.plan.is_expert is is_expert]
+                match_deferred_sums(gradients, self.sharding.domain(is_expert), self.device)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -665,36 +670,16 @@ class Engine:
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 
-    @property
-    def dense(self) -> Domain:
-        """The ranks of dense parameters."""
-        return self._sharding.dense
-
-    @property
-    def experts(self) -> Domain | None:
-        """The ranks of experts; None where they are sharded as everything else."""
-        return self._sharding.experts
-
-    @property
-    def num_ranks(self) -> int:
-        """Dense data-parallel ranks, all axes together."""
-        return self._sharding.dense.num_ranks
-
     def agree_on(self, dense_facts: Sequence[str], expert_facts: Sequence[str]) -> None:
         """Compare facts with the other ranks; those about experts with the ranks that share them. Collective."""
-        agree(self.reaching_all, None, dense_facts)
-        if self.experts is not None:
-            agree([self.experts.group], None, expert_facts)
-
-    @property
-    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Groups that together reach every rank of the model."""
-        return self._sharding.reaching_all
+        agree(self.sharding.reaching_all, None, dense_facts)
+        if self.sharding.experts is not None:
+            agree([self.sharding.experts.group], None, expert_facts)
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
-        if any(group.gradients is not None and group.gradients.has_unattached for group in self.groups()):
-            for group, index in (self.positions[id(param)] for param in params):
+        if any(found.has_unattached for _, found in self.groups_with_gradients()):
+            for group, index in (self.group_and_index[id(param)] for param in params):
                 if group.gradients is not None:
                     group.gradients.drop_unattached(index)
         self.release_gradients()
@@ -703,9 +688,8 @@ class Engine:
         """Free the memory of cleared gradients: forward and evaluation may need it."""
         if self.scheduler.in_backward or self.keeps_gradients:
             return  # some may be in reduction, or a captured step writes them where they are
-        for group in self.groups():
-            if group.gradients is not None:
-                group.gradients.release(group.sharded)
+        for group, gradients in self.groups_with_gradients():
+            gradients.release(group.sharded)
 
     def prefetch_weights(self, wait: bool) -> None:
         """Start to all-gather the units that there is room for, root first, ahead of the next forward."""
@@ -741,7 +725,7 @@ class Engine:
     def set_prefetch(self, numel: int) -> None:
         """Prefetch as many units as fit into `numel` elements; see `prefetch_depth`."""
         self.scheduler.look_ahead(
-            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory.may_grow
+            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory_plan.may_grow
         )
 
     def set_reduce_capacity(self, numel: int) -> None:
@@ -791,233 +775,3 @@ class Engine:
                     with self.observers.during(Phase.WHOLE, ROOT):
                         dist.broadcast(group.weights.main.local, group_src=0, group=axis.group)
         self.install_main_weights()
-
-
-# The hook that copies a gradient from autograd into its bucket runs for every parameter in every backward. So it does
-# the common case, a plain gradient that is the first for its place in the bucket, without calling anything of ours:
-# that halves the host time of a gradient.
-
-Take = Callable[[torch.Tensor], None]
-"""Called with a full parameter when autograd has accumulated its gradient."""
-
-_STRIDED = torch.strided
-
-
-def direct_hook(
-    direct: list[torch.Tensor | None], filled: list[bool], arrived: list[bool], index: int, take: Take
-) -> Take:
-    """Make the hook of full parameter `index`.
-
-    Args:
-        direct: For each parameter, where its next gradient may be copied as it is; None: it may not.
-        filled: For each, whether its bucket holds a gradient; set by a copy.
-        arrived: For each, whether a gradient has come since the last sync; set by a copy.
-        index: Which parameter.
-        take: Called for every other gradient.
-    """
-
-    def receive(param: torch.Tensor) -> None:
-        place, grad = direct[index], param.grad
-        if place is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
-            take(param)
-            return
-        direct[index] = param.grad = None
-        place.copy_(grad)
-        filled[index] = arrived[index] = True
-
-    return receive
-
-
-class StateDictAliases:
-    """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
-
-    They share the memory of main weights, but not its version counters.
-    """
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
-
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
-        self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
-
-    @property
-    def is_written(self) -> bool:
-        """Whether any was written to since `changed` was called last."""
-        return any(alias._version != version for _, alias, version in self._seen)
-
-    def changed(self) -> bool:
-        """Return whether any was written to since the last call; dead tensors are checked once more and dropped."""
-        changed = self.is_written
-        self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
-        return changed
-
-
-def match_deferred_sums(groups: Sequence[ParameterGroup], domain: Domain, device: torch.device) -> None:
-    """Make every rank hold deferred sums for the same groups, so that all reduce the same later. Collective."""
-    gradients = [group.gradients for group in groups if group.gradients is not None]
-    if domain.group is None or not gradients:
-        return
-    flags = torch.tensor(
-        [[each.has_local_sum, each.has_inner_sum] for each in gradients], dtype=torch.int32, device=device
-    )
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=domain.group)
-    for each, (deferred, pending) in zip(gradients, flags.tolist(), strict=True):
-        each.ensure_sums(bool(deferred), bool(pending))
-
-
-# A parameter that no rank used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
-# alone. A rank cannot know that by itself, so the ranks agree after the first backward. Where every parameter was
-# used, which is the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they
-# agree after every backward. `find_unused_parameters=True` makes them ask every time: one small collective, and one
-# wait for it.
-
-
-class UsageAgreement:
-    """Agrees over one group of ranks which parameters got a gradient on any rank.
-
-    Args:
-        group: The ranks; None for a single one.
-        device: Where the flags travel.
-        always: Ask at every sync, also after all parameters were used once.
-        foreign_groups: Ranks that hold other parameters in the place of these, as expert-parallel ranks do: if any of
-            them shows a gradient, all do, so that all join a norm that spans them. They ask at every sync.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        always: bool = False,
-        foreign_groups: Sequence[dist.ProcessGroup] = (),
-    ) -> None:
-        self._group = group
-        self._always = always or bool(foreign_groups)
-        self._foreign_groups = tuple(foreign_groups)
-        self._device = device
-        self._all_used = False
-
-    @property
-    def asks(self) -> bool:
-        """Whether the next sync asks the other ranks, and waits for their answer."""
-        return self._group is not None and not self._all_used
-
-    def forget(self) -> None:
-        """Ask at the next sync, since other parameters take gradients now."""
-        self._all_used = False
-
-    @real_values()
-    def agree(self, used_here: Sequence[bool], fingerprint: int) -> list[bool]:
-        """Return whether any rank used each parameter.
-
-        Args:
-            used_here: For each parameter, in the order that all ranks share, whether this rank computed a gradient.
-            fingerprint: Of the communication so far; has to be the same on every rank. Below 2 ** 62.
-
-        Raises:
-            ScheduleError: On every rank, where ranks gathered or reduced different units.
-        """
-        if self._all_used:
-            return [True] * len(used_here)
-        if self._group is None:  # nothing to send, so no device sync
-            return self._show_one(list(used_here))
-        flags = torch.tensor([*used_here, fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        *found, highest, minus_lowest = flags.tolist()
-        if highest != -minus_lowest:
-            raise ScheduleError(
-                "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
-                "every rank has to call the same units in the same order, and one that has nothing to compute with a "
-                "unit calls model.take_part(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
-                "difference (docs/debugging.md)"
-            )
-        used = [bool(flag) for flag in found]
-        self._all_used = all(used) and not self._always
-        return self._show_one(used)
-
-    def _show_one(self, used: list[bool]) -> list[bool]:
-        """Count the first parameter as used (its gradient is zero) where none is, and some foreign rank has one."""
-        if not self._foreign_groups:
-            return used
-        anything = torch.tensor([any(used)], dtype=torch.int32, device=self._device)
-        for group in self._foreign_groups:
-            dist.all_reduce(anything, op=dist.ReduceOp.MAX, group=group)
-        return used if any(used) or not bool(anything.item()) else [True, *used[1:]]
-
-
-# Hooks that the user registered on sharded parameters.
-#
-# Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So hooks of the
-# latter are called here, at each gradient sync, when all gradients are set:
-#
-# - `register_hook` first: called with the gradient; what it returns replaces it;
-# - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
-#   gradient.
-#
-# Both see the gradient after the sync, with earlier backwards that were not cleared, deferred ones included. They run
-# in the order of units, on every rank for the same parameters, and only for those that got a gradient. A gradient that
-# autograd computes for a sharded parameter itself (a penalty on `model.parameters()`) calls the hooks right there, as
-# for any tensor, and is part of what they see at the sync.
-
-_BACKWARD_HOOKS = attrgetter("_backward_hooks")
-_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-
-
-def run_gradient_hooks(renewed: Iterable[tuple[ParameterGroup, Sequence[bool]]]) -> None:
-    """Call the user's hooks of every parameter with a new gradient.
-
-    Args:
-        renewed: The groups whose gradients were reduced since the last sync, each with a flag per parameter: whether
-            any rank had a gradient for it.
-
-    Raises:
-        ConfigurationError: What a hook returned cannot replace the gradient, or is ignored.
-    """
-    for group, used in renewed:
-        if not _any_has_hooks(group):
-            continue
-        for index, param in enumerate(group.sharded):
-            if _has_hooks(param, group.own_hooks) and used[index] and get_grad(param, group.grad_attribute) is not None:
-                _run(group, index, param)
-
-
-def _any_has_hooks(group: ParameterGroup) -> bool:
-    with plain_attributes():
-        keys = chain.from_iterable(filter(None, map(_BACKWARD_HOOKS, group.sharded)))
-        return not group.own_hooks.issuperset(keys) or any(map(_ACCUMULATE_HOOKS, group.sharded))
-
-
-def _has_hooks(param: nn.Parameter, own_hooks: set[int]) -> bool:
-    return bool(param._post_accumulate_grad_hooks) or not own_hooks.issuperset(param._backward_hooks or ())
-
-
-def _run(group: ParameterGroup, index: int, param: nn.Parameter) -> None:
-    attribute = group.grad_attribute
-    with torch.no_grad():
-        for key, hook in list((param._backward_hooks or {}).items()):
-            if key in group.own_hooks:
-                continue
-            grad = get_grad(param, attribute)
-            answer = None if grad is None else hook(grad)
-            if answer is not None:
-                _replace(param, attribute, answer, group.names[index])
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            answer = hook(param)
-            if answer is not None:
-                raise ConfigurationError(
-                    f"a post-accumulate-grad hook of {group.names[index]} returned a {type(answer).__name__}, which "
-                    "would be lost; change the gradient in place and return None"
-                )
-
-
-def _replace(param: nn.Parameter, attribute: GradAttribute, answer: object, name: str) -> None:
-    grad = get_grad(param, attribute)
-    assert isinstance(grad, DTensor)
-    fits = isinstance(answer, DTensor) and (answer.shape, answer.dtype) == (grad.shape, grad.dtype)
-    if not (fits and isinstance(answer, DTensor) and answer.to_local().shape == grad.to_local().shape):
-        found = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else "no tensor"
-        raise ConfigurationError(
-            f"a gradient hook of {name} returned a {type(answer).__name__} ({found}) where the gradient is a DTensor "
-            f"({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same shape, dtype and sharding"
-        )
-    set_grad(param, attribute, answer)

@@ -23,7 +23,7 @@ from megatron_fsdp.engine.memory import (
     crossing_offsets,
     weakly,
 )
-from megatron_fsdp.engine.observer import PHASE_OF, Memory, Observers, Phase
+from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase
 from megatron_fsdp.engine.schedule import ROOT, Action, Operation, Reach
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import MegatronFSDPError
@@ -109,7 +109,7 @@ class Executor:
         units: All units, root first.
         device: Device of the units.
         finalise: Called at the end of a backward once all reductions are done.
-        memory: The plan of memory.
+        memory_plan: The plan of memory.
         pool: The owner of communication memory.
 
     Attributes:
@@ -123,8 +123,8 @@ class Executor:
         self,
         units: Sequence[Unit],
         device: torch.device,
-        finalise: Callable[[], None],
-        memory: MemoryPlan,
+        finalise: Callable[[], object],
+        memory_plan: MemoryPlan,
         pool: CommunicationPool,
     ) -> None:
         self._units = units
@@ -134,8 +134,8 @@ class Executor:
         self._reduce_lane = make_lane(device, "reduce", self.observers)
         self._outer_lane = make_lane(device, "outer", self.observers)
         self.pool = pool
-        self.weight_memory = WeightMemory(memory.weights, pool)
-        self.bucket_count = memory.buckets
+        self.weight_memory = WeightMemory(memory_plan.weights, pool)
+        self.bucket_count = memory_plan.buckets
         self.make_bucket_pools()
         self._borrowed: dict[int, Block] = {}
         self.fingerprint = 0
@@ -147,12 +147,12 @@ class Executor:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # a bound method would keep the executor alive in a cycle
         root, others = self._units[: ROOT + 1], self._units[ROOT + 1 :]
-        blocks = self.pool.blocks
-        self._root_bucket = BucketPool(1, _largest_bucket(root), blocks(Use.ROOT_BUCKET), make_room)
-        self._buckets = BucketPool(self.bucket_count, _largest_bucket(others), blocks(Use.BUCKET), make_room)
-        self._scratch = BucketPool(self._scratch_count, _largest_bucket(self._units), blocks(Use.SCRATCH), make_room)
+        pool = self.pool
+        self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, _largest_bucket(root), make_room)
+        self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, _largest_bucket(others), make_room)
+        self._scratch = BucketPool(pool, Use.SCRATCH, self._scratch_count, _largest_bucket(self._units), make_room)
         crossing = max(crossing_offsets(unit.group_plans)[1] for unit in self._units)
-        self._crossing = BucketPool(OUTER_REDUCTIONS, crossing, blocks(Use.CROSSING), make_room)
+        self._crossing = BucketPool(pool, Use.CROSSING, OUTER_REDUCTIONS, crossing, make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Change the number of units that fill a bucket or have one in reduction at a time."""
@@ -163,7 +163,7 @@ class Executor:
         for unit in self._units:
             for group in unit.groups:
                 if group.gradients is not None:
-                    group.gradients.forget_buckets()
+                    group.gradients.bucket_views.forget()
 
     @property
     def _scratch_count(self) -> int:
@@ -219,7 +219,7 @@ class Executor:
         if not unit.gathered_bytes:
             return None
         block = self.weight_memory.take(unit.index, slot)
-        self.observers.lends(Memory.WEIGHTS, unit.index, block)
+        self.observers.lends(BorrowedMemory.WEIGHTS, unit.index, block)
         return block
 
     def all_gather_outer(self) -> None:
@@ -236,16 +236,16 @@ class Executor:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
-        """Give group `position` of a unit memory for the gradients of this backward, waiting for others' if need be."""
+    def begin_filling(self, unit: Unit, group_index: int, reach: Reach) -> None:
+        """Give a group of a unit memory for the gradients of this backward, waiting for others' if need be."""
         with explained(f"while gradients of unit {unit.label} need memory", self.observers):
-            self._begin_filling(unit, position, reach)
+            self._begin_filling(unit, group_index, reach)
 
-    def _begin_filling(self, unit: Unit, position: int, reach: Reach) -> None:
-        gradients = unit.groups[position].gradients
+    def _begin_filling(self, unit: Unit, group_index: int, reach: Reach) -> None:
+        gradients = unit.groups[group_index].gradients
         assert gradients is not None
         borrows = gradients.needs_bucket(reach is Reach.NOWHERE)
-        gradients.begin(unit.bucket_of(position, self._bucket(unit)) if borrows else None)
+        gradients.begin(unit.bucket_of(group_index, self._bucket(unit)) if borrows else None)
 
     def reduce(self, unit: Unit, reach: Reach) -> None:
         """Start to reduce all gradients of a unit, or keep them where the reduction is deferred."""
@@ -255,15 +255,15 @@ class Executor:
         bucket = self._bucket(unit)
         scratch = self._scratch_for(unit)
         tickets = []
-        for position, group in enumerate(unit.groups):
+        for group_index, group in enumerate(unit.groups):
             gradients = group.gradients
             if gradients is None or not group.reduces:
                 continue
-            if not gradients.is_filling and not gradients.has_local_sum:
-                self._begin_filling(unit, position, reach)
-            received = unit.bucket_of(position, scratch) if scratch is not None and group.exchanges_inner else None
+            if not gradients.is_filling and not gradients.has_deferred_sum:
+                self._begin_filling(unit, group_index, reach)
+            received = unit.bucket_of(group_index, scratch) if scratch is not None and group.exchanges_inner else None
             tickets.append(
-                gradients.reduce(self._reduce_lane, unit.bucket_of(position, bucket), received, group.sharded)
+                gradients.reduce(self._reduce_lane, unit.bucket_of(group_index, bucket), received, group.sharded)
             )
         del self._borrowed[unit.index]
         self._in_flight.append(_Reduction(unit, reach, tickets, bucket, self._pool(unit), scratch))
@@ -279,8 +279,8 @@ class Executor:
         block = self._crossing.borrow() if self._crossing.held_bytes else None
         with self.observers.during(Phase.REDUCE_OUTER, unit.index):
             started = [
-                group.gradients.reduce_outer(self._outer_lane, group.sharded, unit.crossing_of(position, block))
-                for position, group in enumerate(unit.groups)
+                group.gradients.reduce_outer(self._outer_lane, group.sharded, unit.crossing_of(group_index, block))
+                for group_index, group in enumerate(unit.groups)
                 if group.gradients is not None and group.gradients.has_inner_sum
             ]
         self._outer_reductions.append((block, started))
@@ -293,13 +293,13 @@ class Executor:
             self._crossing.give_back(block)
 
     def _keep(self, unit: Unit) -> None:
-        """Keep local sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
-        for position, group in enumerate(unit.groups):
+        """Keep deferred sums, of zeros where no gradient came: ranks must agree on what there is to reduce later."""
+        for group_index, group in enumerate(unit.groups):
             if group.gradients is None or not group.reduces:
                 continue
-            if not group.gradients.is_filling and not group.gradients.has_local_sum:
-                self._begin_filling(unit, position, Reach.NOWHERE)
-            group.gradients.keep()
+            if not group.gradients.is_filling and not group.gradients.has_deferred_sum:
+                self._begin_filling(unit, group_index, Reach.NOWHERE)
+            group.gradients.stop_filling()
 
     def _pool(self, unit: Unit) -> BucketPool:
         return self._root_bucket if unit.index == ROOT else self._buckets
@@ -307,7 +307,7 @@ class Executor:
     def _bucket(self, unit: Unit) -> Block:
         if unit.index not in self._borrowed:
             self._borrowed[unit.index] = self._pool(unit).borrow(unit.bucket_bytes)
-            self.observers.lends(Memory.BUCKET, unit.index, self._borrowed[unit.index])
+            self.observers.lends(BorrowedMemory.BUCKET, unit.index, self._borrowed[unit.index])
         return self._borrowed[unit.index]
 
     def _scratch_for(self, unit: Unit) -> Block | None:
@@ -318,7 +318,7 @@ class Executor:
                 pass
             self._buckets.empty()
         scratch = self._scratch.borrow(unit.bucket_bytes)
-        self.observers.lends(Memory.SCRATCH, unit.index, scratch)
+        self.observers.lends(BorrowedMemory.SCRATCH, unit.index, scratch)
         return scratch
 
     def _retire_oldest(self) -> bool:
@@ -329,10 +329,10 @@ class Executor:
         with self.observers.during(Phase.RETIRE, reduction.unit.index):
             for ticket, _memory in reduction.tickets:
                 ticket.wait()
-        self.observers.takes_back(Memory.BUCKET, reduction.unit.index, reduction.bucket)
+        self.observers.takes_back(BorrowedMemory.BUCKET, reduction.unit.index, reduction.bucket)
         reduction.pool.give_back(reduction.bucket)
         if reduction.scratch is not None:
-            self.observers.takes_back(Memory.SCRATCH, reduction.unit.index, reduction.scratch)
+            self.observers.takes_back(BorrowedMemory.SCRATCH, reduction.unit.index, reduction.scratch)
             self._scratch.give_back(reduction.scratch)
         if reduction.reach is Reach.EVERYWHERE:
             self.reduce_outer(reduction.unit)

@@ -16,7 +16,7 @@ from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.domains import Domain
+from megatron_fsdp.engine.group_plan import Domain
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.sharding.experts import ExpertPlan, parse_expert, plan_experts
 from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
@@ -85,7 +85,7 @@ def find_expert_names(groups: Sequence[ParameterGroup], experts: Domain, mesh: D
     """
     if not experts.foreign_groups:
         return ExpertNames()
-    mine = [group for group in groups if group.plan.spec.key.is_expert]
+    mine = [group for group in groups if group.plan.is_expert]
     places = [(group, index) for group in mine for index in range(len(group.frames))]
     shapes = {group.names[index]: tuple(group.frames[index].shape) for group, index in places}
     rank = 0

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import agree, all_agree
 from megatron_fsdp.comm.axis import address_of
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
-from megatron_fsdp.engine.tensor_parallel import local_part
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.wrap import differing_tensors
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
@@ -41,7 +41,7 @@ def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
     """Gather the gradient of every trainable parameter by canonical name; None where it is None. Collective."""
-    trainable = (name for group in engine.groups() if group.gradients is not None for name in group.names)
+    trainable = (name for group, _ in engine.groups_with_gradients() for name in group.names)
     found: dict[str, torch.Tensor | None] = dict.fromkeys(trainable)
     found.update((name, full.clone()) for name, full in iter_gradients(engine, DEFAULT_BUCKET_BYTES))
     return found
@@ -91,7 +91,7 @@ def shown_in_full(engine: Engine, units: Sequence[Unit], writeback: bool, comput
         if writeback:
             # Tell the ranks that go on, which would wait otherwise.
             with suppress(ConfigurationError), engine.observers.during(Phase.AGREE, ROOT):
-                agree(engine.reaching_all, error)
+                agree(engine.sharding.reaching_all, error)
         raise
     else:
         if writeback:
@@ -137,13 +137,9 @@ def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]
 
 
 def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
-    problem = None
-    try:
-        _check_copies(units, copies)
-    except ConfigurationError as error:
-        problem = error
     with engine.observers.during(Phase.AGREE, ROOT):
-        agree(engine.reaching_all, problem)
+        with all_agree(engine.sharding.reaching_all):
+            _check_copies(units, copies)
         _compare(engine, units, copies)
     with torch.no_grad():
         for unit in units:
@@ -155,10 +151,10 @@ def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
 
 def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
     for unit in units:
-        for position, group in enumerate(unit.groups):
-            for index, copy in enumerate(copies[unit.index][position]):
+        for group_index, group in enumerate(unit.groups):
+            for index, copy in enumerate(copies[unit.index][group_index]):
                 shape = group.plan.layout.shapes[index]
-                if not unit.holds_copy(position, index, copy) or tuple(local_part(copy).shape) != shape:
+                if not unit.holds_copy(group_index, index, copy) or tuple(local_part(copy).shape) != shape:
                     raise ConfigurationError(
                         f"{group.names[index]} was replaced inside full_parameters_context, or its shape {shape} was "
                         "changed; write into it instead, by copy_() or an init function"
@@ -171,7 +167,7 @@ def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     devices: dict[dist.ProcessGroup, torch.device] = {}
     for unit in units:
         for group, params in zip(unit.groups, copies[unit.index], strict=True):
-            ranks = engine.domain_of(group).group
+            ranks = engine.sharding.domain(group.plan.is_expert).group
             if ranks is None:
                 continue
             devices[ranks] = group.plan.device
@@ -204,7 +200,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _Chunk:
     """Entries of one group and dtype, and the range of the group's flat buffer that holds them all."""
 
     entries: tuple[_Entry, ...]
@@ -222,7 +218,7 @@ def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, to
 def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full gradients of trainable parameters, by canonical name, without those that are None."""
     found = {id(group): group.grads() for group in engine.groups()}
-    entries = _entries(engine, lambda group, index: _local(found[id(group)][index]))
+    entries = _entries(engine, lambda group, index: found[id(group)][index])
     _agree(engine, entries)
     for (name,), full in _watched(engine, _stream(entries, bucket_bytes)):
         yield name, full
@@ -247,11 +243,7 @@ def _state_piece(
 ) -> torch.Tensor | None:
     param = group.sharded[index]
     value = states.get(id(param), {}).get(key)
-    return _local(value) if isinstance(value, DTensor) and value.shape == param.shape else None
-
-
-def _local(value: torch.Tensor | None) -> torch.Tensor | None:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value if isinstance(value, DTensor) and value.shape == param.shape else None
 
 
 def _entries(
@@ -264,7 +256,7 @@ def _entries(
         for index in sorted(range(len(layout.shapes)), key=layout.tensor_range):
             piece = piece_of(group, index)
             if piece is not None:
-                entries.append(_Entry((group.names[index], *more), group, index, piece.detach()))
+                entries.append(_Entry((group.names[index], *more), group, index, local_part(piece).detach()))
     return entries
 
 
@@ -272,7 +264,7 @@ def _agree(engine: Engine, entries: Sequence[_Entry]) -> None:
     """Check that all ranks have the same tensors: for one that a rank lacks, the others would wait."""
     facts: dict[bool, list[str]] = {False: [], True: []}
     for entry in entries:
-        facts[entry.group.plan.spec.key.is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
+        facts[entry.group.plan.is_expert].append(f"{' '.join(entry.label)} in {entry.piece.dtype}")
     with engine.observers.during(Phase.AGREE, ROOT):
         engine.agree_on(facts[False], facts[True])
 
@@ -308,7 +300,7 @@ def _stream(entries: Iterable[_Entry], bucket_bytes: int) -> Iterator[_Named]:
         del full
 
 
-def _cut(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[_Bucket]:
+def _cut(entries: Iterable[_Entry], limit_bytes: int) -> Iterator[_Chunk]:
     """Group entries of one group and dtype into buckets that are no larger than the limit, or one tensor."""
     taken: list[_Entry] = []
     for entry in entries:
@@ -337,14 +329,14 @@ def _whole_fits(entry: _Entry, limit_bytes: int) -> bool:
     return entry.group.plan.layout.numel * entry.piece.dtype.itemsize <= limit_bytes
 
 
-def _bucket(taken: Sequence[_Entry], limit_bytes: int) -> _Bucket:
+def _bucket(taken: Sequence[_Entry], limit_bytes: int) -> _Chunk:
     layout = taken[0].group.plan.layout
     if _whole_fits(taken[0], limit_bytes):
-        return _Bucket(tuple(taken), 0, layout.numel)
-    return _Bucket(tuple(taken), layout.tensor_range(taken[0].index)[0], layout.tensor_range(taken[-1].index)[1])
+        return _Chunk(tuple(taken), 0, layout.numel)
+    return _Chunk(tuple(taken), layout.tensor_range(taken[0].index)[0], layout.tensor_range(taken[-1].index)[1])
 
 
-def _fill(bucket: _Bucket) -> torch.Tensor:
+def _fill(bucket: _Chunk) -> torch.Tensor:
     """Return the full range (stop - start,): this rank's pieces, and those of the others."""
     group = bucket.entries[0].group
     layout, axis = group.plan.layout, group.plan.axis

@@ -21,13 +21,14 @@ from torch.nn import functional as F
 
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import warn_caller
+from megatron_fsdp.sharding.units import parameter_sites
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 """Types that compute as plain tensors; DTensors and other subclasses have their own arithmetic."""
 
 
 class _GradientTarget:
-    """The place of one weight's gradient. All references are weak: a module must not keep its engine alive."""
+    """Where one weight's gradient goes. All references are weak: a module must not keep its engine alive."""
 
     __slots__ = ("_engine", "_group", "_parameter", "_unit", "_weight")
 
@@ -67,16 +68,16 @@ class _GradientTarget:
         if engine is None or weight is None or engine.large_check is not None or _is_watched(weight):
             return False
         gradients = engine.filling(self._unit, self._group)
-        place, adds = gradients.target_of(self._parameter, grad.dtype)
-        if place is None:
+        target, adds = gradients.target_of(self._parameter, grad.dtype)
+        if target is None:
             return False
         if adds:
-            place.addmm_(grad.t(), operand)
+            target.addmm_(grad.t(), operand)
         else:
-            torch.mm(grad.t(), operand, out=place)
+            torch.mm(grad.t(), operand, out=target)
         gradients.note_written(self._parameter)
         if engine.finite_check is not None:
-            engine.finite_check.record(engine.units[self._unit].groups[self._group].names[self._parameter], place)
+            engine.finite_check.record(engine.units[self._unit].groups[self._group].names[self._parameter], target)
         return True
 
 
@@ -85,9 +86,9 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: _GradientTarget
+        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: _GradientTarget
     ) -> torch.Tensor:
-        ctx.place = place
+        ctx.target = target
         ctx.save_for_backward(tensor, weight if ctx.needs_input_grad[0] else None)
         return F.linear(tensor, weight, bias)
 
@@ -113,7 +114,7 @@ def _weight_gradient(ctx: Any, rows: torch.Tensor, operand: torch.Tensor) -> tor
     if not accumulates:
         return None
     differentiates = torch.is_grad_enabled()  # create_graph=True: the gradient has a graph of its own
-    if not differentiates and ctx.place.write(rows, operand):
+    if not differentiates and ctx.target.write(rows, operand):
         return None
     return rows.t().mm(operand)
 
@@ -140,12 +141,12 @@ class FusedLinear(nn.Linear):
         """Compute the linear, with fused weight gradients where possible."""
         if torch.compiler.is_compiling():
             return F.linear(input, self.weight, self.bias)
-        params, place = self._parameters, self._fused_target
+        params, target = self._parameters, self._fused_target
         weight, bias = params["weight"], params["bias"]
         assert weight is not None
-        if not place.takes(input, weight, bias):
+        if not target.takes(input, weight, bias):
             return F.linear(input, weight, bias)
-        fused: torch.Tensor = _apply(input, weight, bias, place)
+        fused: torch.Tensor = _apply(input, weight, bias, target)
         return fused
 
     def _get_name(self) -> str:
@@ -164,16 +165,16 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> None:
     that are frozen, cut by tensor parallelism, shared with another module, or whose gradients travel in another dtype
     than they are computed in.
     """
-    places = _targets_by_weight(engine)
-    users = _users_by_weight(module)
+    targets = _targets_by_weight(engine)
+    sites = parameter_sites(module)
     count = 0
     for linear in module.modules():
         if type(linear) is not nn.Linear or "forward" in linear.__dict__:
             continue
         weight = linear._parameters.get("weight")
-        if weight is not None and id(weight) in places and users[id(weight)] == 1:
+        if weight is not None and id(weight) in targets and len(sites[id(weight)]) == 1:
             linear.__class__ = FusedLinear
-            linear._fused_target = places[id(weight)]  # type: ignore[assignment]
+            linear._fused_target = targets[id(weight)]  # type: ignore[assignment]
             count += 1
     if not count:
         warn_caller(
@@ -184,22 +185,12 @@ def fuse_weight_gradients(engine: Engine, module: nn.Module) -> None:
 
 
 def _targets_by_weight(engine: Engine) -> dict[int, _GradientTarget]:
-    """Map ids of sharded parameters to the place of their gradient, where it is not cast and the parameter is plain."""
+    """Map ids of sharded parameters to where their gradient goes, if it is not cast and the parameter is plain."""
     return {
-        id(param): _GradientTarget(engine, unit.index, position, index)
+        id(param): _GradientTarget(engine, unit.index, group_index, index)
         for unit in engine.units
-        for position, group in enumerate(unit.groups)
+        for group_index, group in enumerate(unit.groups)
         if group.gradients is not None and group.plan.precision.grad_comm is group.plan.precision.compute
         for index, param in enumerate(group.sharded)
         if type(group.full[index]) in _PLAIN
     }
-
-
-def _users_by_weight(module: nn.Module) -> dict[int, int]:
-    """Count the places in the model that use each parameter, by its id."""
-    found: dict[int, int] = {}
-    for owner in module.modules():
-        for param in owner._parameters.values():
-            if param is not None:
-                found[id(param)] = found.get(id(param), 0) + 1
-    return found

@@ -121,12 +121,12 @@ class LargeGradientCheck:
             )
         self._factor = factor
         self._history = history
-        self._position = {name: index for index, name in enumerate(names)}
+        self._own_index = {name: index for index, name in enumerate(names)}
         self._ranks = NamedRanks(names, labels, groups)
         self._seen = torch.zeros(self._ranks.most, dtype=torch.float32, device=device)  # of this rank, in this backward
         known = dict.fromkeys(name for _, of_rank in self._ranks.everyone for name in of_rank)
-        self._place = {name: index for index, name in enumerate(known)}
-        self._own = torch.tensor([self._place[name] for name in self._ranks.own], dtype=torch.int64, device=device)
+        self._index = {name: index for index, name in enumerate(known)}
+        self._own = torch.tensor([self._index[name] for name in self._ranks.own], dtype=torch.int64, device=device)
         # Of all ranks, in all backwards that counted:
         self._largest = torch.zeros(len(known), dtype=torch.float32, device=device)
         self._count = torch.zeros(len(known), dtype=torch.int64, device=device)
@@ -138,9 +138,9 @@ class LargeGradientCheck:
     def record(self, name: str, grad: torch.Tensor) -> None:
         """Record the largest magnitude of a gradient, without a device sync."""
         if grad.numel():
-            position = self._position[name]
+            index = self._own_index[name]
             largest = torch.linalg.vector_norm(grad, torch.inf)
-            self._seen[position] = torch.maximum(self._seen[position], largest)
+            self._seen[index] = torch.maximum(self._seen[index], largest)
 
     def conclude(self) -> None:
         """Compare over the ranks, then remember. One all-reduce of 4 bytes per parameter, and one wait for it.
@@ -164,16 +164,16 @@ class LargeGradientCheck:
     def _message(self, limits: torch.Tensor) -> str:
         by_rank = self._ranks.gather(self._seen).tolist()
         largest, count, limit = self._largest.tolist(), self._count.tolist(), limits.tolist()
-        flags, found = [], dict.fromkeys(self._place, 0.0)
+        flags, found = [], dict.fromkeys(self._index, 0.0)
         for (_, names), seen in zip(self._ranks.everyone, by_rank, strict=True):
-            flags.append([value > limit[self._place[name]] for name, value in zip(names, seen, strict=False)])
+            flags.append([value > limit[self._index[name]] for name, value in zip(names, seen, strict=False)])
             for name, value in zip(names, seen, strict=False):
                 found[name] = max(found[name], value)
         large = self._ranks.ranks_by_name(flags)
-        worst_first = sorted(large, key=lambda name: found[name] / largest[self._place[name]], reverse=True)
+        worst_first = sorted(large, key=lambda name: found[name] / largest[self._index[name]], reverse=True)
         shown = first_few(
-            f"{name} on rank {large[name]} has {found[name]:.4g}, and had at most {largest[self._place[name]]:.4g} in "
-            f"{count[self._place[name]]} backwards"
+            f"{name} on rank {large[name]} has {found[name]:.4g}, and had at most {largest[self._index[name]]:.4g} in "
+            f"{count[self._index[name]]} backwards"
             for name in worst_first
         )
         return (
@@ -193,7 +193,7 @@ class FiniteCheck:
         device: torch.device,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        self._position = {name: index for index, name in enumerate(names)}
+        self._own_index = {name: index for index, name in enumerate(names)}
         self._ranks = NamedRanks(names, labels, groups)
         self._flags = torch.zeros(self._ranks.most, dtype=torch.bool, device=device)
 
@@ -203,7 +203,7 @@ class FiniteCheck:
 
     def record(self, name: str, grad: torch.Tensor) -> None:
         """Record whether a gradient holds a value that is not finite, without a device sync."""
-        self._flags[self._position[name]] |= ~torch.isfinite(grad).all()
+        self._flags[self._own_index[name]] |= ~torch.isfinite(grad).all()
 
     def conclude(self) -> None:
         """Compare the flags over the ranks.

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -28,6 +27,7 @@ from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges, piece_view
+from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
@@ -91,21 +91,11 @@ def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[
         return list(map(_GRAD, params)) if attribute == GRAD else [get_grad(param, attribute) for param in params]
 
 
-def num_shown(grads: Sequence[torch.Tensor | None]) -> int:
-    """Count the gradients that are not None."""
-    return sum(map(is_not, grads, repeat(None)))
-
-
 def set_grads(params: Sequence[nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
     """Set `.grad` of each of some parameters."""
     with plain_attributes():
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-
-
-def set_grad(param: nn.Parameter, attribute: GradAttribute, grad: torch.Tensor | None) -> None:
-    """Set the gradient of a parameter, or None."""
-    setattr(param, attribute, grad)
 
 
 # The memory of a group's main gradient exists from the first reduction until all gradients are cleared.
@@ -150,14 +140,22 @@ class MainGradient:
         """Bytes that it takes now."""
         return 0 if self._buffer is None else self._buffer.local.untyped_storage().nbytes()
 
+    def allocate(self) -> FlatBuffer:
+        """Return the memory, allocated where it was not, uninitialised then."""
+        if self._buffer is None:
+            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device)
+        elif self.num_bytes and not self.held_bytes:
+            self._buffer.local.untyped_storage().resize_(self.num_bytes)
+        return self._buffer
+
     @property
     def local(self) -> torch.Tensor:
-        """All elements, (region.numel,); uninitialised where there was no memory before."""
-        return self._there().local
+        """All elements, (region.numel,); allocated as by `allocate`."""
+        return self.allocate().local
 
     def piece(self, index: int) -> torch.Tensor:
         """Return the part of tensor `index` that is here, a view; content as for `local`."""
-        return self._there().piece(index)
+        return self.allocate().piece(index)
 
     def view(self, index: int, describe: Callable[[int, torch.Tensor], DTensor]) -> DTensor:
         """Return the piece of tensor `index` as a DTensor, made once."""
@@ -175,7 +173,7 @@ class MainGradient:
         for dtype in {grad.dtype for grad in grads.values()}:
             rounded = self.local.to(dtype)
             found = rounded.clone()
-            chosen = {index: _local(grad) for index, grad in grads.items() if grad.dtype == dtype}
+            chosen = {index: local_part(grad) for index, grad in grads.items() if grad.dtype == dtype}
             pieces = [piece_view(self._layout, self.region, found, index) for index in chosen]
             torch._foreach_copy_(pieces, list(chosen.values()))
             self.local.copy_(torch.where(rounded == found, self.local, found.to(self.dtype)))
@@ -188,7 +186,7 @@ class MainGradient:
             counts: For each tensor of the layout whether there is something to add to.
         """
         for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-            chosen = {index: _local(grad) for index, grad in grads.items() if counts[index] == is_sum}
+            chosen = {index: local_part(grad) for index, grad in grads.items() if counts[index] == is_sum}
             if chosen:
                 put(list(map(self.piece, chosen)), list(chosen.values()))
 
@@ -203,13 +201,6 @@ class MainGradient:
             self._buffer = None
             self.views = [None] * len(self.views)
 
-    def _there(self) -> FlatBuffer:
-        if self._buffer is None:
-            self._buffer = FlatBuffer(self._layout, self.region, self.dtype, self.device)
-        elif self.num_bytes and not self.held_bytes:
-            self._buffer.local.untyped_storage().resize_(self.num_bytes)
-        return self._buffer
-
     def _is_ours_alone(self, buffer: FlatBuffer) -> bool:
         """Return whether only our own tensors refer to the memory, and no one else holds one of our DTensors."""
         storage = buffer.local.untyped_storage()
@@ -217,24 +208,68 @@ class MainGradient:
         if torch._C._storage_Use_Count(storage._cdata) != ours:
             return False
         for view in self.views:
-            if view is not None and (sys.getrefcount(view) > _OWN_REFERENCES or _is_kept(view)):
+            if view is not None and (sys.getrefcount(view) > _OWN_REFERENCES or _is_referenced(view)):
                 return False
         return True
 
 
-def _is_kept(view: DTensor) -> bool:
+def _is_referenced(view: DTensor) -> bool:
     """Return whether a DTensor has another reference: outside of Python, as in an autograd graph, or another name."""
     in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
     return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
 DescribePiece = Callable[[int, torch.Tensor], DTensor]
 Shown = Sequence[torch.Tensor | None]
 Inspect = Callable[[int, torch.Tensor], None]
+
+
+class ParameterGradient:
+    """The gradient of one parameter, on its way from autograd to `.grad`.
+
+    Attributes:
+        target: Where gradients of this backward go, a view in the parameter's shape; None while no memory is filled.
+        direct: The same for as long as the next gradient may be copied there as it is, else None.
+        filled: A gradient of this backward is there.
+        written: The latest was written there by the layer itself, and not counted yet.
+        arrived: A gradient has come since gradients were last attached.
+        counts: The main gradient holds a contribution that counts.
+        attached: It was set as `.grad`, and not taken back since.
+        was_set: `.grad` was set when the next gradient came, and will be set again.
+    """
+
+    __slots__ = ("arrived", "attached", "counts", "direct", "filled", "target", "was_set", "written")
+
+    def __init__(self) -> None:
+        self.target: torch.Tensor | None = None
+        self.direct: torch.Tensor | None = None
+        self.filled = self.written = self.arrived = False
+        self.counts = self.attached = self.was_set = False
+
+
+# The hook that copies a gradient from autograd into its bucket runs for every parameter in every backward. So it does
+# the common case, a plain gradient that is the first for its target in the bucket, without calling anything of ours:
+# that halves the host time of a gradient.
+
+Take = Callable[[torch.Tensor], None]
+"""Called with a full parameter when autograd has accumulated its gradient."""
+
+_STRIDED = torch.strided
+
+
+def direct_hook(gradient: ParameterGradient, take: Take) -> Take:
+    """Make the hook of a full parameter: it copies a plain first gradient, and calls `take` for every other one."""
+
+    def receive(param: torch.Tensor) -> None:
+        target, grad = gradient.direct, param.grad
+        if target is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
+            take(param)
+            return
+        gradient.direct = param.grad = None
+        target.copy_(grad)
+        gradient.filled = gradient.arrived = True
+
+    return receive
 
 
 class GradientBuffers:
@@ -255,50 +290,30 @@ class GradientBuffers:
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
+        self.of_parameter = tuple(ParameterGradient() for _ in layout.shapes)
         self._padding = padding_ranges(layout)
-        count = len(layout.shapes)
-        self._live = [False] * count  # the main gradient holds a contribution that counts
-        self._attached = [False] * count  # `.grad` was handed out and not taken back since
-        self._kept = [False] * count  # `.grad` was set when the next gradient came, and will be set again
-        self._target: torch.Tensor | None = None
         self.bucket_views = BucketViews(layout)
-        self._views_of_target: list[torch.Tensor] = []
-        self._local_sum: torch.Tensor | None = None
+        self._filling: torch.Tensor | None = None
+        self._deferred_sum: torch.Tensor | None = None
         self._inner_sum: torch.Tensor | None = None
-        self.filled = [False] * count  # the bucket holds a gradient of the parameter
-        self.direct: list[torch.Tensor | None] = [None] * count  # where the next gradient may be copied as it is
-        self.written: set[int] = set()  # gradients written in place, until they are counted
-        self.arrived = [False] * count  # a gradient has come since the gradients were last attached
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
     def change_precision(self, precision: ResolvedPrecision, reduction: GradientReduction) -> None:
         """Use another communication dtype for the next bucket."""
         self.precision, self.reducer.reduction = precision, reduction
         self.bucket_views.forget()
-        self._views_of_target = []
-
-    def forget_buckets(self) -> None:
-        """Drop the views of earlier buckets, which may be gone."""
-        self.bucket_views.forget()
-        if not self.is_filling:
-            self._views_of_target = []
 
     # ---- filling ------------------------------------------------------------------------------------------------
 
     @property
     def is_filling(self) -> bool:
         """Whether a target was chosen and gradients may have arrived that are not reduced yet."""
-        return self._target is not None
+        return self._filling is not None
 
     @property
-    def holds_gradient(self) -> tuple[bool, ...]:
-        """For each parameter whether the main gradient holds one that counts."""
-        return tuple(self._live)
-
-    @property
-    def has_local_sum(self) -> bool:
-        """Whether there are local sums of earlier backwards that are not reduced."""
-        return self._local_sum is not None
+    def has_deferred_sum(self) -> bool:
+        """Whether there are deferred sums of earlier backwards that are not reduced."""
+        return self._deferred_sum is not None
 
     @property
     def has_inner_sum(self) -> bool:
@@ -308,67 +323,69 @@ class GradientBuffers:
     @property
     def is_busy(self) -> bool:
         """Whether gradients are anywhere on the way to the main gradient."""
-        return self.is_filling or self.has_local_sum or self.has_inner_sum
+        return self.is_filling or self.has_deferred_sum or self.has_inner_sum
 
     def needs_bucket(self, defer: bool) -> bool:
         """Return whether the next gradients go into a borrowed bucket (else into sums that are kept)."""
-        return not defer and self._local_sum is None
+        return not defer and self._deferred_sum is None
 
     def begin(self, bucket: torch.Tensor | None) -> None:
         """Choose where the next gradients go: a bucket (numel,) in the communication dtype, or None: deferred sums."""
         if bucket is not None:
             _zero([bucket[start:stop] for start, stop in self._padding])
-            self._target = bucket
-            self._views_of_target = self.bucket_views.of(bucket)
+            self._filling, targets = bucket, self.bucket_views.of(bucket)
         else:
-            if self._local_sum is None:
-                self._local_sum = self._zeros(self.layout.numel)
-            self._target = self._local_sum
-        self.filled[:] = [False] * len(self.filled)
-        if bucket is not None and self.reducer.reduction.pre_factor == 1.0:
-            self.direct[:] = self._views_of_target
+            if self._deferred_sum is None:
+                self._deferred_sum = self._zeros(self.layout.numel)
+            self._filling = self._deferred_sum
+            targets = [full_view(self.layout, self._deferred_sum, index) for index in range(len(self.of_parameter))]
+        is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
+        for each, target in zip(self.of_parameter, targets, strict=True):
+            each.target, each.direct, each.filled = target, target if is_direct else None, False
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """Copy the gradient of parameter `index` (its own shape, any dtype) into the target, with the cast."""
-        target, factor = self._target, self.reducer.reduction.pre_factor
-        assert target is not None
-        if target is self._local_sum:
-            full_view(self.layout, target, index).add_(grad)
-        elif self.filled[index]:
-            self._views_of_target[index].add_(grad, alpha=factor)
+        """Copy the gradient of parameter `index` (its own shape, any dtype) into its target, with the cast."""
+        own, factor = self.of_parameter[index], self.reducer.reduction.pre_factor
+        assert own.target is not None
+        if self._filling is self._deferred_sum:
+            own.target.add_(grad)
+        elif own.filled:
+            own.target.add_(grad, alpha=factor)
         elif factor == 1.0:
-            self._views_of_target[index].copy_(grad)
+            own.target.copy_(grad)
         else:
-            put_scaled(grad, factor, self._views_of_target[index])
-        self._note(index)
+            put_scaled(grad, factor, own.target)
+        self._note(own)
 
     def target_of(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
         """Return where to write the gradient of a parameter (None: it is cast or scaled), and whether to add to it."""
-        target, adds = self._target, self.filled[index] or self._target is self._local_sum
-        if target is None or target.dtype is not dtype:
-            return None, adds
-        if target is self._local_sum:
-            return full_view(self.layout, target, index), adds
-        return (self._views_of_target[index] if self.reducer.reduction.pre_factor == 1.0 else None), adds
+        own, is_sum = self.of_parameter[index], self._filling is self._deferred_sum
+        fits = own.target is not None and own.target.dtype is dtype
+        fits = fits and (is_sum or self.reducer.reduction.pre_factor == 1.0)
+        return own.target if fits else None, own.filled or is_sum
 
     def note_written(self, index: int) -> None:
-        """Record that the gradient of parameter `index` was written into its place, or added to it."""
-        self._note(index)
-        self.written.add(index)
+        """Record that the gradient of parameter `index` was written into its target, or added to it."""
+        self._note(self.of_parameter[index])
+        self.of_parameter[index].written = True
 
-    def _note(self, index: int) -> None:
-        self.filled[index] = self.arrived[index] = True
-        self.direct[index] = None
+    @staticmethod
+    def _note(own: ParameterGradient) -> None:
+        own.filled = own.arrived = True
+        own.direct = None
 
     def forbid_direct_copies(self) -> None:
         """Make every gradient of this backward come through `add`, since something observes it."""
-        self.direct[:] = [None] * len(self.direct)
+        for each in self.of_parameter:
+            each.direct = None
+
+    def stop_filling(self) -> None:
+        """Let go of the bucket, or keep the new gradients in the deferred sum that they were added to."""
+        self._filling = None
+        for each in self.of_parameter:
+            each.target = each.direct = None
 
     # ---- reducing -----------------------------------------------------------------------------------------------
-
-    def keep(self) -> None:
-        """Keep the new gradients in the deferred sums."""
-        self._target = None
 
     def reduce(
         self, lane: Lane, bucket: torch.Tensor, scratch: torch.Tensor | None, params: Sequence[nn.Parameter]
@@ -384,13 +401,12 @@ class GradientBuffers:
         Returns:
             The ticket, and memory besides bucket and scratch that has to be kept until it was waited for.
         """
-        if self._local_sum is not None:
-            put_scaled(self._local_sum, self.reducer.reduction.pre_factor, bucket)
-            self._local_sum = None
+        if self._deferred_sum is not None:
+            put_scaled(self._deferred_sum, self.reducer.reduction.pre_factor, bucket)
+            self._deferred_sum = None
         else:
-            _zero([view for view, filled in zip(self._views_of_target, self.filled, strict=True) if not filled])
-        self._target = None
-        self.forbid_direct_copies()
+            _zero([each.target for each in self.of_parameter if each.target is not None and not each.filled])
+        self.stop_filling()
         if self.inspect is not None:
             for index, view in enumerate(self.bucket_views.of(bucket)):
                 self.inspect(index, view)
@@ -401,17 +417,21 @@ class GradientBuffers:
         if self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.inner_region.numel)
         pending = self._inner_sum
-        return lane.submit(stage.launch, lambda: _discard(pending.add_(stage.result()))), stage.memory
+
+        def add_to_pending() -> None:
+            pending.add_(stage.result())
+
+        return lane.submit(stage.launch, add_to_pending), stage.memory
 
     def reduce_outer(
-        self, lane: Lane, params: Sequence[nn.Parameter], memory: Sequence[torch.Tensor] = ()
+        self, lane: Lane, params: Sequence[nn.Parameter], crossing: Sequence[torch.Tensor] = ()
     ) -> tuple[Ticket, tuple[torch.Tensor, ...]]:
         """Start to reduce the pending sums over the outer ranks.
 
         Args:
             lane: Where the collective runs.
             params: The sharded parameters.
-            memory: What to send from, in the communication dtype, and what to receive into, where they are taken.
+            crossing: What to send from, in the communication dtype, and what to receive into, where they are taken.
 
         Returns:
             The ticket, and memory that has to be kept until it was waited for.
@@ -419,8 +439,8 @@ class GradientBuffers:
         pending, self._inner_sum = self._inner_sum, None
         assert pending is not None
         self._take_back(params)
-        if memory:
-            stage = self.reducer.reduce_outer(memory[0].copy_(pending), memory[1] if len(memory) > 1 else None)
+        if crossing:
+            stage = self.reducer.reduce_outer(crossing[0].copy_(pending), crossing[1] if len(crossing) > 1 else None)
         else:
             stage = self.reducer.reduce_outer(pending.to(self.precision.grad_comm))
         ticket = lane.submit(stage.launch, lambda: self._accumulate(stage))
@@ -430,9 +450,8 @@ class GradientBuffers:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
         main, factor = self.main.local, self.reducer.factor
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
-        if any(self._live):
-            if not all(self._live):
-                _zero([self.main.piece(index) for index, live in enumerate(self._live) if not live])
+        if any(each.counts for each in self.of_parameter):
+            _zero([self.main.piece(index) for index, each in enumerate(self.of_parameter) if not each.counts])
             rows = rows or (stage.result(),)
         elif rows:
             put_scaled(rows[0], factor, main)
@@ -441,7 +460,8 @@ class GradientBuffers:
             stage.put_into(main, factor)
         for row in rows:
             main.add_(row, alpha=factor)
-        self._live = [True] * len(self._live)
+        for each in self.of_parameter:
+            each.counts = True
         self.renewed = True
 
     def _take_back(self, params: Sequence[nn.Parameter]) -> None:
@@ -450,27 +470,24 @@ class GradientBuffers:
         The current value of a copy or replacement counts. It is read on the compute stream, whose memory it is: a lane
         might read it after it was freed. Our own views stay in `.grad`; others leave None.
         """
-        _discard(self.main.local)  # on CUDA, allocate its memory on the stream that will free it
-        found = get_grads(params, self.grad_attribute)
-        if not num_shown(found):  # all cleared: gradients that were attached do not count any more
-            self._live = [live and not attached for live, attached in zip(self._live, self._attached, strict=True)]
-            self._attached = [False] * len(self._attached)
-            return
+        self.main.allocate()  # on CUDA, on the stream that will free it
         changed: dict[int, torch.Tensor] = {}
-        for index, (attached, grad) in enumerate(zip(self._attached, found, strict=True)):
-            self._attached[index] = False
-            self._kept[index] |= grad is not None
+        found = get_grads(params, self.grad_attribute)
+        for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):
+            each.was_set |= grad is not None
             if grad is None:
-                self._live[index] = self._live[index] and not attached
-            elif attached and grad is not self.main.views[index]:
-                changed[index], self._live[index] = grad, True
-                set_grad(params[index], self.grad_attribute, None)
+                each.counts = each.counts and not each.attached
+            elif each.attached and grad is not self.main.views[index]:
+                changed[index], each.counts = grad, True
+                setattr(params[index], self.grad_attribute, None)
+            each.attached = False
         self.main.take_back(changed)
 
     def detach_main_gradient(self, index: int, param: torch.Tensor) -> None:
         """Detach `.grad` of a sharded parameter that a lane writes, since autograd is about to add to it."""
-        if not self._attached[index] and param.grad is not None and param.grad is self.main.views[index]:
-            param.grad = None  # it is in `_kept`, so `attach` shows it again, with what comes now
+        own = self.of_parameter[index]
+        if not own.attached and param.grad is not None and param.grad is self.main.views[index]:
+            param.grad = None  # it `was_set`, so `attach` shows it again, with what comes now
 
     # ---- showing ------------------------------------------------------------------------------------------------
 
@@ -485,18 +502,19 @@ class GradientBuffers:
         found = get_grads(params, self.grad_attribute)
         if not self._show_new(params, used, found):
             self._show(params, used, found, describe)
-        self.arrived[:] = [False] * len(self.arrived)
-        self._kept = [False] * len(self._kept)
+        for each in self.of_parameter:
+            each.arrived = each.was_set = False
         self.renewed = False
 
     def _show_new(self, params: Sequence[nn.Parameter], used: Sequence[bool], found: Shown) -> bool:
         """Set the existing views where that suffices: no gradient was left, and all are new; return whether it did."""
-        usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads
-        usual = usual and all(self._live) and all(used) and not any(self._attached) and not num_shown(found)
-        if not usual or num_shown(self.main.views) < len(self.main.views):
+        usual = self.grad_attribute == GRAD and self.shown_dtype == self.precision.main_grads and all(used)
+        usual = usual and all(each.counts and not each.attached for each in self.of_parameter)
+        if not usual or any(grad is not None for grad in found) or any(view is None for view in self.main.views):
             return False
         set_grads(params, self.main.views)
-        self._attached = [True] * len(self._attached)
+        for each in self.of_parameter:
+            each.attached = True
         return True
 
     def _show(
@@ -505,13 +523,13 @@ class GradientBuffers:
         """Add the parameters' own gradients to the main gradient, then set `.grad`."""
         changed: dict[int, torch.Tensor] = {}
         own: dict[int, torch.Tensor] = {}
-        for index, (grad, attached) in enumerate(zip(found, self._attached, strict=True)):
-            if grad is None and attached:
-                self._live[index] = self._attached[index] = False  # cleared, and nothing was reduced since
+        for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):
+            if grad is None and each.attached:
+                each.counts = each.attached = False  # cleared, and nothing was reduced since
             if grad is None or grad is self.main.views[index]:
                 continue
-            if attached:
-                changed[index], self._live[index] = grad, True
+            if each.attached:
+                changed[index], each.counts = grad, True
             else:
                 own[index] = grad
         self.main.take_back(changed)
@@ -520,16 +538,17 @@ class GradientBuffers:
             self._take_plain(params)
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
         for index, (param, shown) in enumerate(zip(params, found, strict=True)):
-            if not self._live[index] or not (used[index] or self._kept[index] or shown is not None):
-                self._live[index] = False
+            each = self.of_parameter[index]
+            each.counts = each.counts and (used[index] or each.was_set or shown is not None)
+            if not each.counts:
                 continue
             if cast is None:
                 grad = self.main.view(index, describe)
             else:
                 grad = describe(index, piece_view(self.layout, self.main.region, cast, index))
             if grad is not shown:
-                set_grad(param, self.grad_attribute, grad)
-            self._attached[index] = True
+                setattr(param, self.grad_attribute, grad)
+            each.attached = True
 
     @property
     def shown_dtype(self) -> torch.dtype:
@@ -544,9 +563,9 @@ class GradientBuffers:
             params[index].grad = None
 
     def _add(self, grads: Mapping[int, torch.Tensor]) -> None:
-        self.main.add(grads, self._live)
+        self.main.add(grads, [each.counts for each in self.of_parameter])
         for index in grads:
-            self._live[index] = True
+            self.of_parameter[index].counts = True
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply all accumulated gradients, attached or not, reduced or not."""
@@ -558,22 +577,22 @@ class GradientBuffers:
                 grad.mul_(factor)  # a copy in another dtype, or set by the user
             if self.grad_attribute != GRAD and param.grad is not None:
                 param.grad.mul_(factor)  # set by autograd, and not added yet
-        for waiting in (self._local_sum, self._inner_sum):
+        for waiting in (self._deferred_sum, self._inner_sum):
             if waiting is not None:
                 waiting.mul_(factor)
 
     @property
     def has_unattached(self) -> bool:
         """Whether any gradient was accumulated that is not attached as `.grad`."""
-        return self.has_local_sum or self.has_inner_sum or not all(self._attached)
+        return self.has_deferred_sum or self.has_inner_sum or not all(each.attached for each in self.of_parameter)
 
     def drop_unattached(self, index: int) -> None:
         """Drop what was accumulated for one parameter and is not attached as its `.grad` yet."""
-        if not self._attached[index]:
-            self._live[index] = self._kept[index] = False
-            self.arrived[index] = False
-        if self._local_sum is not None:
-            full_view(self.layout, self._local_sum, index).zero_()
+        own = self.of_parameter[index]
+        if not own.attached:
+            own.counts = own.was_set = own.arrived = False
+        if self._deferred_sum is not None:
+            full_view(self.layout, self._deferred_sum, index).zero_()
         if self._inner_sum is not None:
             piece_view(self.layout, self.reducer.inner_region, self._inner_sum, index).zero_()
 
@@ -584,29 +603,26 @@ class GradientBuffers:
         """
         if not self.main.held_bytes:
             return
-        counts = any(live and not attached for live, attached in zip(self._live, self._attached, strict=True))
+        counts = any(each.counts and not each.attached for each in self.of_parameter)
         if not counts and all(grad is None for grad in get_grads(params, self.grad_attribute)):
             self.main.release()
 
     def clear(self) -> None:
         """Drop all accumulated and all deferred gradients."""
-        count = len(self._live)
-        self._live = [False] * count
-        self._attached = [False] * count
-        self._kept = [False] * count
-        self.arrived[:] = [False] * count
-        self._local_sum = self._inner_sum = None
+        for each in self.of_parameter:
+            each.counts = each.attached = each.was_set = each.arrived = False
+        self._deferred_sum = self._inner_sum = None
 
     def abandon(self) -> None:
         """Drop gradients in a bucket (after an exception); sums that were deferred before stay."""
-        self._target = None
-        self.forbid_direct_copies()
-        self.written.clear()
+        self.stop_filling()
+        for each in self.of_parameter:
+            each.written = False
 
     def ensure_sums(self, deferred: bool, pending: bool) -> None:
         """Make sums, of zeros, where there are none, because another rank has some and will reduce them."""
-        if deferred and self._local_sum is None:
-            self._local_sum = self._zeros(self.layout.numel)
+        if deferred and self._deferred_sum is None:
+            self._deferred_sum = self._zeros(self.layout.numel)
         if pending and self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.inner_region.numel)
 
@@ -617,7 +633,3 @@ class GradientBuffers:
 def _zero(tensors: list[torch.Tensor]) -> None:
     if tensors:
         torch._foreach_zero_(tensors)
-
-
-def _discard(_result: object) -> None:
-    """Ignore a result, so that an expression can stand where a function without a result is expected."""

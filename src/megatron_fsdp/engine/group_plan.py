@@ -1,26 +1,168 @@
-"""The plan of one parameter group: everything decided before memory is allocated, and what follows from it."""
+"""What is decided for a parameter group before any memory is taken: its ranks, how it was cut before, its plan.
+
+Tensor parallelism may have cut parameters before data parallelism shards them: then a rank's own part is sharded over
+data-parallel ranks. `parallelize_module` leaves parameters as DTensors over the tensor-parallel mesh, and the modules
+expect them as such in forward; Megatron's own layers hold plain tensors with attributes that say which dimension was
+cut.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
+from math import lcm, prod
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Placement as TensorPlacement
 
-from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.config.precision import ResolvedPrecision
+from megatron_fsdp.comm.axis import Axis, Traffic, real_values
+from megatron_fsdp.comm.groups import OwnGroups
+from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.engine.tensor_parallel import TensorParallelPart
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.accounting import GroupFootprint
-from megatron_fsdp.sharding.gradient_scaling import GradientReduction
-from megatron_fsdp.sharding.layout import Layout
-from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, shard_count
+from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
+from megatron_fsdp.sharding.layout import Layout, plan_layout
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, placements_for, shard_count
 from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
-from megatron_fsdp.sharding.units import ParameterGroupSpec
-from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
+from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, parameter_sites
+from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
+
+
+@dataclass(frozen=True)
+class TensorParallelPart:
+    """How one parameter is placed on the tensor-parallel ranks.
+
+    Attributes:
+        mesh: The one-dimensional tensor-parallel mesh.
+        placement: `Shard(dim)` or `Replicate()`.
+        shape: Shape of the parameter over all tensor-parallel ranks.
+        stride: Stride of the parameter over all tensor-parallel ranks.
+        is_dtensor: Whether the modules hold it as a DTensor, else as a plain tensor.
+    """
+
+    mesh: DeviceMesh
+    placement: TensorPlacement
+    shape: torch.Size
+    stride: tuple[int, ...]
+    is_dtensor: bool
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold different parts."""
+        return isinstance(self.placement, Shard) and self.mesh.size() > 1
+
+    def shapes_by_rank(self, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of every rank's part, given this rank's; uneven where the dimension is not divisible."""
+        if not isinstance(self.placement, Shard):
+            return (local_shape,) * self.mesh.size()
+        dim = self.placement.dim
+        edges = TensorParallelCut.by_chunk(self.shape[dim], self.mesh.size(), dim).edges
+        return tuple(
+            (*local_shape[:dim], stop - start, *local_shape[dim + 1 :]) for start, stop in itertools.pairwise(edges)
+        )
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """Wrap this rank's part as the modules expect it: as a DTensor, or not at all."""
+        if not self.is_dtensor:
+            return local
+        return DTensor.from_local(
+            local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of this rank's part, and finish a sum over ranks that autograd has left open."""
+        if not isinstance(grad, DTensor):
+            return grad
+        if tuple(grad.placements) != (self.placement,):
+            grad = grad.redistribute(placements=[self.placement])
+        local = grad.to_local()
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def local_part(param: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's own memory on this rank: the local tensor of a DTensor, the values of a guest, or itself."""
+    if isinstance(param, DTensor):
+        return param._local_tensor
+    return plain_values(param) if is_guest(param) else param
+
+
+GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+"""The extension of FSDP2 by which a tensor class encodes its shards and wraps what was gathered."""
+
+
+def is_guest(param: torch.Tensor) -> bool:
+    """Return whether the class of a parameter gathers in its own way (`megatron_fsdp.engine.guests`)."""
+    return any(hasattr(type(param), method) for method in GATHER_METHODS)
+
+
+def plain_values(guest: torch.Tensor) -> torch.Tensor:
+    """Return the one plain tensor that a guest flattens into."""
+    (inner,), _ = guest.__tensor_flatten__()  # type: ignore[attr-defined]
+    values: torch.Tensor = getattr(guest, inner)
+    return values
+
+
+def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
+    """Describe how tensor parallelism cut a parameter.
+
+    Returns:
+        None for a plain tensor without tensor-parallel ranks.
+
+    Raises:
+        ConfigurationError: It is a DTensor over another mesh, or with a placement that is neither a plain `Shard` nor
+            `Replicate`.
+    """
+    if isinstance(param, DTensor):
+        return _part_of_dtensor(name, param, mesh)
+    if mesh is None or mesh.size() == 1:
+        return None
+    dim = _partition_dim(param)
+    shape = list(param.shape)
+    if dim is not None:
+        shape[dim] *= mesh.size()
+    placement: TensorPlacement = Replicate() if dim is None else Shard(dim)
+    stride = torch.empty(shape, device="meta").stride()
+    return TensorParallelPart(mesh, placement, torch.Size(shape), tuple(stride), is_dtensor=False)
+
+
+@real_values()
+def _part_of_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> TensorParallelPart:
+    if mesh is None:
+        raise ConfigurationError(
+            f"{name} is a DTensor over the mesh dimensions {param.device_mesh.mesh_dim_names} already; pass "
+            "device_mesh with that dimension and name it by tp_dim"
+        )
+    own = param.device_mesh
+    if own.ndim != 1 or own.mesh.tolist() != mesh.mesh.tolist():
+        raise ConfigurationError(
+            f"{name} is a DTensor over the ranks {own.mesh.tolist()}, but tp_dim has the ranks {mesh.mesh.tolist()} "
+            "here; parallelize modules over exactly the tensor-parallel mesh, and leave data parallelism to fully_shard"
+        )
+    placement = param.placements[0]
+    if type(placement) not in (Shard, Replicate):
+        raise ConfigurationError(f"{name} is placed as {placement} over tensor-parallel ranks; use Shard or Replicate")
+    return TensorParallelPart(own, placement, param.shape, tuple(param.stride()), is_dtensor=True)
+
+
+def _partition_dim(param: torch.Tensor) -> int | None:
+    """Return the dimension that Megatron's layers mark as cut over tensor-parallel ranks, or None."""
+    mode = getattr(param, "_tensor_parallel_mode", None)
+    if mode in ("column", "row"):
+        return 0 if mode == "column" else 1
+    dim = getattr(param, "partition_dim", -1)
+    return int(dim) if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -70,6 +212,11 @@ class GroupPlan:
         return self.spec.key.requires_grad
 
     @property
+    def is_expert(self) -> bool:
+        """Whether these are parameters of experts, on the mesh of these."""
+        return self.spec.key.is_expert
+
+    @property
     def is_trained_whole(self) -> bool:
         """Whether every rank updates the whole main weights, under whatever strategy."""
         return self.requires_grad and Placement.SHARD not in self.placements.main_weight
@@ -108,18 +255,32 @@ class GroupPlan:
     @property
     def gathered_bytes(self) -> int:
         """Bytes that the full compute weights take while they are gathered, and only then, else 0."""
-        return self.layout.numel * self.precision.compute.itemsize if self.weights_in_slots else 0
+        return self.gathered_numel * self.gathered_dtype.itemsize if self.weights_in_slots else 0
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """The dtype of the memory of full compute weights."""
+        return torch.uint8 if self.has_guests else self.precision.compute
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of `gathered_dtype` in the full compute weights."""
+        return self.sent_bytes if self.has_guests else self.layout.numel
 
     @property
     def weight_format(self) -> WeightFormat | None:
         """The weight format of the compute weights; None: their dtype."""
-        name = self.spec.key.weight_format
-        return None if name is None else WEIGHT_FORMATS[name]
+        return self.spec.key.weight_format
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether modules compute with the bytes that are gathered."""
+        return self.weight_format is not None and self.weight_format.is_guest
 
     @property
     def is_encoded(self) -> bool:
         """Whether compute weights are held and gathered as the bytes of a weight format."""
-        return self.weight_format is not None and self.weights_in_slots
+        return self.weight_format is not None and (self.weights_in_slots or self.has_guests)
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -187,9 +348,9 @@ class GroupPlan:
             shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
             tensor_dim=len(self.axes) if self.mesh.ndim > len(self.axes) else None,
         )
-        place = self.mesh.get_coordinate()
-        assert place is not None
-        coordinate = (*(axis.rank for axis in self.axes), *place[len(self.axes) :])
+        on_mesh = self.mesh.get_coordinate()
+        assert on_mesh is not None
+        coordinate = (*(axis.rank for axis in self.axes), *on_mesh[len(self.axes) :])
         tensor_cut = None
         if part is not None and isinstance(part.placement, Shard):
             dim = part.placement.dim
@@ -207,3 +368,302 @@ class GroupPlan:
             self.foreign_groups,
             self.reduction.adds_up,
         )
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks that share parameters of one kind: dense ones, or experts, which have a mesh of their own.
+
+    Attributes:
+        axes: The data-parallel axes, outermost first; the last one is the sharding axis.
+        names: Their names in the mesh.
+        group: All data-parallel ranks; None for a single one.
+        tensor_parallel: The tensor-parallel mesh, one-dimensional; None where there is none.
+        described_mesh: The mesh of the sharded parameters' DTensors: the axes and, last, the tensor-parallel dimension.
+        foreign_groups: For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
+    """
+
+    axes: tuple[Axis, ...]
+    names: tuple[str, ...]
+    group: dist.ProcessGroup | None
+    tensor_parallel: DeviceMesh | None
+    described_mesh: DeviceMesh
+    foreign_groups: tuple[dist.ProcessGroup, ...] = field(default=())
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks, all axes together."""
+        return prod(axis.num_ranks for axis in self.axes)
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks; None for a single one."""
+        mesh = self.tensor_parallel
+        return None if mesh is None or mesh.size() == 1 else mesh.get_group()
+
+
+@real_values()
+def make_domain(
+    index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False, sums_locally: bool = False
+) -> Domain:
+    """Build the domain of one kind of parameters from an index."""
+    assert index.dp_shard_dim is not None
+    names = tuple(name for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None)
+    axes = tuple(replace(_axis(index, name, traffic[name], is_expert), sums_locally=sums_locally) for name in names)
+    tensor_parallel = index.get_submesh((index.tp_dim,), is_expert) if index.tp_dim is not None else None
+    described = names if index.tp_dim is None else (*names, index.tp_dim)
+    num_ranks = prod(axis.num_ranks for axis in axes)
+    return Domain(
+        axes=axes,
+        names=names,
+        group=index.get_dp_group(is_expert) if num_ranks > 1 else None,
+        tensor_parallel=tensor_parallel,
+        described_mesh=index.get_submesh(described, is_expert),
+        foreign_groups=_foreign_groups(index) if is_expert else (),
+    )
+
+
+def _axis(index: FSDPDistributedIndex, name: str, traffic: Traffic, is_expert: bool) -> Axis:
+    mesh = index.get_submesh((name,), is_expert)
+    num_ranks = mesh.size()
+    group = mesh.get_group() if num_ranks > 1 else None
+    gather_group = None
+    if name == index.dp_shard_dim and group is not None:
+        gather_group = index.get_fsdp_group(is_expert, independent_all_gather=True)
+    # Not the coordinate on the mesh: a mesh may list ranks out of order, and its group has them in order.
+    rank = dist.get_rank(group) if group is not None else 0
+    return Axis(group, rank, num_ranks, traffic, gather_group)
+
+
+def _foreign_groups(index: FSDPDistributedIndex) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups along the dimensions of the expert mesh that are neither data nor tensor parallel."""
+    mesh = index.expt_device_mesh
+    assert mesh is not None
+    here = dist.get_rank()
+    own: set[int] = set()
+    for group in (index.expt_outer_fsdp_group, index.expt_fsdp_group):
+        own.update(dist.get_process_group_ranks(group) if group is not None else ())
+    if index.tp_dim is not None:
+        own.update(index.get_submesh((index.tp_dim,), True).mesh.flatten().tolist())
+    groups = [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
+    return tuple(
+        group
+        for group in groups
+        if dist.get_world_size(group) > 1 and not (set(dist.get_process_group_ranks(group)) - {here}) & own
+    )
+
+
+def looked_up(module: nn.Module) -> frozenset[str]:
+    """Return the canonical names of the parameters that only `nn.Embedding` modules hold, which nobody hooks into.
+
+    Their gradient is made of indices and of the gradient of what was looked up: the backward of a unit that is such a
+    module needs no weights. Hooks may compute with the weights, and are counted where they are there before wrapping:
+    later ones see sharded parameters.
+    """
+
+    def looks_up(owner: nn.Module) -> bool:
+        return type(owner) is nn.Embedding and not any(getattr(owner, name) for name in _HOOKS)
+
+    sites = parameter_sites(module)
+    return frozenset(
+        name for name, param in module.named_parameters() if all(looks_up(owner) for owner, _ in sites[id(param)])
+    )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ALIGNMENT_BYTES = 16
+EXPERT_NAME = ".experts."
+"""Part of the name of every expert's parameter."""
+EVERY_PARAMETER = "all"
+"""The pattern that stands for every parameter."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The ranks and options by which the parameters of a model are sharded.
+
+    Attributes:
+        options: The options of the engine.
+        dense: The ranks of dense parameters.
+        experts: The ranks of experts; None where they are sharded as everything else.
+        device: Device of the buffers.
+        weight_formats: The weight format of each parameter that has one, by canonical name.
+        lookups: Canonical names of the parameters that `looked_up` finds.
+    """
+
+    options: EngineOptions
+    dense: Domain
+    experts: Domain | None
+    device: torch.device
+    weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)
+    lookups: frozenset[str] = frozenset()
+
+    def sums_in_fp32(self, name: str) -> bool:
+        """Return whether the gradients of a parameter are accumulated in float32, by its canonical name."""
+        return any(
+            self.matches(name, pattern) for pattern in self.options.param_name_patterns_for_fp32_local_accumulation
+        )
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Refuse patterns without effect.
+
+        Args:
+            names: Canonical names of the model's trainable parameters.
+
+        Raises:
+            ConfigurationError: A pattern matches none of them.
+        """
+        for pattern in self.options.param_name_patterns_for_fp32_local_accumulation:
+            if not any(self.matches(name, pattern) for name in names):
+                raise ConfigurationError(
+                    f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
+                    f"{len(names)} trainable parameters (such as {', '.join(names[:2])}); patterns are those of "
+                    "fnmatch, and 'all' is every parameter"
+                )
+
+    @staticmethod
+    def matches(name: str, pattern: str) -> bool:
+        """Return whether one of the patterns for sums in float32 matches a parameter's name."""
+        return pattern == EVERY_PARAMETER or fnmatchcase(name, pattern)
+
+    def is_expert(self, name: str, param: torch.Tensor) -> bool:
+        """Return whether a parameter is on the expert mesh: by its name, or marked `allreduce=False` as in Megatron.
+
+        Raises:
+            ConfigurationError: It is marked, and there is no expert mesh.
+        """
+        is_marked = getattr(param, "allreduce", True) is False
+        if is_marked and self.experts is None:
+            raise ConfigurationError(
+                f"{name} is marked as an expert's (allreduce=False), and there is no expert mesh; pass expt_device_mesh"
+            )
+        return self.experts is not None and (is_marked or EXPERT_NAME in f".{name}")
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
+        return self.dense.group, self.dense.tensor_parallel_group
+
+    def domain(self, is_expert: bool) -> Domain:
+        """Return the ranks of parameters of one kind."""
+        return self.experts if is_expert and self.experts is not None else self.dense
+
+    def over_own_groups(self) -> tuple[Sharding, OwnGroups]:
+        """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
+        experts = self.experts.axes if self.experts is not None else ()
+        own = OwnGroups((*self.dense.axes, *experts))
+        cut = len(self.dense.axes)
+        dense = replace(self.dense, axes=own.axes[:cut])
+        return replace(
+            self, dense=dense, experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut:])
+        ), own
+
+    def parts_of(
+        self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]
+    ) -> tuple[TensorParallelPart | None, ...]:
+        """Describe how tensor parallelism cut the parameters of a group."""
+        mesh = self.domain(spec.key.is_expert).tensor_parallel
+        return tuple(part_of(info.name, param, mesh) for info, param in zip(spec.parameters, originals, strict=True))
+
+    def plan_group(self, spec: ParameterGroupSpec, originals: Sequence[nn.Parameter]) -> GroupPlan:
+        """Plan layout, dtypes, placements and factors of one group."""
+        domain = self.domain(spec.key.is_expert)
+        placements = self._placements(spec)
+        if spec.key.requires_grad:
+            precision = self.precision(spec.key)
+        else:
+            precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
+        parts = self.parts_of(spec, originals)
+        layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, domain.axes))
+        return GroupPlan(
+            spec,
+            layout,
+            precision,
+            self._reduction(domain, precision),
+            placements,
+            domain.axes,
+            domain.described_mesh,
+            self.device,
+            parts,
+            layouts,
+            domain.foreign_groups,
+        )
+
+    def plan_training(self, plan: GroupPlan) -> GroupPlan:
+        """Plan the training of a group that was frozen: weights stay where they are, gradients are added."""
+        key = replace(plan.spec.key, requires_grad=True)
+        infos = tuple(replace(info, key=key) for info in plan.spec.parameters)
+        precision = self.precision(key)
+        reduction = self._reduction(self.domain(key.is_expert), precision)
+        return replace(plan, spec=ParameterGroupSpec(key, infos), precision=precision, reduction=reduction)
+
+    def _reduction(self, domain: Domain, precision: ResolvedPrecision) -> GradientReduction:
+        reduction = gradient_reduction(
+            self.dense.num_ranks,
+            domain.num_ranks,
+            average_in_collective=self.options.average_in_collective,
+            calculate_per_token_loss=self.options.calculate_per_token_loss,
+            comm_dtype=precision.grad_comm,
+            scales_first=not self.options.gradient_reduce_div_fusion,
+        )
+        return replace(reduction, one_by_one=self.options.deterministic is not None)
+
+    def precision(self, key: GroupKey) -> ResolvedPrecision:
+        """Return the dtypes of a trained group."""
+        precision = resolve_precision(self.options.policy, key.dtype)
+        are_views = self.options.megatron_fsdp_use_decoupled_grad or precision.main_params == precision.main_grads
+        if self.options.megatron_fsdp_cuda_graph_mode and not are_views:
+            raise ConfigurationError(
+                f"cuda_graph_mode=True needs gradients that are shown where they are summed, and main gradients of "
+                f"{key.dtype} parameters are {precision.main_grads} where main weights are {precision.main_params}; "
+                "set main_grads_dtype and main_params_dtype of mixed_precision_policy alike, or use_decoupled_grad=True"
+            )
+        if not key.sums_in_fp32 or not key.dtype.is_floating_point:
+            return precision
+        return replace(precision, main_grads=torch.promote_types(precision.main_grads, torch.float32))
+
+    def _layouts(
+        self, spec: ParameterGroupSpec, parts: Sequence[TensorParallelPart | None], num_shards: int
+    ) -> tuple[Layout, tuple[Layout, ...]]:
+        """Plan the layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
+        form = spec.key.weight_format
+        block_numel = 1 if form is None else form.block_numel
+        rows_only = {"max_waste": float(num_shards)} if form is not None and form.is_guest else {}
+
+        def plan(shapes: Sequence[Sequence[int]]) -> Layout:
+            return plan_layout(
+                shapes,
+                num_shards,
+                alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
+                numel_multiple=self.options.numel_multiple if spec.key.requires_grad else 1,
+                **rows_only,
+            )
+
+        layout = plan([info.shape for info in spec.parameters])
+        by_parameter = [
+            None if part is None else part.shapes_by_rank(info.shape)
+            for info, part in zip(spec.parameters, parts, strict=True)
+        ]
+        if all(shapes is None or len(set(shapes)) == 1 for shapes in by_parameter):
+            return layout, ()
+        mesh = self.domain(spec.key.is_expert).tensor_parallel
+        assert mesh is not None
+        return layout, tuple(
+            plan(
+                [
+                    info.shape if shapes is None else shapes[rank]
+                    for info, shapes in zip(spec.parameters, by_parameter, strict=True)
+                ]
+            )
+            for rank in range(mesh.size())
+        )
+
+    def _placements(self, spec: ParameterGroupSpec) -> Placements:
+        strategy = self.options.strategy
+        outer = self.options.outer_strategy if len(self.dense.axes) > 1 else None
+        is_frozen = not spec.key.requires_grad
+        if spec.key.is_scalar or (is_frozen and strategy < ShardingStrategy.optim_grads_params):
+            strategy = ShardingStrategy.no_shard  # nothing to shard, or nothing to optimise: whole and never gathered
+        if outer is not None and (is_frozen or strategy is ShardingStrategy.no_shard):
+            outer = ShardingStrategy.no_shard
+        return placements_for(strategy, outer)

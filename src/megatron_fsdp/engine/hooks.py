@@ -30,30 +30,31 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
     """Register all hooks of one model."""
     reference = weakref.ref(engine)
     modules = [
-        (unit.index, position, root.get_submodule(path))
+        (unit.index, module_index, root.get_submodule(path))
         for unit in engine.units
-        for position, path in enumerate(unit.modules)
+        for module_index, path in enumerate(unit.modules)
     ]
     unit_modules = {id(module) for *_, module in modules}
-    for index, position, module in modules:
+    for index, module_index, module in modules:
         watch = None
         if index != ROOT and engine.units[index].lives_in_slots:
             watch = AuxiliaryOutputs(module, unit_modules)
-        place = _Place(index, position, watch)
-        before = partial(_pre_forward, reference, place)
-        after = partial(_post_forward, reference, place)
+        entry = _UnitModule(index, module_index, watch)
+        before = partial(_pre_forward, reference, entry)
+        after = partial(_post_forward, reference, entry)
         if is_compiled_in_place(module):
             surround(module, before, after)
+            engine.structure.note_compiled(engine.units[index].label, module)
             continue
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         module.register_forward_pre_hook(uncompiled(before), prepend=True)
         module.register_forward_hook(uncompiled(after), always_call=True)
     for inner in _outside_of_units(root, unit_modules):
-        entry = _RootForward(reference)
-        inner.register_forward_pre_hook(uncompiled(entry.enter), prepend=True)
+        root_forward = _RootForward(reference)
+        inner.register_forward_pre_hook(uncompiled(root_forward.enter), prepend=True)
     for unit in engine.units:
-        for position in range(len(unit.groups)):
-            engine.watch_gradients(unit.index, position)
+        for group_index in range(len(unit.groups)):
+            engine.watch_gradients(unit.index, group_index)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -68,25 +69,27 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(dict(leaf))
 
 
-class _Place(NamedTuple):
-    """The unit of a module, its position among the unit's modules, and what watches its attributes."""
+class _UnitModule(NamedTuple):
+    """A module of a unit: the unit, its number among the unit's modules, and what watches its attributes."""
 
     unit: int
-    position: int = 0
+    module_index: int = 0
     watch: AuxiliaryOutputs | None = None
 
 
-def _pre_forward(reference: weakref.ref[Engine], place: _Place, _module: nn.Module, _args: Any) -> None:
-    if place.watch is not None:
-        place.watch.begin()
+def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, _args: Any) -> None:
+    if entry.watch is not None:
+        entry.watch.begin()
     engine = live_engine(reference)
-    if place.unit not in engine.full_units:
-        engine.pre_forward(place.unit, place.position)
+    if entry.unit not in engine.full_units:
+        engine.pre_forward(entry.unit, entry.module_index)
 
 
-def _post_forward(reference: weakref.ref[Engine], place: _Place, _module: nn.Module, _args: Any, output: Any) -> Any:
-    engine, index = reference(), place.unit
-    auxiliary = place.watch.end() if place.watch is not None else []
+def _post_forward(
+    reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, _args: Any, output: Any
+) -> Any:
+    engine, index = reference(), entry.unit
+    auxiliary = entry.watch.end() if entry.watch is not None else []
     if engine is None:
         return output  # the pre-hook has raised for it, and this hook is called even so
     if index in engine.full_units:
@@ -99,7 +102,7 @@ def _post_forward(reference: weakref.ref[Engine], place: _Place, _module: nn.Mod
         found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
-    call = engine.post_forward(index, bool(outputs), failed, place.position, _reads_weights(unit, outputs))
+    call = engine.post_forward(index, bool(outputs), failed, entry.module_index, _reads_weights(unit, outputs))
     if computes_gradients and not outputs:
         _refuse_opaque(engine, index, output)
     for tensor in outputs:
@@ -137,7 +140,7 @@ class _RootForward:
         scheduler = live_engine(self._reference).scheduler
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
-            _pre_forward(self._reference, _Place(ROOT), module, args)
+            _pre_forward(self._reference, _UnitModule(ROOT), module, args)
             if not self._leaves:
                 module.register_forward_hook(uncompiled(self._leave), always_call=True)
                 self._leaves = True
@@ -147,7 +150,7 @@ class _RootForward:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """End the root's forward, if this call began it."""
         if self._opened and self._opened.pop():
-            return _post_forward(self._reference, _Place(ROOT), module, args, output)
+            return _post_forward(self._reference, _UnitModule(ROOT), module, args, output)
         return output
 
 
@@ -294,7 +297,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
 #
 # Hooks swap parameters and communicate, which no graph can hold, so the compiler is kept out of them. A unit that was
 # compiled in place before sharding is called inside its hooks instead of with them, so that its graph is whole (also
-# with `fullgraph=True`). Models in an `OptimizedModule` of `torch.compile` are taken out of it and compiled in place,
+# with `fullgraph=True`). Models in an `OptimizedModule` of `torch.compile` are taken out of it and compiled in entry,
 # with the same options, so that names of parameters stay what they are.
 
 _REASON = (

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,8 @@ from megatron_fsdp.sharding.memory_plan import (
     plan_weights,
     prefetch_depth,
 )
+
+Result = TypeVar("Result")
 
 _ALIGNMENT_BYTES = 128
 _POISON = 0xFF
@@ -151,7 +154,7 @@ class CommunicationPool:
     def _zeros(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def part(self, use: Use, number: int) -> torch.Tensor | None:
+    def memory_of(self, use: Use, number: int) -> torch.Tensor | None:
         """Return the memory of a planned block, (num_bytes,) of uint8; None where there is no such block."""
         found = self._planned.get((use, number))
         if found is None:
@@ -161,69 +164,29 @@ class CommunicationPool:
 
     def shard(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return memory for what a rank sends of group `number`, zeros (numel,); None where it has to allocate some."""
-        part = self.part(Use.SHARD, number)
+        part = self.memory_of(Use.SHARD, number)
         # `data`: whoever compares versions of these weights must not see what is written next to them.
         return None if part is None else part.view(dtype)[:numel].data
 
-    def blocks(self, use: Use) -> Blocks:
-        """Return the blocks of one use."""
-        return Blocks(self, use)
+    def planned(self, use: Use, num_bytes: int) -> int:
+        """Count the blocks of one use that are taken already and large enough."""
+        return sum(block.use is use and block.num_bytes >= num_bytes for block in self._planned.values())
 
     def make(self, use: Use, number: int, num_bytes: int) -> Block:
-        """Make a block: the planned one where that is large enough, else one with memory of its own."""
-        part = self.part(use, number)
+        """Make a block, once for each number: the planned one if that is large enough, else one with its own memory."""
+        part = self.memory_of(use, number)
         fits = part is not None and part.numel() >= num_bytes
         return Block(part.numel(), self._device, part) if fits and part is not None else Block(num_bytes, self._device)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of one use in a pool."""
-
-    pool: CommunicationPool
-    use: Use
-
-    def make(self, number: int, num_bytes: int) -> Block:
-        """Make block `number`; call it once for each."""
-        return self.pool.make(self.use, number, num_bytes)
-
-    def planned(self, num_bytes: int) -> int:
-        """Count the blocks that are taken already and large enough."""
-        blocks = () if self.pool.plan is None else self.pool.plan.blocks
-        return sum(block.use is self.use and block.num_bytes >= num_bytes for block in blocks)
-
-
-class SlotPool:
-    """Numbered blocks, each made at its first use and kept: slot k is always the same memory."""
-
-    def __init__(self, num_bytes: int, blocks: Blocks) -> None:
-        self._num_bytes = num_bytes
-        self._make = blocks.make
-        self._blocks: dict[int, Block] = {}
-
-    def block(self, slot: int) -> Block:
-        """Return the memory of a slot."""
-        if slot not in self._blocks:
-            self._blocks[slot] = self._make(slot, self._num_bytes)
-        return self._blocks[slot]
-
-    def has(self, slot: int) -> bool:
-        """Return whether a slot was used."""
-        return slot in self._blocks
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes allocated so far."""
-        return sum(block.num_bytes for block in self._blocks.values())
 
 
 class BucketPool:
     """A few blocks that are borrowed and given back, each as long as its borrower needs.
 
     Args:
-        count: How many blocks there are.
+        pool: Where the blocks come from.
+        use: What they are for.
+        count: How many there are.
         num_bytes: The most that any borrower needs.
-        blocks: Where they come from.
         make_room: Called when all are out; gives some back, or returns False where nothing can be waited for (then
             the pool grows: several units that fill at once each need one).
 
@@ -232,17 +195,14 @@ class BucketPool:
     """
 
     def __init__(
-        self,
-        count: int,
-        num_bytes: int,
-        blocks: Blocks,
-        make_room: Callable[[], bool],
+        self, pool: CommunicationPool, use: Use, count: int, num_bytes: int, make_room: Callable[[], object]
     ) -> None:
+        self._pool = pool
+        self._use = use
         self._count = count
         self._num_bytes = num_bytes
-        self._make = blocks.make
         self._make_room = make_room
-        self._made = [blocks.make(number, num_bytes) for number in range(blocks.planned(num_bytes))]
+        self._made = [pool.make(use, number, num_bytes) for number in range(pool.planned(use, num_bytes))]
         self._free = list(self._made)
         self.peak_bytes = self.held_bytes
 
@@ -251,7 +211,7 @@ class BucketPool:
         while len(self._made) - len(self._free) >= self._count and self._make_room():
             pass  # also where the pool grew once: there may be free blocks besides those out
         if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
-            self._made.append(self._make(len(self._made), self._num_bytes))
+            self._made.append(self._pool.make(self._use, len(self._made), self._num_bytes))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)
         block.hold(self._num_bytes if num_bytes is None else num_bytes)
@@ -285,13 +245,13 @@ class BucketPool:
         return sum(block.held_bytes for block in self._made)
 
 
-def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """Call a bound method for as long as its object lives."""
+def weakly(method: Callable[[], Result]) -> Callable[[], Result | None]:
+    """Call a bound method for as long as its object lives, after that return None."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> bool:
+    def call() -> Result | None:
         alive = reference()
-        return alive is not None and alive()
+        return None if alive is None else alive()
 
     return call
 
@@ -428,41 +388,39 @@ class WeightMemory:
 
     def __init__(self, plan: WeightPlan, pool: CommunicationPool) -> None:
         self._plan = plan
-        self._make = pool.blocks(Use.UNIT).make
-        self._slots = SlotPool(plan.slot_bytes, pool.blocks(Use.SLOT))
-        self._own: dict[int, Block] = {}
+        self._pool = pool
+        self._blocks: dict[tuple[Use, int], Block] = {}  # slots and units with memory of their own, once they were used
         self.peak_bytes = 0
         if plan.taken_at_once:
             for slot in range(plan.slots_used):
-                self._slots.block(slot)
+                self._block(Use.SLOT, slot, plan.slot_bytes)
             for unit in plan.units_in(WeightStorage.OWN):
-                self._block_of(unit)
+                self._block(Use.UNIT, unit, plan.gathered_bytes[unit])
         self._note_peak()
 
     def take(self, unit: int, slot: int | None) -> Block:
-        """Return the block that a unit is gathered into."""
+        """Return the block that a unit is gathered into: that of a slot is always the same memory."""
         if self._plan.storages[unit] is WeightStorage.SLOT:
             assert slot is not None
-            if self._slots.has(slot):
-                return self._slots.block(slot)
-            block = self._slots.block(slot)
+            block = self._block(Use.SLOT, slot, self._plan.slot_bytes)
         else:
-            block = self._block_of(unit)
+            block = self._block(Use.UNIT, unit, self._plan.gathered_bytes[unit])
             block.refill()
         self._note_peak()
         return block
 
     def give_back(self, unit: int) -> bool:
         """Release a unit's block; return whether its memory was freed."""
-        if self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP) or unit not in self._own:
+        block = self._blocks.get((Use.UNIT, unit))
+        if block is None or self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP):
             return False
-        self._own[unit].empty()
+        block.empty()
         return True
 
-    def _block_of(self, unit: int) -> Block:
-        if unit not in self._own:
-            self._own[unit] = self._make(unit, self._plan.gathered_bytes[unit])
-        return self._own[unit]
+    def _block(self, use: Use, number: int, num_bytes: int) -> Block:
+        if (use, number) not in self._blocks:
+            self._blocks[use, number] = self._pool.make(use, number, num_bytes)
+        return self._blocks[use, number]
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -470,4 +428,4 @@ class WeightMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes held now."""
-        return self._slots.held_bytes + sum(block.held_bytes for block in self._own.values())
+        return sum(block.held_bytes for block in self._blocks.values())

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megatron_fsdp.comm.fingerprint import fingerprint, lowest_and_highest
 from megatron_fsdp.engine.unit import Unit, set_parameter
 from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.sharding.units import ParameterSites, parameter_sites
 
 
 @dataclass(frozen=True)
@@ -149,22 +150,16 @@ def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> 
         module: The model.
         wanted: Canonical names of the parameters to initialise; others on the meta device are left there. None: all.
     """
-    canonical = {id(param): name for name, param in module.named_parameters()}
-    names: dict[Site, str] = {}
-    first: dict[str, Site] = {}
-    for owner in module.modules():
-        for attribute, param in owner._parameters.items():
-            if param is not None:
-                name = names[id(owner), attribute] = canonical[id(param)]
-                first.setdefault(name, (id(owner), attribute))
     params = dict(module.named_parameters())
+    found = parameter_sites(module)
+    sites = {name: [(id(owner), attribute) for owner, attribute in found[id(param)]] for name, param in params.items()}
     on_meta = frozenset(name for name, param in params.items() if param.is_meta and (wanted is None or name in wanted))
     given_up = {id(params[name]) for name in params.keys() - on_meta}
     return Blueprint(
         {name: param if param.is_meta else _twin(param) for name, param in params.items()},
         on_meta,
-        names,
-        frozenset(first.values()),
+        {site: name for name, of_param in sites.items() for site in of_param},
+        frozenset(of_param[0] for of_param in sites.values()),
         frozenset(id(part) for part in module.modules() if any(has_meta(b, given_up) for b in part.modules())),
         {id(part): name for name, part in module.named_modules()},
     )
@@ -202,15 +197,11 @@ def check_can_initialise(module: nn.Module) -> None:
     Raises:
         ConfigurationError: Names every such module.
     """
-    first: dict[int, tuple[nn.Module, str]] = {}
-    for owner in module.modules():
-        for attribute, param in owner._parameters.items():
-            if param is not None:
-                first.setdefault(id(param), (owner, attribute))
+    sites = parameter_sites(module)
     helpless = [
         f"{name or '(root)'} ({type(part).__name__}: {', '.join(own)})"
         for name, part in _without_model_method(module, "")
-        if not reset_methods(part) and (own := [n for n in meta_tensors(part) if not _is_alias(part, n, first)])
+        if not reset_methods(part) and (own := [n for n in meta_tensors(part) if not _is_alias(part, n, sites)])
     ]
     if helpless:
         raise ConfigurationError(
@@ -220,10 +211,10 @@ def check_can_initialise(module: nn.Module) -> None:
         )
 
 
-def _is_alias(module: nn.Module, attribute: str, first: Mapping[int, tuple[nn.Module, str]]) -> bool:
+def _is_alias(module: nn.Module, attribute: str, sites: Mapping[int, ParameterSites]) -> bool:
     """Return whether an attribute is a parameter that is registered elsewhere first, and gets its value there."""
     param = module._parameters.get(attribute)
-    return param is not None and first[id(param)] != (module, attribute)
+    return param is not None and sites[id(param)][0] != (module, attribute)
 
 
 def _without_model_method(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

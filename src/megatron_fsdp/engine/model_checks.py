@@ -1,9 +1,12 @@
-"""Checks that a model and its optimizers are still those that were sharded; else training would be wrong, silently."""
+"""Watches over what users do with a model and its optimizers between steps, which would make training wrong, silently.
+
+They may replace what was sharded, step before gradients are there, or write into weights behind our back.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -23,13 +26,15 @@ class UnreducedGradients:
     def __init__(self) -> None:
         self._warned = False
 
-    def check(self, optimizer: torch.optim.Optimizer, positions: Mapping[int, tuple[ParameterGroup, int]]) -> None:
+    def check(
+        self, optimizer: torch.optim.Optimizer, group_and_index: Mapping[int, tuple[ParameterGroup, int]]
+    ) -> None:
         """Warn when an unconnected optimizer steps before gradients are reduced."""
         if self._warned:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = [positions[id(param)][0].gradients for param in params if id(param) in positions]
-        waits = any(found is not None and (found.has_local_sum or found.has_inner_sum) for found in gradients)
+        gradients = [group_and_index[id(param)][0].gradients for param in params if id(param) in group_and_index]
+        waits = any(found is not None and (found.has_deferred_sum or found.has_inner_sum) for found in gradients)
         if waits and all(param.grad is None for param in params):
             self._warned = True
             warn_caller(
@@ -118,20 +123,19 @@ class StructureCheck:
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        unit_modules = [(unit.label, module.get_submodule(path)) for unit in units for path in unit.modules]
-        self._compiled = [
-            (label, unit_module, unit_module._compiled_call_impl)
-            for label, unit_module in unit_modules
-            if unit_module._compiled_call_impl is not None
-        ]
+        self._compiled: list[tuple[str, nn.Module, object]] = []
         self._modules = tuple(module.named_modules())
         self._namespaces = tuple(part.__dict__ for _, part in self._modules)
         self._known_modules = {id(part) for _, part in self._modules}
         self._known_params = {
             id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
         }
-        self._known_modules.add(id(None))  # places without a child or parameter
+        self._known_modules.add(id(None))  # attributes without a child or parameter
         self._known_params.add(id(None))
+
+    def note_compiled(self, label: str, unit_module: nn.Module) -> None:
+        """Refuse from now on that a unit's module, which was compiled in place before, is compiled once more."""
+        self._compiled.append((label, unit_module, unit_module._compiled_call_impl))
 
     def check(self) -> None:
         """Check every module once.
@@ -171,3 +175,28 @@ def _refusal(name: str, what: str) -> ConfigurationError:
         f"{name} is {what} that was put there after the model was sharded, so every rank would train its own copy; "
         "change the model before fully_shard, or freeze what is added"
     )
+
+
+class StateDictAliases:
+    """Tracks whether the tensors that state dicts have returned were written to, as a bare `dcp.load` does.
+
+    They share the memory of main weights, but not its version counters.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Follow tensors from now on, by an alias that shares their version counter and outlives them."""
+        self._seen += [(weakref.ref(tensor), tensor.detach(), tensor._version) for tensor in tensors]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any was written to since `changed` was called last."""
+        return any(alias._version != version for _, alias, version in self._seen)
+
+    def changed(self) -> bool:
+        """Return whether any was written to since the last call; dead tensors are checked once more and dropped."""
+        changed = self.is_written
+        self._seen = [(origin, alias, alias._version) for origin, alias, _ in self._seen if origin() is not None]
+        return changed

@@ -38,7 +38,7 @@ class Phase(Enum):
     WHOLE = "whole tensors"  # gathering or sending whole tensors outside of forward and backward
 
 
-class Memory(Enum):
+class BorrowedMemory(Enum):
     """A kind of borrowed memory; the value is its name in messages."""
 
     WEIGHTS = "gathered weights"
@@ -58,24 +58,24 @@ class Observer:
     def ends(self, phase: Phase, unit: int) -> None:
         """Observe the end of a phase, unless an exception has ended it."""
 
-    def lends(self, memory: Memory, unit: int, block: Block) -> None:
+    def lends(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Observe that a unit gets memory for its weights or gradients; for weights this is inside of its gather."""
 
-    def takes_back(self, memory: Memory, unit: int, block: Block) -> None:
+    def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Observe that a bucket or scratch is free again, after its reduction. Weights are released instead."""
 
     def forgets(self) -> None:
         """Observe a reset after an exception: no phase is running."""
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None) -> None:
-        """Observe that a collective, counted from 0 on this rank and for this model, has reached a stage.
+        """Observe that a collective, counted from 0 on this rank and for this model, has reached a moment.
 
         Launch and completion of one collective are observed inside of different phases: that of its launch tells the
         unit and the purpose.
 
         Args:
             number: Which one.
-            moment: The stage.
+            moment: Which.
             lane: "gather", "reduce" or "outer".
             work: Its handle where it was just launched, if the back end gave one.
         """
@@ -153,12 +153,12 @@ class Observers:
         while self._computing:
             self.ends(Phase.BACKWARD, self._computing.pop())
 
-    def lends(self, memory: Memory, unit: int, block: Block) -> None:
+    def lends(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Report that a unit gets memory."""
         for observer in self._all:
             observer.lends(memory, unit, block)
 
-    def takes_back(self, memory: Memory, unit: int, block: Block) -> None:
+    def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Report that memory is free again."""
         for observer in self._all:
             observer.takes_back(memory, unit, block)
@@ -192,6 +192,6 @@ class Observers:
         return self._next - 1
 
     def communicates(self, number: int, moment: Moment, lane: str, work: dist.Work | None = None) -> None:
-        """Report the stage of a collective."""
+        """Report that a collective has reached a moment."""
         for observer in self._all:
             observer.communicates(number, moment, lane, work)

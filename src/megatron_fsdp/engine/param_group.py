@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -27,10 +28,9 @@ from megatron_fsdp.engine.gradients import (
     GradientBuffers,
     get_grad,
     plain_attributes,
-    set_grad,
 )
-from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.tensor_parallel import local_part
+from megatron_fsdp.engine.group_plan import GroupPlan, local_part
+from megatron_fsdp.engine.guests import Guest, GuestCodec
 from megatron_fsdp.engine.weight_codec import EncodedBuffer, WeightCodec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region, held_region
@@ -56,13 +56,13 @@ class WeightBuffers:
         codec: Encodes into the weight format, where there is one.
     """
 
-    def __init__(self, plan: GroupPlan, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, plan: GroupPlan, codec: WeightCodec | None, memory: torch.Tensor | None = None) -> None:
         """Allocate both; `memory` is that of the compute weights, zeros, where it is there already."""
         layout, precision = plan.layout, plan.precision
         self._axes = plan.axes
         self._dtype = precision.compute
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
-        self.codec = None if plan.weight_format is None else WeightCodec(plan.weight_format, layout, plan.device)
+        self.codec = codec
         self.is_encoded = plan.is_encoded
         if self.codec is not None and self.is_encoded:
             self.compute: FlatBuffer = EncodedBuffer(self.codec, layout, held, plan.device, memory)
@@ -76,7 +76,7 @@ class WeightBuffers:
             self.main = self.compute
         else:
             self.main = FlatBuffer.slice_of(self.compute, plan.main_region)
-        self._sent = self.compute.part(plan.inner_region)
+        self._sent = self.compute.view_of(plan.inner_region)
         self._seen_version = -1
 
     def make_main(self, precision: ResolvedPrecision) -> bool:
@@ -127,13 +127,13 @@ class WeightBuffers:
         self._is_stale = False
         if self.codec is not None:
             write = self.codec.encode if self.is_encoded else self.codec.round_into
-            write(self.main.local.detach(), self.main.region, self.compute.part(self.main.region))
+            write(self.main.local.detach(), self.main.region, self.compute.view_of(self.main.region))
         elif not self.main_is_compute:
-            self.compute.part(self.main.region).copy_(self.main.local)
+            self.compute.view_of(self.main.region).copy_(self.main.local)
 
     def all_gather_outer(self, async_op: bool) -> torch.distributed.Work | None:
         """All-gather an inner rank's part of the compute weights, in place, over the outer ranks."""
-        return self._axes[0].all_gather(self._sent, self.compute.part(self.main.region), async_op)
+        return self._axes[0].all_gather(self._sent, self.compute.view_of(self.main.region), async_op)
 
     def all_gather_into(self, full: torch.Tensor, async_op: bool) -> torch.distributed.Work | None:
         """All-gather compute weights into `full` (numel,), over the inner ranks; bytes go to its end."""
@@ -157,8 +157,9 @@ class WeightBuffers:
             self.codec.measure(self.main)
 
     def _received(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the end of the memory of full weights, where their bytes arrive; all of it for guests."""
         assert self.codec is not None
-        return full.view(torch.uint8)[-self.codec.bytes_of(full.numel()) :]
+        return full.view(torch.uint8)[-self.codec.bytes_of(self.compute.layout.numel) :]
 
     def full_view(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """Return tensor `index` as a view of gathered weights that shares no version counter with the buffer.
@@ -173,6 +174,8 @@ class WeightBuffers:
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
 _version = attrgetter("_version")
+_backward_hooks = attrgetter("_backward_hooks")
+_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 class ParameterGroup:
@@ -195,9 +198,14 @@ class ParameterGroup:
         originals: Sequence[nn.Parameter],
         frames: tuple[ShardFrame, ...],
         memory: torch.Tensor | None = None,
+        guests: Sequence[Guest] = (),
     ) -> None:
         self.plan = plan
-        self.weights = WeightBuffers(plan, memory)
+        self._guests: GuestCodec | None = None
+        if plan.has_guests:
+            self._guests = GuestCodec(plan, guests)
+        codec = None if plan.weight_format is None else WeightCodec(plan.weight_format, plan.layout, plan.device)
+        self.weights = WeightBuffers(plan, self._guests or codec, memory)
         self.gradients: GradientBuffers | None = self._make_gradients() if plan.requires_grad else None
         self.trainable = [plan.requires_grad] * len(originals)
         self.trained = list(self.trainable)
@@ -213,7 +221,7 @@ class ParameterGroup:
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         if not plan.weights_in_slots:
-            self.place(self.weights.compute.local)
+            self.point_full_to(self.weights.compute.local)
         self._pointers = self._find_pointers()
         self._seen_versions = -1
         self.note_installed()
@@ -248,7 +256,17 @@ class ParameterGroup:
     def install(self) -> None:
         """Copy main weights into compute weights."""
         self.weights.install()
+        if self._guests is not None and not self.plan.weights_in_slots:
+            self.decode(self.weights.compute.local)
         self.note_installed()
+
+    def decode(self, full: torch.Tensor) -> None:
+        """Make gathered bytes what modules compute with: decode them in place, or tell guests that they are new."""
+        if self._guests is None:
+            self.weights.decode(full)
+            return
+        for index, param in enumerate(self.full):
+            self._guests.update(index, param, self._guests.codes_in(full, index))
 
     def check_parameters(self) -> None:
         """Refuse parameters whose memory was replaced after wrapping.
@@ -285,7 +303,7 @@ class ParameterGroup:
     def reduces(self) -> bool:
         """Whether it takes part in the next reduction of its unit: gradients come, or wait to be reduced."""
         return self.gradients is not None and (
-            any(self.trainable) or self.gradients.is_filling or self.gradients.has_local_sum
+            any(self.trainable) or self.gradients.is_filling or self.gradients.has_deferred_sum
         )
 
     def set_trainable(self, trainable: Sequence[bool], has_unattached: bool) -> None:
@@ -352,7 +370,7 @@ class ParameterGroup:
         """Set the gradients of all sharded parameters to None."""
         for param in self.sharded:
             param.grad = None
-            set_grad(param, self.grad_attribute, None)
+            setattr(param, self.grad_attribute, None)
 
     def change_precision(self, precision: ResolvedPrecision) -> None:
         """Use another communication dtype from now on; the other dtypes must be the same."""
@@ -380,7 +398,7 @@ class ParameterGroup:
     def local_compute_weights(self) -> tuple[nn.Parameter, ...]:
         """Make parameters over this rank's part of the compute weights: dtype and shape are those of the full ones."""
         region = self.weights.main.region
-        part = self.weights.compute.part(region)
+        part = self.weights.compute.view_of(region)
         return tuple(
             nn.Parameter(
                 self.describe_piece(index, piece_view(self.plan.layout, region, part, index)),
@@ -389,15 +407,18 @@ class ParameterGroup:
             for index, param in enumerate(self.sharded)
         )
 
-    def place(self, full: torch.Tensor) -> None:
+    def point_full_to(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
             for index in range(len(self.full)):
-                self._point(index, self.weights.full_view(full, index))
+                views = self.weights.full_view if self._guests is None else self._guests.codes_in
+                self._point(index, views(full, index))
 
     def _point(self, index: int, memory: torch.Tensor) -> None:
         param = self.full[index]
-        if isinstance(param, DTensor):
+        if self._guests is not None:
+            self._guests.point(index, param, memory)
+        elif isinstance(param, DTensor):
             param._local_tensor = memory
         else:
             param.data = memory
@@ -416,6 +437,8 @@ class ParameterGroup:
 
     def _placeholder_for(self, index: int) -> torch.Tensor:
         """Return the placeholder of a parameter without memory: one element, expanded to the right shape."""
+        if self._guests is not None:
+            return self._guests.blank_codes(index)
         if self._placeholder is None:
             self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
         return self._placeholder.expand(self.plan.layout.shapes[index])
@@ -441,11 +464,71 @@ class ParameterGroup:
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
         empty = self._placeholder_for(index)
         part = self.plan.parts[index]
+        empty = empty if self._guests is None else self._guests.wrap(index, empty)
         param = nn.Parameter(empty if part is None else part.wrap(empty), requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
         return param
+
+    # ---- hooks of the user --------------------------------------------------------------------------------------
+    #
+    # Autograd reaches the full parameters that compute uses, not the sharded ones that the user holds. So hooks of the
+    # latter are called here, at each gradient sync, when all gradients are set:
+    #
+    # - `register_hook` first: called with the gradient; what it returns replaces it;
+    # - `register_post_accumulate_grad_hook` then: called with the parameter; it may step an optimizer and clear the
+    #   gradient.
+    #
+    # Both see the gradient after the sync, with earlier backwards that were not cleared, deferred ones included. They
+    # run in the order of units, on every rank for the same parameters, and only for those that got a gradient. A
+    # gradient that autograd computes for a sharded parameter itself (a penalty on `model.parameters()`) calls the hooks
+    # right there, as for any tensor, and is part of what they see at the sync.
+
+    def run_user_hooks(self, used: Sequence[bool]) -> None:
+        """Call the user's gradient hooks on sharded parameters whose gradient was renewed at a sync.
+
+        Args:
+            used: For each parameter whether any rank had a gradient for it.
+
+        Raises:
+            ConfigurationError: What a hook returned cannot replace the gradient, or is ignored.
+        """
+        with plain_attributes():
+            keys = chain.from_iterable(filter(None, map(_backward_hooks, self.sharded)))
+            if self.own_hooks.issuperset(keys) and not any(map(_accumulate_hooks, self.sharded)):
+                return
+        for index, param in enumerate(self.sharded):
+            if used[index] and get_grad(param, self.grad_attribute) is not None:
+                self._run_user_hooks(index, param)
+
+    @torch.no_grad()
+    def _run_user_hooks(self, index: int, param: nn.Parameter) -> None:
+        for key, hook in list((param._backward_hooks or {}).items()):
+            grad = get_grad(param, self.grad_attribute)
+            answer = None if key in self.own_hooks or grad is None else hook(grad)
+            if answer is not None:
+                self._replace_gradient(index, param, answer)
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            answer = hook(param)
+            if answer is not None:
+                raise ConfigurationError(
+                    f"a post-accumulate-grad hook of {self.names[index]} returned a {type(answer).__name__}, which "
+                    "would be lost; change the gradient in place and return None"
+                )
+
+    def _replace_gradient(self, index: int, param: nn.Parameter, answer: object) -> None:
+        grad = get_grad(param, self.grad_attribute)
+        assert isinstance(grad, DTensor)
+        fits = isinstance(answer, DTensor) and (answer.shape, answer.dtype) == (grad.shape, grad.dtype)
+        if not (fits and isinstance(answer, DTensor) and answer.to_local().shape == grad.to_local().shape):
+            found = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else "no tensor"
+            raise ConfigurationError(
+                f"a gradient hook of {self.names[index]} returned a {type(answer).__name__} ({found}) where the "
+                f"gradient is a DTensor ({grad.dtype} {tuple(grad.shape)}); return None, or a DTensor of the same "
+                "shape, dtype and sharding"
+            )
+        setattr(param, self.grad_attribute, answer)
 
 
 def _of_autograd(

@@ -21,14 +21,14 @@ class UnitCall:
     """A unit's module whose forward is replaced, and the units that this forward would call, in order."""
 
     unit: int
-    position: int
+    module_index: int
     inner: tuple[UnitCall, ...] = ()
 
 
-def unit_calls(module: nn.Module, place_of: Mapping[int, tuple[int, int]]) -> tuple[UnitCall, ...]:
+def unit_calls(module: nn.Module, number_of: Mapping[int, tuple[int, int]]) -> tuple[UnitCall, ...]:
     """Return the units of a module as its forward calls them, if modules run in the order of their registration."""
-    inner = tuple(call for child in module.children() for call in unit_calls(child, place_of))
-    own = place_of.get(id(module))
+    inner = tuple(call for child in module.children() for call in unit_calls(child, number_of))
+    own = number_of.get(id(module))
     return inner if own is None else (UnitCall(*own, inner),)
 
 
@@ -46,24 +46,24 @@ def calls_of(
     Raises:
         ConfigurationError: A module is not part of the model.
     """
-    place_of = {
-        id(root.get_submodule(path)): (unit.index, position)
+    number_of = {
+        id(root.get_submodule(path)): (unit.index, module_index)
         for unit in engine.units
-        for position, path in enumerate(unit.modules)
+        for module_index, path in enumerate(unit.modules)
     }
     known = {id(part) for part in root.modules()}
     whole = root if module is None else module
-    stages = None if order is None else tuple(order)
-    for given in (whole, *(stages or ())):
+    modules = None if order is None else tuple(order)
+    for given in (whole, *(modules or ())):
         if id(given) not in known:
             raise ConfigurationError(
                 f"take_part was given a {type(given).__name__} that is not part of the sharded model; pass a module "
                 "of model.module, or None for all of it"
             )
-    if stages is None:
-        return unit_calls(whole, place_of)
-    inner = tuple(call for stage in stages for call in unit_calls(stage, place_of))
-    own = place_of.get(id(whole))
+    if modules is None:
+        return unit_calls(whole, number_of)
+    inner = tuple(call for inside in modules for call in unit_calls(inside, number_of))
+    own = number_of.get(id(whole))
     return inner if own is None else (UnitCall(*own, inner),)
 
 
@@ -88,16 +88,18 @@ def take_part(engine: Engine, calls: Iterable[UnitCall], hidden: Tensor) -> Tens
 
 def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     try:
-        engine.pre_forward(call.unit, call.position)
+        engine.pre_forward(call.unit, call.module_index)
         for inner in call.inner:
             hidden = _communicate_for(engine, inner, hidden)
     except BaseException:
-        engine.post_forward(call.unit, needs_backward=False, failed=True, position=call.position)
+        engine.post_forward(call.unit, needs_backward=False, failed=True, module_index=call.module_index)
         raise
     trainable = engine.units[call.unit].trainable or (call.unit == ROOT and any(u.trainable for u in engine.units))
     needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trainable)
     reads_weights = not engine.units[call.unit].only_looks_up  # as on the ranks that look something up
-    forward = engine.post_forward(call.unit, needs_backward, position=call.position, reads_weights=reads_weights)
+    forward = engine.post_forward(
+        call.unit, needs_backward, module_index=call.module_index, reads_weights=reads_weights
+    )
     if not needs_backward:
         return hidden
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so there is a backward in any case

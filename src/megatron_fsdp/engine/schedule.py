@@ -121,7 +121,7 @@ class StepLength:
 class Reach(Enum):
     """How far the gradients of a backward are reduced."""
 
-    NOWHERE = "nowhere"  # kept as full local sums
+    NOWHERE = "nowhere"  # kept as full sums
     INSIDE = "inside"  # over the inner ranks; the outer ones wait for the sync
     EVERYWHERE = "everywhere"
 
@@ -133,7 +133,7 @@ class SyncMode:
     Attributes:
         auto_sync: Reduce and attach gradients after every backward.
         is_last_microbatch: What the user said of the next backward; None where nothing was said.
-        defer_all: Inside `no_sync`: reduce nothing, keep full local sums.
+        defer_all: Inside `no_sync`: reduce nothing, keep full sums.
     """
 
     auto_sync: bool = True
@@ -357,13 +357,13 @@ class Scheduler:
 
     def prefetch_requested(self, unit: int) -> tuple[Operation, ...]:
         """Start to gather a unit ahead of its forward where there is room."""
-        return tuple(self._gather(unit, keep=range(len(self._units)), must=False)) if self.config.gathers else ()
+        return tuple(self._gather(unit, spare=range(len(self._units)), must=False)) if self.config.gathers else ()
 
     def weights_requested(self, unit: int) -> tuple[Operation, ...]:
         """Gather a unit that is needed now, outside of its forward, and wait for it."""
         if not self.config.gathers:
             return ()
-        operations = self._gather(unit, keep=(unit,), must=True)
+        operations = self._gather(unit, spare=(unit,), must=True)
         if self._units[unit].residence is _GATHERING:
             operations.append(Operation(_WAIT, unit))
             self._units[unit].residence = _READY
@@ -454,10 +454,10 @@ class Scheduler:
             return ()
         upcoming = order.upcoming(depth)
         state = self._units[unit]
-        operations = self._gather(unit, keep=(unit,), must=True)
+        operations = self._gather(unit, spare=(unit,), must=True)
         for position, ahead in enumerate(upcoming):
             if self._units[ahead].residence is _SHARDED:
-                operations += self._gather(ahead, keep=(unit, *upcoming[: position + 1]), must=False)
+                operations += self._gather(ahead, spare=(unit, *upcoming[: position + 1]), must=False)
         if state.residence is _GATHERING:
             operations.append(Operation(_WAIT, unit))
             state.residence = _READY
@@ -481,13 +481,13 @@ class Scheduler:
         state.reduced = True
         return [Operation(_REDUCE, unit)]
 
-    def _gather(self, unit: int, keep: Collection[int], must: bool) -> list[Operation]:
+    def _gather(self, unit: int, spare: Collection[int], must: bool) -> list[Operation]:
         state = self._units[unit]
         if state.residence is not _SHARDED:
             return []
         operations: list[Operation] = []
         if unit != ROOT and self.config.shares_slots and unit not in self.config.kept:
-            slot = self._choose_slot(unit, keep, must)
+            slot = self._choose_slot(unit, spare, must)
             if slot is None:
                 return []
             if (occupant := self._slots[slot].unit) is not None:
@@ -498,10 +498,10 @@ class Scheduler:
         operations.append(Operation(_GATHER, unit, state.slot))
         return operations
 
-    def _choose_slot(self, unit: int, keep: Collection[int], must: bool) -> int | None:
+    def _choose_slot(self, unit: int, spare: Collection[int], must: bool) -> int | None:
         """Return the unit's own slot if possible, else an empty or the least recently used one; a new one if `must`."""
         own = None if unit in self.config.resized else self._units[unit].slot
-        if own is not None and self._can_evict(own, keep):
+        if own is not None and self._can_evict(own, spare):
             return own
         if own is not None and (not must or self._units[unit].open_forwards > 0):
             if not must:
@@ -513,16 +513,16 @@ class Scheduler:
                     "forward of it still waits for its backward; run that backward first"
                 )
             # The tenant's memory is its own: it may be counted in any other slot.
-            other = self._free_slot(keep, must=True)
+            other = self._free_slot(spare, must=True)
             assert other is not None
             self._slots[own], self._slots[other] = self._slots[other], self._slots[own]
             self._units[tenant].slot = other
             return own
-        return self._free_slot(keep, must)
+        return self._free_slot(spare, must)
 
-    def _free_slot(self, keep: Collection[int], must: bool) -> int | None:
+    def _free_slot(self, spare: Collection[int], must: bool) -> int | None:
         """Return an empty or the least recently used slot; a new one if `must`."""
-        free = [slot for slot in range(len(self._slots)) if self._can_evict(slot, keep)]
+        free = [slot for slot in range(len(self._slots)) if self._can_evict(slot, spare)]
         if not free and must:
             self._slots.append(_SlotState())
             return len(self._slots) - 1
@@ -530,14 +530,14 @@ class Scheduler:
             free, key=lambda slot: (self._slots[slot].unit is not None, self._slots[slot].last_used), default=None
         )
 
-    def _can_evict(self, slot: int, keep: Collection[int]) -> bool:
+    def _can_evict(self, slot: int, spare: Collection[int]) -> bool:
         unit = self._slots[slot].unit
         if unit is None:
             return True
         callers = self._units[self._backward_unit].hosts if self._backward_unit is not None else ()
         if unit in callers and self._units[unit].in_backward:
             return False  # its backward continues after that of the unit it called
-        return unit not in keep and unit not in self._forward_stack and unit != self._backward_unit
+        return unit not in spare and unit not in self._forward_stack and unit != self._backward_unit
 
     def _release(self, unit: int) -> list[Operation]:
         state = self._units[unit]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.dtensor.chunks import describe_chunks
 from megatron_fsdp.dtensor.dispatch import local_operand
 from megatron_fsdp.dtensor.frame import ShardFrame
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, live_engine
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import ConfigurationError
 
 
 class _CopiesNothing(TorchFunctionMode):
@@ -83,19 +82,6 @@ def are_from_file(values: Iterable[object]) -> bool:
     )
 
 
-def raise_everywhere(problem: str | None, groups: Sequence[dist.ProcessGroup | None]) -> None:
-    """Raise on all ranks what any of them has found; one small collective for each group.
-
-    Raises:
-        CheckpointError: A rank has a problem; that of the first which has one.
-    """
-    for group in groups:
-        if group is not None:
-            problem = next((each for each in gather_objects(problem, group) if each is not None), None)
-    if problem is not None:
-        raise CheckpointError(problem)
-
-
 def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
     """Attach chunk functions to the shards in every state dict, of the model or of any part of it.
 
@@ -139,8 +125,8 @@ def _describe(
     engine = live_engine(reference)
     for attribute, param in owner._parameters.items():
         value = state_dict.get(prefix + attribute)
-        if isinstance(value, DTensor) and id(param) in engine.positions:
-            group, index = engine.positions[id(param)]
+        if isinstance(value, DTensor) and id(param) in engine.group_and_index:
+            group, index = engine.group_and_index[id(param)]
             saved = engine.expert_names.as_saved(group.names[index], value)
             if isinstance(saved, UnevenDTensor) and not saved.shard_frame.is_whole:
                 describe_chunks(saved, saved.shard_frame)
@@ -200,8 +186,8 @@ def _to_local_names(
 
 def _to_own_shards(engine: Engine, owner: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     for attribute, param in owner._parameters.items():
-        if prefix + attribute in state_dict and id(param) in engine.positions:
-            group, index = engine.positions[id(param)]
+        if prefix + attribute in state_dict and id(param) in engine.group_and_index:
+            group, index = engine.group_and_index[id(param)]
             value = engine.expert_names.as_held(group.names[index], state_dict[prefix + attribute])
             state_dict[prefix + attribute] = own_shard(value, group.frames[index])
 

@@ -17,8 +17,8 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import Block, crossing_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.units import ParameterSites
 
-ParameterSites = tuple[tuple[nn.Module, str], ...]
 _Swap = tuple[nn.Module, dict[str, Any], str, nn.Parameter, nn.Parameter, bool]
 """A module, its dictionary, an attribute, the full and the sharded parameter for it, and whether it is set directly.
 
@@ -55,7 +55,7 @@ class Unit:
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
         self._gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
-        self._placed_in: Block | None = None
+        self._block: Block | None = None
         self.shows_unsharded = False
         self._swapped = set(range(len(self._swaps)))  # modules that may not hold the sharded parameters
         self._tickets: list[Ticket] = []
@@ -138,8 +138,8 @@ class Unit:
 
     def unshard(self, lane: Lane, block: Block | None) -> None:
         """Start to all-gather the compute weights, into `block` where they are sharded between uses."""
-        if block is not None and block is not self._placed_in:
-            self._place(block)
+        if block is not None and block is not self._block:
+            self._use(block)
         for group, full in zip(self.groups, self._gathered, strict=True):
             if group.plan.needs_all_gather:
                 # It sends what the gather over the outer ranks writes, on a lane of its own: so it goes behind that.
@@ -151,7 +151,7 @@ class Unit:
         self._await(self._outer_tickets)
         if self._await(self._tickets):
             for group, full in zip(self.groups, self._gathered, strict=True):
-                group.weights.decode(full)
+                group.decode(full)
             self._mark(0)  # the bytes are those that autograd saved views of, so these count as unmodified again
 
     @staticmethod
@@ -165,7 +165,7 @@ class Unit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a view of this unit's gathered weights, where these live in a slot."""
-        return self._placed_in is not None and self._placed_in.holds(tensor)
+        return self._block is not None and self._block.holds(tensor)
 
     def reshard(self, loses_memory: bool) -> None:
         """Release the gathered weights, which are stale or about to be overwritten; with `loses_memory` free them."""
@@ -174,7 +174,7 @@ class Unit:
         self._mark(1)
         if not loses_memory:
             return
-        self._placed_in = None
+        self._block = None
         for group in self.groups:
             if group.plan.gathered_bytes:
                 group.invalidate_full()
@@ -184,25 +184,25 @@ class Unit:
         if self._slotted:
             torch._C._autograd._unsafe_set_version_counter(self._slotted, self._versions[version])
 
-    def _place(self, block: Block) -> None:
+    def _use(self, block: Block) -> None:
         # A unit comes back to the block that it had while a forward waits for its backward: the views that autograd
         # saved point there, and would read another unit's weights if it were gathered elsewhere.
-        self._placed_in = block
-        for position, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
+        self._block = block
+        for group_index, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
             if not group.plan.gathered_bytes:
                 continue
-            full = block.view(offset, group.plan.layout.numel, group.plan.precision.compute)
-            self._gathered[position] = full
-            group.place(full)
+            full = block.view(offset, group.plan.gathered_numel, group.plan.gathered_dtype)
+            self._gathered[group_index] = full
+            group.point_full_to(full)
 
-    def show_unsharded(self, position: int | None = None) -> None:
-        """Put the full parameters into all modules, or into the one at `position`.
+    def show_unsharded(self, module_index: int | None = None) -> None:
+        """Put the full parameters into all modules, or into the one at `module_index`.
 
         Raises:
             ConfigurationError: Something else has been put there, by `torch.func.functional_call` or by hand.
         """
         self.shows_unsharded = True
-        chosen = range(len(self._swaps)) if position is None else (position,)
+        chosen = range(len(self._swaps)) if module_index is None else (module_index,)
         self._swapped.update(chosen)
         # Written into the modules' own dictionaries: `nn.Module.__setattr__` takes most of the time of a swap.
         swaps = chain.from_iterable(self._swaps[inside] for inside in chosen)
@@ -252,18 +252,18 @@ class Unit:
         """Put given parameters into the module tree, one per parameter of each group."""
         self._swapped.update(range(len(self._swaps)))
         for params, sites in zip(copies, self._sites, strict=True):
-            for param, places in zip(params, sites, strict=True):
-                for module, attribute in places:
+            for param, of_param in zip(params, sites, strict=True):
+                for module, attribute in of_param:
                     set_parameter(module, attribute, param)
 
     def has_parameters_in(self, modules: Collection[int]) -> bool:
         """Return whether any module whose id is given holds a parameter of the unit."""
-        places = chain.from_iterable(chain.from_iterable(self._sites))
-        return any(id(module) in modules for module, _ in places)
+        sites = chain.from_iterable(chain.from_iterable(self._sites))
+        return any(id(module) in modules for module, _ in sites)
 
-    def holds_copy(self, position: int, index: int, copy: nn.Parameter) -> bool:
-        """Return whether parameter `index` of a group is `copy` in every place of the module tree."""
-        return all(module._parameters.get(name) is copy for module, name in self._sites[position][index])
+    def holds_copy(self, group_index: int, index: int, copy: nn.Parameter) -> bool:
+        """Return whether parameter `index` of a group is `copy` at every site in the module tree."""
+        return all(module._parameters.get(name) is copy for module, name in self._sites[group_index][index])
 
     @property
     def main_changed(self) -> bool:
@@ -279,19 +279,19 @@ class Unit:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def bucket_of(self, position: int, block: Block) -> torch.Tensor:
-        """Return the part of a borrowed block that belongs to group `position`, (numel,) in the communication dtype."""
-        plan = self.groups[position].plan
-        return block.view(self._bucket_offsets[position], plan.layout.numel, plan.precision.grad_comm)
+    def bucket_of(self, group_index: int, block: Block) -> torch.Tensor:
+        """Return what of a borrowed block belongs to a group, (numel,) in the communication dtype."""
+        plan = self.groups[group_index].plan
+        return block.view(self._bucket_offsets[group_index], plan.layout.numel, plan.precision.grad_comm)
 
-    def crossing_of(self, position: int, block: Block | None) -> tuple[torch.Tensor, ...]:
-        """Return what group `position` sends over the outer axis from, and receives into; nothing without a block."""
+    def crossing_of(self, group_index: int, block: Block | None) -> tuple[torch.Tensor, ...]:
+        """Return what a group sends over the outer axis from, and receives into; nothing without a block."""
         if block is None:
             return ()
-        plan, offsets = self.groups[position].plan, crossing_offsets(self.group_plans)[0]
+        plan, offsets = self.groups[group_index].plan, crossing_offsets(self.group_plans)[0]
         dtype, numel = plan.precision.grad_comm, plan.inner_region.numel
         count = 2 if plan.received_bytes else 1
-        return tuple(block.view(offset, numel, dtype) for offset in offsets[2 * position : 2 * position + count])
+        return tuple(block.view(offset, numel, dtype) for offset in offsets[2 * group_index : 2 * group_index + count])
 
 
 def set_parameter(module: nn.Module, attribute: str, param: nn.Parameter) -> None:
@@ -312,8 +312,8 @@ def _swaps(
     """Return the swaps inside each of a unit's modules; all together where it has one, or none."""
     found: list[list[_Swap]] = [[] for _ in modules or ("",)]
     for group, of_group in zip(groups, sites, strict=True):
-        for name, full, sharded, places in zip(group.names, group.full, group.sharded, of_group, strict=True):
+        for name, full, sharded, at in zip(group.names, group.full, group.sharded, of_group, strict=True):
             inside = next(i for i, path in enumerate(modules) if name.startswith(f"{path}.")) if len(found) > 1 else 0
-            for module, attribute in places:
+            for module, attribute in at:
                 found[inside].append((module, module.__dict__, attribute, full, sharded, _is_plain(module)))
     return tuple(map(tuple, found))

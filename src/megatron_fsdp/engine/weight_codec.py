@@ -16,10 +16,11 @@ from megatron_fsdp.comm.axis import has_values
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.buffer import FlatBuffer
+from megatron_fsdp.engine.group_plan import is_guest
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
+from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 
 if TYPE_CHECKING:
     from megatron_fsdp.engine.param_group import ParameterGroup
@@ -28,8 +29,10 @@ _CHUNK_NUMEL = 1 << 22  # elements that are decoded at a time, through float32; 
 _DECODED = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def encoded_parameters(module: nn.Module, policy: MixedPrecisionPolicy, strategy: ShardingStrategy) -> dict[str, str]:
-    """Return the names of the parameters that have a weight format, and which; the module is only read.
+def encoded_parameters(
+    module: nn.Module, policy: MixedPrecisionPolicy, strategy: ShardingStrategy
+) -> dict[str, WeightFormat]:
+    """Return the weight format of each parameter that has one, by name; the module is only read.
 
     Those with two dimensions or more do, but for embeddings, what is tied to one, and what `weight_format_skips` names.
 
@@ -58,10 +61,11 @@ def encoded_parameters(module: nn.Module, policy: MixedPrecisionPolicy, strategy
         for param in owner.parameters(recurse=False)
     }
     found = {
-        name: chosen
+        name: WEIGHT_FORMATS[chosen]
         for name, param in module.named_parameters()
         if param.ndim > 1
         and param.dtype in _DECODED
+        and not is_guest(param)
         and id(param) not in looked_up
         and not any(fnmatchcase(name, pattern) for pattern in policy.weight_format_skips)
     }
@@ -170,7 +174,7 @@ class EncodedBuffer(FlatBuffer):
         made = torch.zeros(codec.bytes_of(region.numel), dtype=torch.uint8, device=device) if memory is None else memory
         super().__init__(layout, region, torch.uint8, device, made)
 
-    def part(self, region: Region) -> torch.Tensor:
+    def view_of(self, region: Region) -> torch.Tensor:
         """Return the bytes of a region inside of this one."""
         inside = region.within(self.region)
         return self.local[self._codec.bytes_of(inside.start) : self._codec.bytes_of(inside.stop)]
@@ -185,7 +189,7 @@ def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
         NonFiniteWeightError: A weight is NaN or infinite; on every rank of the parameter.
     """
     for is_expert in (False, True):
-        chosen = [group for group in groups if group.plan.spec.key.is_expert is is_expert]
+        chosen = [group for group in groups if group.plan.is_expert is is_expert]
         codecs = [group.weights.codec for group in chosen if group.weights.codec is not None]
         measured = [codec.amaxes for codec in codecs if codec.amaxes.numel()]
         if not measured:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.agreement import agree
+from megatron_fsdp.comm.agreement import agree, all_agree
 from megatron_fsdp.comm.axis import Traffic, backend_of, has_values, is_simulated
 from megatron_fsdp.comm.fingerprint import fingerprints, lowest_and_highest
 from megatron_fsdp.comm.registration import UserBuffers
@@ -24,12 +25,13 @@ from megatron_fsdp.config.hang_log import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.frame import ShardFrame
-from megatron_fsdp.engine.domains import Sharding, looked_up, make_domain
-from megatron_fsdp.engine.engine import Engine, EngineParts
-from megatron_fsdp.engine.expert_state import find_expert_names
+from megatron_fsdp.engine.delayed_linear import delay_all, undelay_weight_gradients
+from megatron_fsdp.engine.engine import Engine, EngineComponents
+from megatron_fsdp.engine.expert_state import ExpertNames, find_expert_names
 from megatron_fsdp.engine.fused_linear import fuse_weight_gradients
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, LargeGradientCheck
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, make_domain, part_of
+from megatron_fsdp.engine.guests import Guest, find_guests, guest_format, guest_of
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool, MemoryPlan, plan_memory
 from megatron_fsdp.engine.meta_init import (
@@ -40,14 +42,14 @@ from megatron_fsdp.engine.meta_init import (
     materialise,
     same_random_numbers,
 )
-from megatron_fsdp.engine.model_checks import StructureCheck
+from megatron_fsdp.engine.model_checks import ReplacedParameters, StructureCheck
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.state_dict import register_load_hooks, register_state_dict_hooks
-from megatron_fsdp.engine.tensor_parallel import local_part, part_of
-from megatron_fsdp.engine.unit import ParameterSites, Unit
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_codec import encoded_parameters
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, warn_caller
+from megatron_fsdp.engine.weight_gradient_queue import WeightGradientQueue
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
@@ -60,8 +62,10 @@ from megatron_fsdp.sharding.units import (
     group_parameters,
     merge_small_units,
     message_bytes,
+    parameter_sites,
     refine_units,
 )
+from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 
 class Grouping(Protocol):
@@ -79,7 +83,7 @@ class Grouping(Protocol):
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         ...
 
-    def make_engine(self, parts: EngineParts) -> Engine:
+    def make_engine(self, components: EngineComponents) -> Engine:
         """Make the engine, without hooks."""
         ...
 
@@ -103,15 +107,15 @@ class UnitGrouping:
     def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
         """Find the units; refine them for fine-grained gathers, or merge small neighbours."""
         alike = sharding.experts is None and sharding.dense.tensor_parallel is None
-        return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks, parts_are_alike=alike)
+        return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks, shapes_are_alike=alike)
 
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
-        return self.memory.bucket_numel_on(num_ranks)
+        return self.memory.root_group_numel_on(num_ranks)
 
-    def make_engine(self, parts: EngineParts) -> Engine:
+    def make_engine(self, components: EngineComponents) -> Engine:
         """Make the engine, without hooks."""
-        return Engine(parts)
+        return Engine(components)
 
     def connect(self, engine: Engine, root: nn.Module) -> None:
         """Register the hooks on the model and its modules."""
@@ -124,7 +128,7 @@ def plan_units(
     memory: MemoryOptions,
     num_ranks: int,
     *,
-    parts_are_alike: bool,
+    shapes_are_alike: bool,
 ) -> UnitPlan:
     """Find the units of a model; refine them for fine-grained gathers, or merge small neighbours; it is only read.
 
@@ -133,7 +137,7 @@ def plan_units(
         unit_modules: The classes of the units.
         memory: What was asked for.
         num_ranks: Data-parallel ranks.
-        parts_are_alike: Whether all ranks hold tensors of the same shapes. Experts and tensor-parallel parts may not,
+        shapes_are_alike: Whether all ranks hold tensors of the same shapes. Experts and tensor-parallel parts may not,
             and then nothing is merged, since all ranks have to merge the same.
 
     Raises:
@@ -144,7 +148,7 @@ def plan_units(
     memory.check_plan(len(plan.units) - 1)
     if memory.fine_grained:
         return refine_units(module, plan, memory.whole_types)
-    if not parts_are_alike:
+    if not shapes_are_alike:
         return plan
     params = dict(module.named_parameters())
     held = [sum(params[name].nbytes for name in unit.parameters) for unit in plan.units]
@@ -178,7 +182,7 @@ def assemble(
     index: FSDPDistributedIndex,
     device: torch.device,
     mode: SyncMode,
-    backward_finished: Callable[[], None],
+    backward_finished: Callable[[], object],
 ) -> Assembly:
     """Shard a model in place.
 
@@ -186,58 +190,100 @@ def assemble(
         ConfigurationError: The model cannot be sharded as it is, or options contradict each other.
     """
     options.check_capture()
+    replaced = ReplacedParameters(module)
+    with _delayed_linears(module, options) as delayed:
+        sharding, plan = _prepare(module, grouping, options, index, device)
+        own_groups = None
+        if options.own_groups:
+            sharding, own_groups = sharding.over_own_groups()
+        planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
+        memory_plan = plan_memory(
+            options.memory, options.reduces_early, [[group for group, _ in unit] for unit in planned]
+        )
+        user_buffers = _user_buffers(options.memory, memory_plan, sharding)
+        pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
+        leaves_empty = options.init_model_with_meta_device == EMPTY
+        units = build_units(module, plan, sharding, planned, pool, leaves_empty=leaves_empty)
+        _warn_of_dtypes(units, options, sharding)
+        finite_check, large_check = _gradient_checks(units, sharding)
+        engine = grouping.make_engine(
+            EngineComponents(
+                units=units,
+                memory_plan=memory_plan,
+                mode=mode,
+                sharding=sharding,
+                pool=pool,
+                backward_finished=backward_finished,
+                structure=StructureCheck(module, units),
+                replaced=replaced,
+                expert_names=_expert_names(units, sharding, index),
+                delayed=delayed,
+                finite_check=finite_check,
+                large_check=large_check,
+                own_groups=own_groups,
+                user_buffers=user_buffers,
+                capture_lack=_capture_lack(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
+            )
+        )
+        if engine.capture_lack:
+            warn_caller(engine.notices[-1])
+        if user_buffers is not None:
+            _register(user_buffers, options.memory)
+        grouping.connect(engine, module)
+        register_load_hooks(engine, module)
+        if options.gradient_accumulation_fusion:
+            fuse_weight_gradients(engine, module)
+        return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
+
+
+@contextmanager
+def _delayed_linears(module: nn.Module, options: EngineOptions) -> Iterator[WeightGradientQueue | None]:
+    """Delay the weight gradients of linears, where that is asked for; undo it if sharding fails inside the block."""
+    if not options.delay_wgrad_compute:
+        yield None
+        return
+    queue = delay_all(module)
+    try:
+        yield queue
+    except BaseException:
+        undelay_weight_gradients(module)
+        raise
+
+
+def _prepare(
+    module: nn.Module, grouping: Grouping, options: EngineOptions, index: FSDPDistributedIndex, device: torch.device
+) -> tuple[Sharding, UnitPlan]:
+    """Check and plan together with the other ranks, and give the model the values of the first rank."""
     sharding = _sharding(options, index, device)
     plan, formats = _plan_together(module, grouping, options, sharding)
+    formats = {**formats, **_guest_formats(module, sharding)}
     sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
     _move_buffers(module, device)
     _match_ranks(module, sharding)
     _warn_of_missing_experts(module, sharding)
-    own_groups = None
-    if options.own_groups:
-        sharding, own_groups = sharding.over_own_groups()
-    bucket_numel = grouping.cut_numel(sharding.dense.num_ranks)
-    reduces_early = options.overlap_grad_reduce or options.strategy >= ShardingStrategy.optim_grads
-    reduces_early = reduces_early and not options.delay_wgrad_compute
-    planned = plan_groups(module, plan, sharding, bucket_numel)
-    memory = plan_memory(options.memory, reduces_early, [[group for group, _ in unit] for unit in planned])
-    user_buffers = _user_buffers(options.memory, memory, sharding)
-    pool = CommunicationPool(device, memory.pool, None if user_buffers is None else user_buffers.allocate)
-    units = build_units(
-        module, plan, sharding, planned, pool, leaves_empty=options.init_model_with_meta_device == EMPTY
-    )
-    _warn_of_narrowing(units)
-    if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
-        warn_without_16_bits(
-            [group.plan.precision for unit in units for group in unit.groups if group.gradients is not None]
-        )
-    engine = grouping.make_engine(EngineParts(units, memory, mode, sharding, pool, backward_finished))
-    engine.own_groups = own_groups
-    engine.user_buffers = user_buffers
-    if options.megatron_fsdp_cuda_graph_mode:
-        engine.capture_lack = _capture_lack(sharding)
-        if engine.capture_lack:
-            warn_caller(engine.notices[-1])
-    if sharding.experts is not None and index.expt_device_mesh is not None:
-        engine.expert_names = find_expert_names(engine.groups(), sharding.experts, index.expt_device_mesh)
-    if user_buffers is not None and options.memory.user_buffers is not None:
-        if not options.memory.user_buffers.manual:
-            user_buffers.register()
-        if user_buffers.lack:
-            warn_caller(user_buffers.notice)
-    _add_gradient_checks(engine, options, device)
-    grouping.connect(engine, module)
-    register_load_hooks(engine, module)
-    engine.structure = StructureCheck(module, units)
-    if options.gradient_accumulation_fusion:
-        fuse_weight_gradients(engine, module)
-    return Assembly(engine, plan, tuple(register_state_dict_hooks(engine, module)))
+    return sharding, plan
 
 
-def _user_buffers(options: MemoryOptions, memory: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
+def _expert_names(units: Sequence[Unit], sharding: Sharding, index: FSDPDistributedIndex) -> ExpertNames:
+    if sharding.experts is None or index.expt_device_mesh is None:
+        return ExpertNames()
+    groups = [group for unit in units for group in unit.groups]
+    return find_expert_names(groups, sharding.experts, index.expt_device_mesh)
+
+
+def _register(buffers: UserBuffers, options: MemoryOptions) -> None:
+    """Register communication memory, unless the caller does that; warn where nothing can be registered."""
+    if options.user_buffers is not None and not options.user_buffers.manual:
+        buffers.register()
+    if buffers.lack:
+        warn_caller(buffers.notice)
+
+
+def _user_buffers(options: MemoryOptions, plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
     """Prepare the registration of communication memory, where it was asked for; ranks agree on where blocks lie."""
-    if options.user_buffers is None or memory.pool is None:
+    if options.user_buffers is None or plan.pool is None:
         return None
-    facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in memory.pool.blocks]
+    facts = [f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in plan.pool.blocks]
     agree(sharding.reaching_all, None, facts)
     axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
     return UserBuffers(axes, sharding.reaching_all, sharding.device, options.user_buffers.symmetric)
@@ -255,19 +301,18 @@ def _capture_lack(sharding: Sharding) -> str:
     return f"ranks communicate by {', '.join(sorted(waiting))}, which waits on the host" if waiting else ""
 
 
-def _add_gradient_checks(engine: Engine, options: EngineOptions, device: torch.device) -> None:
+def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> tuple[FiniteCheck | None, LargeGradientCheck | None]:
+    """Make the checks of every gradient that were asked for. Collective."""
+    options, groups = sharding.options, sharding.reaching_all
     labels = {
         name: unit.label.strip("()")  # messages put it in parentheses
-        for unit in engine.units
+        for unit in units
         for group in unit.groups  # frozen ones too, which may be unfrozen
         for name in group.names
     }
-    if options.report_nan_in_param_grad:
-        engine.finite_check = FiniteCheck(list(labels), engine.reaching_all, device, labels)
-        for group in engine.groups():
-            engine.inspect_gradients(group)
-    if options.check_for_large_grads:
-        engine.large_check = LargeGradientCheck(list(labels), engine.reaching_all, device, labels)
+    finite = FiniteCheck(list(labels), groups, sharding.device, labels) if options.report_nan_in_param_grad else None
+    large = LargeGradientCheck(list(labels), groups, sharding.device, labels) if options.check_for_large_grads else None
+    return finite, large
 
 
 def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch.device) -> Sharding:
@@ -292,10 +337,9 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
 
 def _plan_together(
     module: nn.Module, grouping: Grouping, options: EngineOptions, sharding: Sharding
-) -> tuple[UnitPlan, dict[str, str]]:
+) -> tuple[UnitPlan, dict[str, WeightFormat]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
-    plan, formats, problem, facts = None, {}, None, []
-    try:
+    with all_agree(sharding.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
         if options.reduce_scatter_with_fp32_accumulation:
             refuse_without_reduce_scatter(options.strategy)
@@ -307,14 +351,48 @@ def _plan_together(
             part_of(name, param, sharding.domain(sharding.is_expert(name, param)).tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         formats = encoded_parameters(module, options.policy, options.strategy)
+        guests = find_guests(module)
+        _check_guests(guests, options, sharding)
         plan = grouping.plan(module, sharding)
-        facts = _facts(module, plan, options, sharding)
+        facts += _facts(module, plan, options, sharding)
+        facts += [f"{name} is a {guest.kind.__name__} ({guest.context})" for name, guest in guests.items()]
         facts.append(f"{FOLDER_VARIABLE} {'set' if keeps_log else 'not set'}")
-    except (MegatronFSDPError, TypeError) as error:
-        problem = error
-    agree(sharding.reaching_all, problem, facts)
-    assert plan is not None
     return plan, formats
+
+
+def _check_guests(guests: Mapping[str, Guest], options: EngineOptions, sharding: Sharding) -> None:
+    """Refuse guests where their shards are not whole rows, or where nothing is gathered.
+
+    Raises:
+        ConfigurationError: Names the first one.
+    """
+    if not guests:
+        return
+    lack = None
+    if options.strategy is not ShardingStrategy.optim_grads_params:
+        lack = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
+    elif sharding.dense.tensor_parallel is not None or sharding.experts is not None:
+        lack = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
+    elif len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
+        lack = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
+    if lack is not None:
+        name, guest = next(iter(guests.items()))
+        raise ConfigurationError(
+            f"{name} is a {guest.kind.__name__}, which is gathered in its own way; this cannot be done {lack}, or give "
+            "a plain parameter"
+        )
+
+
+def _guest_formats(module: nn.Module, sharding: Sharding) -> dict[str, WeightFormat]:
+    """Let guests encode a row, to learn what they send; every rank gets the same answer or an error."""
+    formats: dict[str, WeightFormat] = {}
+    guests, params = find_guests(module), dict(module.named_parameters())
+    if not guests:
+        return formats
+    with all_agree(sharding.reaching_all):
+        mesh = sharding.dense.described_mesh[(sharding.dense.names[-1],)]
+        formats.update((name, guest_format(guest, params[name], mesh)) for name, guest in guests.items())
+    return formats
 
 
 def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
@@ -371,18 +449,18 @@ def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
         )
 
 
-def _warn_of_narrowing(units: Sequence[Unit]) -> None:
-    narrowed = [
-        group for unit in units for group in unit.groups if group.gradients is not None and group.plan.precision.narrows
-    ]
+def _warn_of_dtypes(units: Sequence[Unit], options: EngineOptions, sharding: Sharding) -> None:
+    trained = [group for unit in units for group in unit.groups if group.gradients is not None]
+    narrowed = [group for group in trained if group.plan.precision.narrows]
     if narrowed:
         precision = narrowed[0].plan.precision
         warn_caller(
             f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in "
             f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
-            "MixedPrecisionPolicy(main_params_dtype=None) to "
-            "optimise them as they are",
+            "MixedPrecisionPolicy(main_params_dtype=None) to optimise them as they are",
         )
+    if options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
+        warn_without_16_bits([group.plan.precision for group in trained])
 
 
 def _facts(module: nn.Module, plan: UnitPlan, options: EngineOptions, sharding: Sharding) -> list[str]:
@@ -487,10 +565,13 @@ def build_units(
         groups = []
         group_sites = []
         for group, frames in of_unit:
-            params = [originals.pop(info.name) for info in group.spec.parameters]
+            names = [info.name for info in group.spec.parameters]
+            params = [originals.pop(name) for name in names]
             group_sites.append([sites.pop(id(param)) for param in params])
             memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
-            groups.append(ParameterGroup(group, params, frames, memory))
+            owners = [places[0][0] for places in group_sites[-1]]
+            guests = map(guest_of, names, params, owners) if group.has_guests else ()
+            groups.append(ParameterGroup(group, params, frames, memory, list(filter(None, guests))))
             del params
         unit = Unit(index, spec.name, groups, group_sites, spec.modules)
         unit.show_sharded()
@@ -505,23 +586,8 @@ def build_units(
 def _initialise(module: nn.Module, blueprint: Blueprint, units: Sequence[Unit], sharding: Sharding) -> None:
     inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
     groups = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
-    problem = None
-    try:
-        with same_random_numbers(groups, sharding.device):
-            materialise(module, blueprint, units, sharding.device)
-    except ConfigurationError as error:
-        problem = error
-    agree(sharding.reaching_all, problem)
-
-
-def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
-    """Map the id of each parameter to the modules and attribute names that hold it; several for a tied one."""
-    sites: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for attribute, param in owner._parameters.items():
-            if param is not None:
-                sites.setdefault(id(param), []).append((owner, attribute))
-    return {key: tuple(places) for key, places in sites.items()}
+    with all_agree(sharding.reaching_all), same_random_numbers(groups, sharding.device):
+        materialise(module, blueprint, units, sharding.device)
 
 
 def parameter_info(
@@ -557,15 +623,15 @@ def check_not_wrapped(module: object) -> None:
     if not isinstance(module, nn.Module):
         given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
         raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
-    for name, part in module.named_modules():
+    for name, inner in module.named_modules():
         at = f" at {name}" if name else ""
-        if isinstance(part, DistributedDataParallel):
+        if isinstance(inner, DistributedDataParallel):
             raise ConfigurationError(
                 f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
                 "give the module inside it (.module)"
             )
-        if isinstance(part, FSDPModule | FullyShardedDataParallel):
-            by = "FSDP2 (torch's fully_shard)" if isinstance(part, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
+        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
+            by = "FSDP2 (torch's fully_shard)" if isinstance(inner, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
             raise ConfigurationError(
                 f"the model{at} is sharded by {by} already; leave that out and give the plain model"
             )
@@ -594,7 +660,6 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
             f"{len(lazy)} parameters are not initialised yet (such as {lazy[0]}); run one forward before sharding, so "
             "that lazy modules know their shapes"
         )
-    _refuse_guests(params)
     _check_meta(module, params, init_meta)
     devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
     if len(devices) > 1:
@@ -605,33 +670,6 @@ def check_module(module: nn.Module, init_meta: bool | str = False) -> None:
         raise ConfigurationError(
             f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
         )
-
-
-_GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-"""PyTorch's extension of FSDP2, by which a tensor class encodes its shards and decodes what was gathered."""
-
-
-def _refuse_guests(params: Mapping[str, nn.Parameter]) -> None:
-    """Refuse tensor classes that want to be gathered in their own way, which would not happen.
-
-    Raises:
-        ConfigurationError: Names the first such parameter, and the method that is missing where one is.
-    """
-    for name, param in params.items():
-        kind = type(local_part(param))
-        found = [method for method in _GATHER_METHODS if hasattr(kind, method)]
-        if len(found) == 1:
-            missing = next(method for method in _GATHER_METHODS if method not in found)
-            raise ConfigurationError(
-                f"{name} is a {kind.__name__} with {found[0]} and without {missing}; a tensor class that is gathered "
-                "in its own way needs both, and none is supported here: give a plain parameter"
-            )
-        if found:
-            raise ConfigurationError(
-                f"{name} is a {kind.__name__} with {' and '.join(found)}, which are not called here, so that plain "
-                "values would be gathered; give a plain parameter, and MixedPrecisionPolicy(weight_format=...) to "
-                "gather it in few bytes"
-            )
 
 
 def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta: bool | str) -> None:

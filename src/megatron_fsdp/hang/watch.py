@@ -180,7 +180,7 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
     """
     is_distributed = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if is_distributed else 0
-    group = engine.reaching_all[0]
+    group = engine.sharding.reaching_all[0]
     process = this_process()
     try:
         folder.mkdir(parents=True, exist_ok=True)

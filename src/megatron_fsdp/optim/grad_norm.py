@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import has_values
-from megatron_fsdp.engine.domains import Domain
 from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import Domain
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ROOT
@@ -37,7 +37,7 @@ def shared_out_over(group: ParameterGroup, index: int, domain: Domain) -> Groups
     part = plan.parts[index]
     if part is not None and part.is_cut:
         over.append(part.mesh.get_group())
-    if plan.spec.key.is_expert:
+    if plan.is_expert:
         over += domain.foreign_groups
     return tuple(over)
 
@@ -92,7 +92,7 @@ def _pieces(engine: Engine) -> dict[Groups, list[torch.Tensor]]:
     for group in engine.groups():
         if group.gradients is None:
             continue
-        domain = engine.domain_of(group)
+        domain = engine.sharding.domain(group.plan.is_expert)
         for index, grad in enumerate(group.grads()):
             found = pieces.setdefault(shared_out_over(group, index, domain), [])
             if grad is not None:

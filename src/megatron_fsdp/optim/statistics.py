@@ -100,7 +100,7 @@ def _statistics(
     by_ranks: dict[Groups, list[_Piece]] = {}
     for group in engine.groups():
         for index, local in enumerate(locals_of(group)):
-            ranks = shared_out_over(group, index, engine.domain_of(group))
+            ranks = shared_out_over(group, index, engine.sharding.domain(group.plan.is_expert))
             by_ranks.setdefault(ranks, []).append(_Piece(group.names[index], group.plan.device, local))
     merged: dict[str, torch.Tensor] = {}
     for ranks, pieces in by_ranks.items():

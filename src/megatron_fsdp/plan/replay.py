@@ -187,7 +187,7 @@ class _Unit:
         self.index, self.label, self._passing = index, unit.name, passing
         self.group_plans: Sequence[GroupPlan] = unit.groups
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
-        self._are_experts = [plan.spec.key.is_expert for plan in unit.groups]
+        self._are_experts = [plan.is_expert for plan in unit.groups]
         self._traffic = {
             INNER: [step_traffic([group], strategy) for group in groups],
             OUTER: [outer_step_traffic([group], strategy) for group in groups],
@@ -205,7 +205,7 @@ class _Unit:
         self._local_sum_bytes = passing_bytes(groups, strategy).local_sum if on_gloo else 0
         self.exchanges_inner = on_gloo and bool(exchanged)
         self.reduces_outer = any(group.outer_ranks > 1 for group in trained)
-        self.is_filling = self.has_local_sum = self.has_inner_sum = self.has_main = False
+        self.is_filling = self.has_deferred_sum = self.has_inner_sum = self.has_main = False
         self.needs_outer_all_gather = False
         self.begin_step(Wires(lambda *_: 0.0))
 
@@ -257,23 +257,23 @@ class _Unit:
         return block
 
     def needs_bucket(self, defer: bool) -> bool:
-        return not defer and not self.has_local_sum
+        return not defer and not self.has_deferred_sum
 
     def begin(self, bucket: object) -> None:
         """Give gradients memory: a bucket, or whole gradients where reduction is deferred."""
         self.is_filling = True
-        if bucket is None and not self.has_local_sum:
-            self.has_local_sum = True
+        if bucket is None and not self.has_deferred_sum:
+            self.has_deferred_sum = True
             self._passing.add(self._whole_bytes)
 
-    def keep(self) -> None:
+    def stop_filling(self) -> None:
         self.is_filling = False
 
     def reduce(self, *_memory: object) -> tuple[_Ticket, tuple[()]]:
         """Reduce over the inner ranks."""
-        if self.has_local_sum:
+        if self.has_deferred_sum:
             self._passing.add(-self._whole_bytes)
-        self.is_filling = self.has_local_sum = False
+        self.is_filling = self.has_deferred_sum = False
         if not self.reduces_outer:
             self.has_main = True
         elif not self.has_inner_sum:
@@ -440,7 +440,7 @@ class _Replay:
         if not self._mode.syncs:
             return
         for unit in reversed(self._units):
-            if unit.has_local_sum:
+            if unit.has_deferred_sum:
                 self._executor.run((Operation(Action.REDUCE, unit.index),))
             else:
                 self._executor.reduce_outer(cast(Any, unit))

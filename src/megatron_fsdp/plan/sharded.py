@@ -18,8 +18,7 @@ from torch import nn
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.domains import Domain, Sharding, looked_up
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import Domain, GroupPlan, Sharding, looked_up
 from megatron_fsdp.engine.memory import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_codec import encoded_parameters
 from megatron_fsdp.engine.wrap import parameter_info, plan_units
@@ -120,14 +119,14 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     """
     num_ranks = setup.ranks.inner * setup.ranks.dp_outer
     is_flat = setup.ranks.ep == setup.ranks.tp == 1
-    found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks, parts_are_alike=is_flat)
+    found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks, shapes_are_alike=is_flat)
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
     formats = encoded_parameters(module, setup.policy, setup.strategy)
     sharding = replace(_sharding(setup), weight_formats=formats, lookups=looked_up(module))
     known: dict[object, GroupPlan] = {}  # a model of 126 equal layers has one layout
-    cut_numel = setup.memory.bucket_numel_on(num_ranks)
+    cut_numel = setup.memory.root_group_numel_on(num_ranks)
     units = []
     for index, spec in enumerate(found.units):
         infos = [_info(name, params[name], sharding, setup, spec.modules) for name in spec.parameters]

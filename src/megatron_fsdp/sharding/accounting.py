@@ -65,9 +65,15 @@ class GroupFootprint:
 
     def weight_bytes(self, numel: int) -> int:
         """Return the bytes of compute weights that are sharded or travel."""
-        if self.weight_format is not None and self.num_shards > 1:
+        if self.weight_format is not None and (self.num_shards > 1 or self.weight_format.is_guest):
             return encoded_bytes(self.weight_format, numel)
         return numel * self.compute.itemsize
+
+    @property
+    def gathered(self) -> tuple[int, torch.dtype]:
+        """Elements and dtype of the memory that full compute weights take."""
+        is_guest = self.weight_format is not None and self.weight_format.is_guest
+        return (self.weight_bytes(self.numel), torch.uint8) if is_guest else (self.numel, self.compute)
 
 
 @dataclass(frozen=True)
@@ -321,11 +327,14 @@ def _held_numel(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buff
     return numel
 
 
-def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFootprint], torch.dtype]) -> dict[int, int]:
+def _block_bytes(
+    groups: Iterable[GroupFootprint], memory_of: Callable[[GroupFootprint], tuple[int, torch.dtype]]
+) -> dict[int, int]:
     """Count the bytes of the block that holds the unsharded buffers of each unit."""
     totals: dict[int, int] = {}
     for group in groups:
-        blocks = -(-group.numel * dtype_of(group).itemsize // BLOCK_ALIGNMENT_BYTES)
+        numel, dtype = memory_of(group)
+        blocks = -(-numel * dtype.itemsize // BLOCK_ALIGNMENT_BYTES)
         totals[group.unit] = totals.get(group.unit, 0) + blocks * BLOCK_ALIGNMENT_BYTES
     return totals
 
@@ -333,16 +342,18 @@ def _block_bytes(groups: Iterable[GroupFootprint], dtype_of: Callable[[GroupFoot
 def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
     """List the weights that each unit gathers into borrowed memory, root first."""
     cut = [g for g in groups if g.num_shards > 1 and _is_sharded(g, strategy, "compute_weight")]
-    gathered = _block_bytes(cut, lambda group: group.compute)
+    gathered = _block_bytes(cut, lambda group: group.gathered)
     return [
-        UnitWeights(gathered.get(unit, 0), tuple((g.numel, g.compute) for g in cut if g.unit == unit))
+        UnitWeights(gathered.get(unit, 0), tuple(g.gathered for g in cut if g.unit == unit))
         for unit in range(1 + max((group.unit for group in groups), default=ROOT_UNIT))
     ]
 
 
 def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:
     """Count the bytes of the bucket of each unit with trainable groups."""
-    return _block_bytes((group for group in groups if group.requires_grad), lambda group: group.grad_comm)
+    return _block_bytes(
+        (group for group in groups if group.requires_grad), lambda group: (group.numel, group.grad_comm)
+    )
 
 
 def _without_root(units: Iterable[int]) -> list[int]:

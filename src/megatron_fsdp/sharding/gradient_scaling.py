@@ -56,7 +56,6 @@ def gradient_reduction(
     average_in_collective: bool,
     calculate_per_token_loss: bool,
     comm_dtype: torch.dtype,
-    backend_has_avg: bool = True,
     scales_first: bool = False,
 ) -> GradientReduction:
     """Decide the operation and the factors of a gradient reduction. No other code scales a gradient.
@@ -78,8 +77,7 @@ def gradient_reduction(
       also where the collective was to average, since some back ends add first and divide afterwards.
     * `scales_first` (`gradient_reduce_div_fusion=False`): ``1 / D`` first for every dtype, in the copy into the bucket;
       the sum cannot leave the range of a single gradient, and each summand is rounded once more.
-    * ``average_in_collective``: the collective averages, which leaves ``G / D`` (1 for dense parameters). A back end
-      without an averaging collective sums and divides as above, with the same result.
+    * ``average_in_collective``: the collective averages, which leaves ``G / D`` (1 for dense parameters).
 
     Accumulation over microbatches is a sum and has no factor; the caller divides the loss.
     """
@@ -90,6 +88,6 @@ def gradient_reduction(
                 "set one of them to False."
             )
         return GradientReduction("sum", 1.0, 1.0)
-    if average_in_collective and backend_has_avg:
+    if average_in_collective:
         return GradientReduction("avg", 1.0, group_size / dp_size, group_size).for_dtype(comm_dtype)
     return GradientReduction("sum", 1.0, 1.0 / dp_size, scales_first=scales_first).for_dtype(comm_dtype)

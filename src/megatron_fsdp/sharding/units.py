@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 READ_INNER_PARAMETERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Classes of torch that read parameters of their submodules without calling them."""
@@ -46,13 +47,13 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
     if not blocks:
         return {}
     least_numel = max(_numel(block) for block in blocks.values()) / _LEAST_PART
-    holders = _holders(module)
+    sites = parameter_sites(module)
     return {
         name: candidate
         for name, candidate in _outside(module, {id(block) for block in blocks.values()})
         if isinstance(candidate, _END_TYPES)
         and next(candidate.children(), None) is None
-        and all(holders[id(param)] == {id(candidate)} for param in candidate.parameters())
+        and all(owner is candidate for param in candidate.parameters() for owner, _ in sites[id(param)])
         and _numel(candidate) >= least_numel
     }
 
@@ -76,14 +77,18 @@ def _outside(module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Modu
         yield from walk("", module)
 
 
-def _holders(module: nn.Module) -> dict[int, set[int]]:
-    """Map the id of each parameter to the ids of the modules that register it."""
-    found: dict[int, set[int]] = {}
+ParameterSites = tuple[tuple[nn.Module, str], ...]
+"""The modules that hold a parameter, and the attribute of each, in module order; several for a tied one."""
+
+
+def parameter_sites(module: nn.Module) -> dict[int, ParameterSites]:
+    """Return the sites of each parameter by its id."""
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
-        for param in owner._parameters.values():
+        for attribute, param in owner._parameters.items():
             if param is not None:
-                found.setdefault(id(param), set()).add(id(owner))
-    return found
+                sites.setdefault(id(param), []).append((owner, attribute))
+    return {key: tuple(found) for key, found in sites.items()}
 
 
 def _numel(module: nn.Module) -> int:
@@ -446,7 +451,7 @@ class GroupKey:
         is_expert: Whether they belong to experts.
         is_scalar: Whether they have no dimension to shard, so that every rank holds them whole.
         sums_in_fp32: Whether their gradients are accumulated in float32, whatever they travel in.
-        weight_format: Name of the weight format that they are gathered in; None: their dtype.
+        weight_format: The weight format that they are gathered in; None: their dtype.
     """
 
     dtype: torch.dtype
@@ -454,7 +459,7 @@ class GroupKey:
     is_expert: bool
     is_scalar: bool = False
     sums_in_fp32: bool = False
-    weight_format: str | None = None
+    weight_format: WeightFormat | None = None
 
 
 @dataclass(frozen=True)

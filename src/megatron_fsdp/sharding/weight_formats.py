@@ -51,6 +51,11 @@ class WeightFormat:
     block_numel: int = 1
     block_bytes: int = 1
 
+    @property
+    def is_guest(self) -> bool:
+        """Whether a tensor class encodes whole rows, and modules compute with the bytes as they are gathered."""
+        return False
+
     def amax_numel(self, shape: tuple[int, ...]) -> int:
         """Return how many magnitudes of a tensor ranks have to agree on."""
         return 1
@@ -186,6 +191,26 @@ class Nvfp4(WeightFormat):
 
     def _tensor_scale(self, amaxes: torch.Tensor) -> torch.Tensor:
         return (amaxes / (_E2M1_MAX * _E4M3_MAX)).clamp_min_(_LEAST_SCALE)
+
+
+@dataclass(frozen=True)
+class GuestFormat(WeightFormat):
+    """The codes of a tensor class that is gathered in its own way (`megatron_fsdp.engine.guests`).
+
+    Attributes:
+        codes: Dtype of the codes, one for each element.
+    """
+
+    codes: torch.dtype = torch.uint8
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether a tensor class encodes whole rows, and modules compute with the bytes as they are gathered."""
+        return True
+
+    def amax_numel(self, shape: tuple[int, ...]) -> int:
+        """Return 0: the class agrees on its scales itself."""
+        return 0
 
 
 def _in_blocks(piece: torch.Tensor, block_numel: int) -> torch.Tensor:

@@ -114,9 +114,9 @@ class Recorder(Observer):
         if self._steps:
             raise TraceError("this recording was started before; make another Recorder")
         if self._align:
-            self._recording, self._peers = _name_together(self._engine.reaching_all)
+            self._recording, self._peers = _name_together(self._engine.sharding.reaching_all)
             self._clock.settle()
-            for group in self._engine.reaching_all:
+            for group in self._engine.sharding.reaching_all:
                 if group is not None:
                     dist.barrier(group)
         self._clock.settle()
@@ -267,7 +267,7 @@ class Recorder(Observer):
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        return any(id(param) in self._engine.positions for param in firsts)
+        return any(id(param) in self._engine.group_and_index for param in firsts)
 
 
 def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> Recorder:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from megatron_fsdp.checkpoint.ranks import decided_by_first
 from megatron_fsdp.checkpoint.store import claim
-from megatron_fsdp.comm.agreement import decided_by_first, gather_objects
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.config.hang_log import FOLDER_VARIABLE
 from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import ConfigurationError

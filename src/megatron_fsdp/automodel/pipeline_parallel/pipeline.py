@@ -32,7 +32,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stages import (
     tied_embeddings,
 )
 from megatron_fsdp.checkpoint.naming import PipelinePlace, own_name
-from megatron_fsdp.comm.agreement import agree, gather_objects
+from megatron_fsdp.comm.agreement import all_agree, gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError
 
@@ -229,14 +229,9 @@ class Pipeline:
         self, input_ids: Tensor, labels: Tensor | None, per_token: dict[str, Any], call: tuple[Any, ...]
     ) -> StepInputs:
         vocabulary = getattr(text_config(self.parts[0]), "vocab_size", None)
-        inputs, error, facts = None, None, []
-        try:
+        with all_agree([self._group]) as facts:  # a rank with other shapes would wait for tensors that nobody sends
             inputs = _take_inputs(input_ids, labels, per_token, vocabulary)
-            facts = inputs.facts(call)
-        except ConfigurationError as found:
-            error = found
-        agree([self._group], error, facts)  # a rank with other shapes would wait for tensors that nobody sends
-        assert inputs is not None
+            facts += inputs.facts(call)
         check_call(self.parts[0], inputs.per_token)
         return inputs
 

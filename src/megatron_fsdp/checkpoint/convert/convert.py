@@ -27,6 +27,7 @@ from megatron_fsdp.checkpoint.convert.plan import (
 )
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, whole_box
 from megatron_fsdp.checkpoint.kinds import read_common, recognise, side_file_problems
+from megatron_fsdp.checkpoint.ranks import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import Opaque
 from megatron_fsdp.checkpoint.save import ObjectSource, Source, TensorSource, write_sources
 from megatron_fsdp.checkpoint.store import (
@@ -39,7 +40,7 @@ from megatron_fsdp.checkpoint.store import (
     require_apart,
 )
 from megatron_fsdp.checkpoint.verify import require_sound, share_out
-from megatron_fsdp.comm.agreement import decided_by_first, rank_of, together, world_size_of
+from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError
 
 Progress = Callable[[int, int], None]

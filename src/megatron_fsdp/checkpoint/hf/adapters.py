@@ -18,9 +18,9 @@ from megatron_fsdp.checkpoint.hf.files import ADAPTER_FILE, WeightFiles, open_fo
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, unwrap
 from megatron_fsdp.checkpoint.hf.loading import Match, load_matched
 from megatron_fsdp.checkpoint.hf.saving import Cut, save_files
+from megatron_fsdp.checkpoint.ranks import decided_by_first, together
 from megatron_fsdp.checkpoint.report import LoadReport
 from megatron_fsdp.checkpoint.safe_read import read_json
-from megatron_fsdp.comm.agreement import decided_by_first, together
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 _CONFIG_FILE = "adapter_config.json"

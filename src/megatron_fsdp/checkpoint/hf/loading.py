@@ -23,8 +23,9 @@ from megatron_fsdp.checkpoint.hf.file_tensors import (
 )
 from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, WeightFiles, open_folder, portions
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, Piece, base_tensors, install_weights, unwrap
+from megatron_fsdp.checkpoint.ranks import decided_by_first, together
 from megatron_fsdp.checkpoint.report import LoadReport, report_of_all
-from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, together
+from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 

@@ -21,11 +21,12 @@ from megatron_fsdp.checkpoint.hf.file_tensors import FileTensor, file_tensors
 from megatron_fsdp.checkpoint.hf.files import DTYPES, INDEX_FILE, MODEL_FILE, StoredTensor, portions, write_file
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, live_tensors, own_class, unwrap
 from megatron_fsdp.checkpoint.naming import MODEL, unwrapped
+from megatron_fsdp.checkpoint.ranks import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import read_json
 from megatron_fsdp.checkpoint.save import TensorSource, write_sources
 from megatron_fsdp.checkpoint.store import new_folder, new_shared_folder, require_apart
 from megatron_fsdp.checkpoint.verify import share_out
-from megatron_fsdp.comm.agreement import decided_by_first, gather_objects, rank_of, together, world_size_of
+from megatron_fsdp.comm.agreement import gather_objects, rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
 

@@ -74,7 +74,7 @@ def prepare_data(job: Job, folder: Path, rank: Rank) -> TokenData:
             write_data(job.options, folder)
 
     work_on_machines(rank, write)
-    found = together("opening the tokens of --data-path", lambda: read_data(job, folder))
+    found = together("opening the tokens of --data-path", lambda: read_data(job, folder), raises=ConfigurationError)
     checksums = gather_objects(found.checksum)
     if len(set(checksums)) > 1:
         raise ConfigurationError(

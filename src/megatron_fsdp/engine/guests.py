@@ -1,0 +1,180 @@
+"""Guests: parameters whose tensor class encodes its own shards and wraps what was gathered.
+
+That is PyTorch's extension of FSDP2, which the float8 weights of torchao implement:
+
+    fsdp_pre_all_gather(mesh) -> (tensors to gather,), metadata                              of a shard, whole rows
+    fsdp_post_all_gather(gathered, metadata, dtype, *, out=None) -> tensor, its inner ones   out: the one of last time
+
+Here a guest has to be plain values with a way to encode them: it flattens into one tensor of its own shape and dtype,
+which is sharded as any other, and encodes it into one tensor of that shape. Its codes are gathered in place, and
+modules compute with the tensor that `fsdp_post_all_gather` makes around them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from megatron_fsdp.engine.buffer import full_view, piece_view
+from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan
+from megatron_fsdp.engine.weight_codec import WeightCodec
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.placement import Region
+from megatron_fsdp.sharding.weight_formats import GuestFormat
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A tensor class around plain values.
+
+    Attributes:
+        kind: The class.
+        inner: Name of the attribute with the values.
+        context: What else it flattens into.
+        shape: Its shape.
+        module: The module that holds it.
+    """
+
+    kind: Any
+    inner: str
+    context: object
+    shape: torch.Size
+    module: nn.Module
+
+    def encode(self, rows: torch.Tensor, mesh: DeviceMesh) -> tuple[torch.Tensor, object]:
+        """Encode rows (n, *rest), at least one; returns their codes, of the same shape, and metadata; may communicate.
+
+        Raises:
+            ConfigurationError: The class wants something else than one tensor of that shape to be gathered.
+        """
+        shard = self.kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.size(), rows.stride())
+        method = shard.fsdp_pre_all_gather
+        given: tuple[Any, ...] = (mesh,)
+        if len(inspect.signature(method).parameters) > 1:
+            stride = torch.empty(self.shape, device="meta").stride()
+            given = (mesh, self.shape, stride, self.module, MixedPrecisionPolicy(param_dtype=rows.dtype))
+        tensors, metadata = method(*given)
+        if len(tensors) != 1 or tensors[0].shape != rows.shape:
+            raise ConfigurationError(
+                f"fsdp_pre_all_gather of {self.kind.__name__} wants {len(tensors)} tensors gathered, of shapes "
+                f"{', '.join(str(tuple(each.shape)) for each in tensors)}, for rows of shape {tuple(rows.shape)}; one "
+                "of the same shape can be: give a plain parameter, and MixedPrecisionPolicy(weight_format=...)"
+            )
+        return tensors[0].detach(), metadata
+
+
+def guest_of(name: str, param: torch.Tensor, module: nn.Module) -> Guest | None:
+    """Describe a parameter of a tensor class that is gathered in its own way; None for any other.
+
+    Raises:
+        ConfigurationError: The class lacks a method, or is more than plain values.
+    """
+    values: Any = param
+    kind: Any = type(param)
+    found = [method for method in GATHER_METHODS if hasattr(kind, method)]
+    if not found:
+        return None
+    if len(found) == 1:
+        missing = next(method for method in GATHER_METHODS if method not in found)
+        raise ConfigurationError(
+            f"{name} is a {kind.__name__} with {found[0]} and without {missing}; a tensor class that is gathered in "
+            "its own way needs both: give a plain parameter"
+        )
+    inner, context = values.__tensor_flatten__() if hasattr(kind, "__tensor_flatten__") else (list[str](), None)
+    plain = [getattr(values, each) for each in inner]
+    if len(plain) != 1 or type(plain[0]) not in (torch.Tensor, nn.Parameter) or plain[0].shape != values.shape:
+        raise ConfigurationError(
+            f"{name} is a {kind.__name__}, which is gathered in its own way and does not flatten into one plain tensor "
+            f"of its shape but into {', '.join(inner) or 'nothing'}; give a plain parameter, and "
+            "MixedPrecisionPolicy(weight_format=...) to gather it in few bytes"
+        )
+    return Guest(kind, inner[0], context, values.shape, module)
+
+
+def find_guests(module: nn.Module) -> dict[str, Guest]:
+    """Return the parameters that are guests, by name; the module is only read.
+
+    Raises:
+        ConfigurationError: As of `guest_of`.
+    """
+    sites = {id(param): owner for owner in module.modules() for param in owner.parameters(recurse=False)}
+    found = {name: guest_of(name, param, sites[id(param)]) for name, param in module.named_parameters()}
+    return {name: guest for name, guest in found.items() if guest is not None}
+
+
+def guest_format(guest: Guest, param: torch.Tensor, mesh: DeviceMesh) -> GuestFormat:
+    """Ask a guest for the dtype of its codes, by encoding a row of zeros; may communicate."""
+    codes, _ = guest.encode(_blank_row(guest.shape, param.dtype, param.device), mesh)
+    return GuestFormat(guest.kind.__name__, block_bytes=codes.element_size(), codes=codes.dtype)
+
+
+def _blank_row(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, *shape[1:], dtype=dtype, device=device)
+
+
+class GuestCodec(WeightCodec):
+    """Encodes and wraps the tensors of one layout, all of them guests."""
+
+    def __init__(self, plan: GroupPlan, guests: Sequence[Guest]) -> None:
+        """Let each guest encode a row of zeros, so that there is metadata before weights are installed."""
+        assert isinstance(plan.weight_format, GuestFormat)
+        super().__init__(plan.weight_format, plan.layout, plan.device)
+        self._dtype, self._codes, self._guests = plan.precision.compute, plan.weight_format.codes, guests
+        names = plan.mesh.mesh_dim_names
+        self._mesh = plan.mesh if names is None or plan.mesh.ndim == 1 else plan.mesh[names[-1]]
+        self._metadata = [
+            guest.encode(_blank_row(guest.shape, self._dtype, plan.device), self._mesh)[1] for guest in guests
+        ]
+
+    def encode(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
+        """Encode the elements `local` of a region, whole rows, into uint8 `out`; may communicate."""
+        encoded = out.view(self._codes)
+        for index, guest in enumerate(self._guests):
+            piece = piece_view(self._layout, region, local, index).to(self._dtype)
+            is_empty = not piece.numel()  # a class may look for the largest element, and all ranks have to take part
+            rows = _blank_row(guest.shape, self._dtype, local.device) if is_empty else piece
+            codes, self._metadata[index] = guest.encode(rows, self._mesh)
+            if not is_empty:
+                piece_view(self._layout, region, encoded, index).copy_(codes)
+
+    def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
+        """Do nothing: modules compute with the codes."""
+
+    def round_into(self, local: torch.Tensor, region: Region, out: torch.Tensor) -> None:
+        """Leave the elements of `out` as they are: a module encodes plain weights itself."""
+
+    def codes_in(self, full: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the codes of tensor `index`, in its shape, as a view of gathered bytes without their version."""
+        return full_view(self._layout, full.view(self._codes), index).data
+
+    def blank_codes(self, index: int) -> torch.Tensor:
+        """Return codes without memory, of the shape of tensor `index`."""
+        return torch.zeros((), dtype=self._codes, device=self.amaxes.device).expand(self._layout.shapes[index])
+
+    def wrap(self, index: int, codes: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that modules compute with, around codes of tensor `index`."""
+        made, _ = self._method(index)((codes,), self._metadata[index], self._dtype)
+        return made
+
+    def point(self, index: int, made: torch.Tensor, codes: torch.Tensor) -> None:
+        """Let a tensor that `wrap` made be around other codes."""
+        other: Any = self.wrap(index, codes)
+        for name in other.__tensor_flatten__()[0]:
+            setattr(made, name, getattr(other, name))
+
+    def update(self, index: int, made: torch.Tensor, codes: torch.Tensor) -> None:
+        """Tell a tensor that `wrap` made that its codes are new."""
+        self._method(index)((codes,), self._metadata[index], self._dtype, out=made)
+
+    def _method(self, index: int) -> Any:
+        guest = self._guests[index]
+        row = _blank_row(guest.shape, self._dtype, self.amaxes.device)
+        shard = guest.kind.__tensor_unflatten__({guest.inner: row}, guest.context, row.size(), row.stride())
+        return shard.fsdp_post_all_gather

@@ -1,0 +1,268 @@
+"""Parameters of tensor classes that gather in their own way: the bits of one process, bytes, torchao, bad input."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.errors import ConfigurationError
+from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks
+
+SAMPLES, STEPS = 12, 4
+
+
+class Gathered(torch.Tensor):
+    """What modules compute with: int8 codes and a scale, float32 to look at."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type["Gathered"], codes: torch.Tensor, scale: torch.Tensor) -> "Gathered":
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        whole = [each.codes.float() * each.scale if isinstance(each, cls) else each for each in args]
+        return func(*whole, **(kwargs or {}))
+
+
+class Int8Gather(torch.Tensor):
+    """A guest: plain values that travel as int8, with one scale that ranks agree on by themselves."""
+
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type["Int8Gather"], values: torch.Tensor) -> "Int8Gather":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=values.dtype, device=values.device, requires_grad=values.requires_grad
+        )
+        made.values = values
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, _context: None, _size: Any, _stride: Any) -> "Int8Gather":
+        return cls(inner["values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = func(*[each.values if isinstance(each, cls) else each for each in args], **(kwargs or {}))
+        return cls(plain) if func is torch.ops.aten.detach.default else plain
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        assert self.values.dim() == 2, "a shard is whole rows"
+        largest = self.values.abs().amax()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group())
+        scale = largest / 127
+        return ((self.values / scale.clamp_min(1e-30)).round().to(torch.int8),), (scale,)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        assert dtype is torch.float32
+        (codes,), (scale,) = gathered, metadata
+        if out is None:
+            return Gathered(codes, scale), (codes,)
+        assert out.codes.data_ptr() == codes.data_ptr()
+        out.scale = scale
+        return None
+
+
+class Pair(Int8Gather):
+    """A class that wants two tensors gathered."""
+
+    def fsdp_pre_all_gather(self, _mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return (self.values, self.values), ()
+
+
+class Halves(Int8Gather):
+    """A class that is more than plain values."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values", "values"], None
+
+
+class HalfAGuest(torch.Tensor):
+    """A class without the second method."""
+
+    def fsdp_pre_all_gather(self) -> None: ...
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """Return what one process computes with in place of a guest; gradients pass."""
+    scale = weight.detach().abs().amax() / 127
+    codes = (weight.detach() / scale.clamp_min(1e-30)).round().to(torch.int8)
+    return weight + (codes.float() * scale - weight.detach())
+
+
+def build(kind: Callable[[torch.Tensor], torch.Tensor] | None = Int8Gather) -> nn.Module:
+    """Build three layers; the rows of the last do not divide, and on three ranks one holds none of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 7, bias=False), nn.Tanh(), nn.Linear(7, 2))
+    for layer in model:
+        if kind is not None and isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 2, generator=generator)
+
+
+def in_one_process() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train with rounded weights; return losses and final weights."""
+    model = build(None)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        x, y = batch(step)
+        for layer in model:
+            x = F.linear(x, rounded(layer.weight), layer.bias) if isinstance(layer, nn.Linear) else layer(x)
+        losses.append((x - y).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach() for loss in losses], [param.detach() for param in model.parameters()]
+
+
+def trained(ranks: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train sharded; return the mean losses and the final weights, whole."""
+    mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("outer", "dp")[-len(ranks) :])
+    hybrid = {"dp_outer_dim": "outer", "hybrid_fsdp_group": mesh._flatten("all").get_group()} if ranks[1:] else {}
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fully_shard(
+        model, optimizer, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[nn.Linear], **hybrid
+    )
+    own, losses = SAMPLES // dist.get_world_size(), []
+    for step in range(STEPS):
+        part = slice(dist.get_rank() * own, (dist.get_rank() + 1) * own)
+        x, y = (each[part] for each in batch(step))
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total / dist.get_world_size())
+    return losses, [param.full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [(1,), (2,), pytest.param((3,)), (2, 2)])
+def test_training_equals_one_process_that_rounds(run_ranks: RunRanks, ranks: tuple[int, ...]) -> None:
+    losses, weights = in_one_process()
+    for seen in run_ranks(torch.tensor(ranks).prod().item(), trained, ranks):
+        torch.testing.assert_close(seen[0], losses)
+        torch.testing.assert_close(seen[1], weights)
+
+
+@on_ranks(2)
+def test_codes_travel_and_stay_gathered() -> None:
+    model = build()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, _ = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        fsdp_unit_modules=[nn.Linear],
+    )
+    before = model.traffic()
+    model(batch(0)[0])
+    sent = model.traffic().since(before)
+    plans = [group.plan for group in model.parameter_groups() if group.plan.has_guests]
+    assert [plan.sent_bytes for plan in plans] == [plan.layout.numel for plan in plans]
+    assert sent.gather_bytes == sum(group.plan.sent_bytes // 2 for group in model.parameter_groups())
+    assert all(plan.gathered_bytes == plan.layout.numel for plan in plans)
+    assert "gather Int8Gather" in str(model.describe())
+    saved = model.state_dict()["module.0.weight"]
+    assert saved.dtype is torch.float32
+    assert torch.equal(saved.full_tensor(), build(None)[0].weight)
+
+
+def refusal(kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool) -> str:
+    """Return the error of wrapping; with `is_odd` only the second rank has the class."""
+    make = kind if issubclass(kind, Int8Gather) else lambda values: values.as_subclass(kind)
+    model = build(None if is_odd and dist.get_rank() == 0 else make)
+    with pytest.raises(ConfigurationError) as caught:
+        fully_shard(model, torch.optim.SGD(model.parameters(), lr=1.0), **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_odd", "words"),
+    [
+        (HalfAGuest, {}, True, "is a HalfAGuest with fsdp_pre_all_gather and without fsdp_post_all_gather"),
+        (Halves, {}, False, "does not flatten into one plain tensor of its shape but into values, values"),
+        (Pair, {}, False, "fsdp_pre_all_gather of Pair wants 2 tensors gathered, of shapes (1, 6), (1, 6), for rows"),
+        (Int8Gather, {"zero_dp_strategy": 2}, False, "strategy optim_grads, which gathers none"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused_on_all_ranks(
+    run_ranks: RunRanks, kind: type[torch.Tensor], options: dict[str, Any], is_odd: bool, words: str
+) -> None:
+    said = run_ranks(2, refusal, kind, options, is_odd)
+    assert said[0] == said[1]
+    assert words in said[0]
+
+
+def torchao_model(gathers: bool) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers)
+    return convert_to_float8_training(build(None), config=config)
+
+
+def torchao_trained() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train torchao's float8 layers; return this rank's losses and the final weights, whole."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    model = torchao_model(gathers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Float8Linear])
+    own, losses = SAMPLES // dist.get_world_size(), []
+    for step in range(STEPS):
+        part = slice(dist.get_rank() * own, (dist.get_rank() + 1) * own)
+        x, y = (each[part] for each in batch(step))
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, [param.full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_float8_weights_of_torchao_train_as_in_one_process(run_ranks: RunRanks, ranks: int) -> None:
+    """One process computes on the parts of the ranks one by one: inputs have a scale for each part."""
+    pytest.importorskip("torchao")
+    model = torchao_model(gathers=False)
+    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        x, y = batch(step)
+        parts = zip(x.chunk(ranks), y.chunk(ranks), strict=True)
+        losses = [(model(x_part) - y_part).square().mean() for x_part, y_part in parts]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append([loss.detach() for loss in losses])
+    for rank, (losses, weights) in enumerate(run_ranks(ranks, torchao_trained)):
+        torch.testing.assert_close(losses, [of_step[rank] for of_step in wanted])
+        torch.testing.assert_close(weights, [param.detach() for param in model.parameters()])
