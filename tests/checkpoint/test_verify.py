@@ -239,7 +239,7 @@ def test_only_a_missing_folder_is_an_error(tmp_path: Path, given: str) -> None:
 
 def command(*arguments: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    checkpoint_command.add_commands(parser)
+    checkpoint_command.add_arguments(parser)
     args = parser.parse_args(["verify", *map(str, arguments)])
     return args.run(args)
 

@@ -74,8 +74,8 @@ def test_a_run_goes_on_with_the_same_bits_on_other_ranks(run_ranks: RunRanks, tm
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--ddp-average-in-collective",), "--deterministic world adds gradients up in a fixed order"),
-        (("--use-torch-fsdp2",), "--deterministic world does nothing with --use-torch-fsdp2"),
+        (("--ddp-average-in-collective",), "since a back end that averages adds up in an order of its own"),
+        (("--use-torch-fsdp2",), "contradicts --use-torch-fsdp2 (from the command line), since FSDP2 leaves"),
         (
             (*UNITS, "optim_grads_params", "--num-distributed-optimizer-instances", "2"),
             "a hybrid mesh adds inner ranks up before outer ones",

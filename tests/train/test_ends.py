@@ -1,5 +1,6 @@
 """Every way in which a run ends has its exit code and its words, in whole runs."""
 
+import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp.train.faults import is_out_of_memory, memory_told
+from megatron_fsdp.train.failures import is_out_of_memory, memory_told
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer
 from tests.support.train_program import (
@@ -49,7 +50,7 @@ def test_out_of_memory_names_rank_step_peak_and_ways_out(data: tuple[str, str], 
     assert process.returncode == 3, errors
     assert "out of memory on rank " in errors
     assert " in step 1 on cpu: " in errors
-    assert "GiB resident" in errors
+    assert re.search(r"  peak so far: [\d.]+ [MG]iB resident\n", errors)
     assert "--micro-batch-size 512 --global-batch-size 2048 (the same steps); --recompute-granularity full" in errors
     assert "mfsdp plan tiny --ranks 2 --sequence-length 128 --micro-batch-size 1024 --strategy auto" in errors
     assert "Traceback" not in errors

@@ -10,7 +10,7 @@ import pytest
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.train import checkpoints, run_job
 from megatron_fsdp.train.data import preparation
-from megatron_fsdp.train.faults import is_out_of_memory
+from megatron_fsdp.train.failures import is_out_of_memory
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, this_rank, train, write_text

@@ -29,12 +29,12 @@ def facts(*options: str) -> dict[str, str]:
         (
             "--bf16 --no-grad-reduce-in-bf16",
             "--grad-reduce-in-bf16",
-            ["the dtype that gradients travel in was float32 and is bfloat16"],
+            ["the dtype of gradient communication was float32 and is bfloat16"],
         ),
         (
             "--bf16 --use-torch-fsdp2 --no-grad-reduce-in-bf16",
             "--grad-reduce-in-bf16",
-            ["the dtype that gradients travel in was float32 and is bfloat16"],
+            ["the dtype of gradient communication was float32 and is bfloat16"],
         ),
         (
             "--bf16",

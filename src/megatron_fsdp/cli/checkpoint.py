@@ -491,7 +491,7 @@ def _progress() -> Callable[[int, int], None]:
         nonlocal told
         if total and 10 * done // total > told:
             told = 10 * done // total
-            sys.stderr.write(f"{done / 2**20:,.1f} of {total / 2**20:,.1f} MiB written by the first rank\n")
+            sys.stderr.write(f"{in_bytes(done)} of {in_bytes(total)} written by the first rank\n")
 
     return tell
 
@@ -506,7 +506,7 @@ def _write_conversion(report: ConversionReport, args: argparse.Namespace) -> Non
         lines.append(f"{move.source} [{part}] -> {move.target} {list(move.shape)}")
     lines += [] if report.source == args.source else [f"read {report.source}"]
     did = "would write" if not report.written else "wrote and verified" if report.verified else "wrote"
-    size = f"{len(plan.moves)} tensors ({plan.nbytes / 2**20:,.1f} MiB) and {len(plan.values)} values"
+    size = f"{len(plan.moves)} tensors ({in_bytes(plan.nbytes)}) and {len(plan.values)} values"
     for line in [*lines, f"{did} {size} to {args.target}"]:
         write_line(line)
 
@@ -535,13 +535,9 @@ def _is_scope(word: str) -> bool:
 # ---- the parser ------------------------------------------------------------------------------------------------------
 
 
-def add_parser(commands: Any) -> None:
-    """Add `checkpoint` and all below it to the sub-commands of a parser."""
-    add_commands(commands.add_parser("checkpoint", help="inspect, compare and convert", description=_DESCRIPTION))
-
-
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the commands for checkpoints to a parser."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands for checkpoints."""
+    parser.description = _DESCRIPTION
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for (name, *aliases), title, description, arguments, run in _COMMANDS:
         shown: dict[str, Any] = {} if title is None else {"help": title}
@@ -577,7 +573,7 @@ def _on_first_rank(run: _Run, args: argparse.Namespace) -> int:
 
 def inspector(argv: Sequence[str] | None = None) -> int:
     """Run the commands of `mfsdp checkpoint` as a separate program, `tools/checkpoint/checkpoint_inspector.py`."""
-    parser = Parser(prog="checkpoint_inspector.py", description=_DESCRIPTION)
+    parser = Parser(prog="checkpoint_inspector.py")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    add_commands(parser)
+    add_arguments(parser)
     return run_guarded(parser, sys.argv[1:] if argv is None else argv)

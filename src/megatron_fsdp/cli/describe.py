@@ -18,14 +18,12 @@ _OPTIMIZERS = ("adamw", "sgd", "none")
 _OUTER, _SHARD = "dp_outer", "dp_shard"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    parser = subparsers.add_parser(
-        "describe",
-        help="units, layouts, dtypes, groups and options of a model on a rank, without hardware",
-        description="Wrap a model as one rank of a job would, in this process and without memory for it, and describe "
-        "it: units, groups, padding, dtypes, placements, process groups, slots and buckets, and whether each option "
-        "has an effect. Exit status: 0 described, 2 the model cannot be wrapped like that.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.description = (
+        "Wrap a model as one rank of a job would, in this process and without memory for it, and describe it: units, "
+        "groups, padding, dtypes, placements, process groups, slots and buckets, and whether each option has an "
+        "effect. Exit status: 0 described, 2 the model cannot be wrapped like that."
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="PATH", help="package.module:function, () -> the model; or a preset's name")

@@ -21,77 +21,43 @@ if TYPE_CHECKING:
 _STRATEGIES = ("0", "1", "2", "3", "all")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="train a model sharded on local ranks and in one process, and name what differs",
-        description="Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded "
-        "run with one process on the whole batch. Functions are given as package.module:name and are looked for in "
-        "the current folder too. Exit status: 0 the same, 1 they differ, 2 it could not be "
-        "run or judged (dropout, a loss that is no mean).",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.description = (
+        "Compare loss, every gradient, the gradient norm, updates and a checkpoint round trip of a sharded run with "
+        "one process on the whole batch. Functions are given as package.module:name and are looked for in the current "
+        "folder too. Exit status: 0 the same, 1 they differ, 2 it could not be run or judged (dropout, a loss that is "
+        "no mean)."
     )
-    _add_model(parser)
-    _add_training(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a function that builds the model")
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="a function that builds the model")
+    add(
         "--hf-config",
         metavar="PATH",
         type=Path,
         help="in place of MODEL: a transformers causal language model of this config.json (or its folder), with random "
         "weights and tokens, in eval mode (no dropout)",
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="with --hf-config: so many layers")
-    parser.add_argument("--sequence-length", type=int, default=16, metavar="N", help="with --hf-config (default 16)")
-    parser.add_argument(
-        "--samples", type=int, metavar="N", help="with --hf-config (default: 2 per rank and microbatch)"
-    )
-    parser.add_argument("--batch", metavar="FN", help="a function of a seed, or of nothing, that makes a batch")
-    parser.add_argument(
-        "--loss", dest="loss_fn", metavar="FN", help="(model, samples) -> loss; without it the model's own .loss"
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--optimizer",
-        dest="optimizer_fn",
-        default="adamw",
-        metavar="FN",
-        help="adamw (default), sgd, or (model) -> optimizer",
-    )
-    parser.add_argument(
-        "--shard", dest="shard_fn", metavar="FN", help="(model, optimizer) -> both sharded, in place of fully_shard"
-    )
-    parser.add_argument("--ranks", type=int, default=3, metavar="N", help="ranks to start (default 3)")
-    parser.add_argument(
-        "--strategy", nargs="+", default=["all"], choices=_STRATEGIES, help="of fully_shard (default all)"
-    )
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
-    parser.add_argument("--microbatches", type=int, default=1, metavar="K", help="per step (default 1)")
-    parser.add_argument(
-        "--max-norm", type=float, default=1.0, metavar="X", help="clip gradients (default 1; 0: do not)"
-    )
-    parser.add_argument("--reduction", choices=("mean", "sum"), default="mean", help="how ranks' losses add up")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="allowed difference, relative (default: by dtype)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ...; default: accelerators if there are enough")
-    parser.add_argument(
-        "--no-checkpoint", dest="checkpoint", action="store_false", help="leave the checkpoint round trip out"
-    )
-    parser.add_argument(
-        "--timeout",
-        dest="timeout_s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds for all of it (default 600)",
-    )
+    add("--layers", type=int, metavar="N", help="with --hf-config: so many layers")
+    add("--sequence-length", type=int, default=16, metavar="N", help="with --hf-config (default 16)")
+    add("--samples", type=int, metavar="N", help="with --hf-config (default: 2 per rank and microbatch)")
+    add("--batch", metavar="FN", help="a function of a seed, or of nothing, that makes a batch")
+    add("--loss", metavar="FN", help="(model, samples) -> loss; without it the model's own .loss")
+    add("--optimizer", default="adamw", metavar="FN", help="adamw (default), sgd, or (model) -> optimizer")
+    add("--shard", metavar="FN", help="(model, optimizer) -> both sharded, in place of fully_shard")
+    add("--ranks", type=int, default=3, metavar="N", help="ranks to start (default 3)")
+    add("--strategy", nargs="+", default=["all"], choices=_STRATEGIES, help="of fully_shard (default all)")
+    add("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
+    add("--microbatches", type=int, default=1, metavar="K", help="per step (default 1)")
+    add("--max-norm", type=float, default=1.0, metavar="X", help="clip gradients (default 1; 0: do not)")
+    add("--reduction", choices=("mean", "sum"), default="mean", help="how ranks' losses add up")
+    add("--tolerance", type=float, metavar="X", help="allowed difference, relative (default: by dtype)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
+    add("--device", metavar="NAME", help="cpu, cuda, ...; default: accelerators if there are enough")
+    add("--no-checkpoint", dest="checkpoint", action="store_false", help="leave the checkpoint round trip out")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds for all of it (default 600)")
+    add_json(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,13 +67,16 @@ def run(args: argparse.Namespace) -> int:
     model_fn, batch = _what(args)
     strategies = (0, 1, 2, 3) if "all" in args.strategy else tuple(int(each) for each in args.strategy)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ranks get the same path
-    same = ["loss_fn", "optimizer_fn", "shard_fn", "ranks", "steps", "microbatches", "reduction", "seed"]
-    same += ["tolerance", "checkpoint", "device", "timeout_s"]
+    same = ("ranks", "steps", "microbatches", "reduction", "seed", "tolerance", "checkpoint", "device")
     report = check_parity(
         model_fn,
         batch,
+        loss_fn=args.loss,
+        optimizer_fn=args.optimizer,
+        shard_fn=args.shard,
         strategies=strategies,
         max_norm=args.max_norm or None,
+        timeout_s=args.timeout,
         **{name: getattr(args, name) for name in same},
     )
     if args.json:

@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 _AFTER_S = 10.0
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    parser = subparsers.add_parser(
-        "hang",
-        help="name the rank that the others wait for, its unit and what it does",
-        description="Read the logs that the ranks of a run keep (MFSDP_HANG_LOG, or model.log_for_hangs) and name the "
-        "odd rank. The run may be under way, hang, or be over; any machine that sees the folder will do. Exit status: "
-        "0 nothing is odd, 1 something is, 2 the logs cannot be read.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.description = (
+        "Read the logs that the ranks of a run keep (MFSDP_HANG_LOG, or model.log_for_hangs) and name the odd rank. "
+        "The run may be under way, hang, or be over; any machine that sees the folder will do. Exit status: 0 nothing "
+        "is odd, 1 something is, 2 the logs cannot be read."
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="the folder of the logs")
     parser.add_argument(

@@ -21,7 +21,7 @@ _COMMANDS = {
     "hang": "name the rank that the others wait for, its unit and what it does",
     "checkpoint": "inspect, compare and convert",
 }
-"""Each is a module here with `add_parser(subparsers)`, but for the trainer, which has a command line of its own."""
+"""Each is a module here with `add_arguments(parser)`, but for the trainer, which has a command line of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, told in _COMMANDS.items():
+        command = commands.add_parser(name, help=told)
         if name == asked:
-            import_module(f"megatron_fsdp.cli.{name}").add_parser(commands)  # most import torch, which is slow
-        else:
-            commands.add_parser(name, help=told)
+            import_module(f"megatron_fsdp.cli.{name}").add_arguments(command)  # most import torch, which is slow
     return run_guarded(parser, words)
 
 

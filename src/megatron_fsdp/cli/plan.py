@@ -93,14 +93,11 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 """By group and name: the default, or the type of what has none; and the help."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="memory, traffic and time of a run, without hardware",
-        description="Plan a run: bytes of a rank over a step, padding, traffic, time under a machine's figures, and "
-        "the cheapest strategy that fits. No weights are allocated. Exit status: 0 it fits, 1 it does not, 2 it cannot "
-        "be planned.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.description = (
+        "Plan a run: bytes of a rank over a step, padding, traffic, time under a machine's figures, and the cheapest "
+        "strategy that fits. No weights are allocated. Exit status: 0 it fits, 1 it does not, 2 it cannot be planned."
     )
     model = (
         "a preset (llama-3-8b, the trainer's cpu-small, ...; --list), a Hugging Face config.json or its folder, or "

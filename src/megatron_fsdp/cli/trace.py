@@ -20,14 +20,12 @@ _UNIT_COLUMNS = ("unit", *_TIMES, "exposed", "sent", "memory", "skew")
 _RANK_COLUMNS = ("rank", "step", "own", *_TIMES, "exposed", "hidden", "sent", "memory")
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to what `ArgumentParser.add_subparsers` returned."""
-    parser = commands.add_parser(
-        "trace",
-        help="look into recorded timelines",
-        description="Read the timelines of all ranks and tell where the time went, how much of communication was "
-        "hidden, and which unit and rank are slowest. Times are milliseconds, in the mean of the steps looked at. Exit "
-        "status: 0, or 2 where it could not be done.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.description = (
+        "Read the timelines of all ranks and tell where the time went, how much of communication was hidden, and which "
+        "unit and rank are slowest. Times are milliseconds, in the mean of the steps looked at. Exit status: 0, or 2 "
+        "where it could not be done."
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="where write_timeline wrote trace-rank*.json")
     parser.add_argument("--step", type=int, metavar="K", help="look at one step; else at all that every rank recorded")

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,8 +24,7 @@ from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
-from megatron_fsdp.train.failures import NotSavedError
-from megatron_fsdp.train.faults import is_out_of_memory
+from megatron_fsdp.train.failures import NotSavedError, is_out_of_memory
 from megatron_fsdp.train.measure import Progress
 from megatron_fsdp.train.models.megatron_checkpoint import view_for
 from megatron_fsdp.train.options.job import Job, World
@@ -75,7 +75,7 @@ def newest_sound(root: Path, say: Say) -> Path | None:
     problems = []
     for path in found:
         try:
-            together(f"verifying {path}", lambda path=path: _require_sound(path))  # type: ignore[misc]
+            together(f"verifying {path}", partial(_require_sound, path))
         except CheckpointError as error:
             if is_out_of_memory(error):  # which says nothing of the checkpoint
                 raise
@@ -186,7 +186,7 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         "--global-batch-size": str(job.batch.total),
         "--seq-length": str(job.seq_length),
         **{flag_for(name): str(options.value(name)) for name in _deciding(options)},
-        **_dtype_facts(job),
+        **{f"the dtype of {what}": dtype for what, dtype in job.dtypes.items()},
         "--data-path": f"text with checksum {data.checksum[:16]}",
     }
 
@@ -201,18 +201,6 @@ def _deciding(options: Options) -> Iterator[str]:
             yield "rotary_base"
         if options.model.num_experts is not None:
             yield "moe_router_topk"
-
-
-def _dtype_facts(job: Job) -> dict[str, str]:
-    """Return the dtypes that decide rounding."""
-    found = job.precision
-    dtypes = {
-        "the dtype of compute": found.compute,
-        "the dtype of main weights": found.main_params,
-        "the dtype of main gradients": found.main_grads,
-        "the dtype that gradients travel in": found.grad_comm,
-    }
-    return {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
 
 
 # ---- loading and saving ----------------------------------------------------------------------------------------------
@@ -368,6 +356,7 @@ class RunCheckpoints:
         extra = {} if finetunes else self._extra()
         fresh = {name: state.state_dict() for name, state in extra.items()}
         strict = options.strict_fsdp_dtensor_load
+        verifies = options.verify_integrity if self._job.options.is_given("verify_integrity") else None  # if it has any
         with in_options(), _own_group_options(trained.optimizer):
             report: LoadReport = load_checkpoint(
                 trained.model,
@@ -376,21 +365,13 @@ class RunCheckpoints:
                 extra=extra,
                 with_rng=not without_rng,
                 strict=strict,
-                verify=self._compares,
+                verify=False if self._origin.is_compared else verifies,
                 view=view_for(trained.model, self._job.batch.total, fresh, strict=strict),
             )
         progress = self._state.progress
         self._say(f"loaded {folder}: step {progress.steps}, {progress.elapsed_s:.0f} s of training\n{report}")
         for change in self._state.changes():
             self._say(f"not as it was saved, so losses may differ from one run: {change}")
-
-    @property
-    def _compares(self) -> bool | None:
-        """Whether to verify checksums on load; None: where the checkpoint has some."""
-        if self._origin.is_compared:
-            return False
-        options = self._job.options
-        return options.checkpoint.verify_integrity if options.is_given("verify_integrity") else None
 
     def _extra(self) -> dict[str, Any]:
         """Return what is saved beside weights and optimizer: the loop's state and, in float16, the loss scale."""

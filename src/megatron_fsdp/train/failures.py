@@ -1,22 +1,30 @@
-"""How a run ends: exit codes, and the error of one rank as it is reported to the user."""
+"""How a run ends: exit codes, errors as they are reported to the user, and what to try where memory ran out."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.config.command_parser import EXIT_INTERRUPTED
+from megatron_fsdp.describe.description import in_bytes
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
+from megatron_fsdp.train.options.job import Job
+
+if TYPE_CHECKING:
+    from megatron_fsdp.train.ranks import Rank
 
 MEETING_VARIABLE = "MEGATRON_FSDP_MEETING"
 """Names the file, as a URL, by which ranks of one machine meet that this package has started."""
@@ -174,3 +182,89 @@ def tell(text: str) -> None:
             new_line = "\r\n\x1b[?25h" if sys.stderr.isatty() else ""
             sys.stderr.write(f"{new_line}{text.rstrip()}\n")
             sys.stderr.flush()
+
+
+# ---- memory that runs out --------------------------------------------------------------------------------------------
+
+
+_OUT_OF_MEMORY = re.compile(
+    "can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
+    "CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|(?i:nccl(?s:.*)out of memory)"
+)
+"""What untyped errors of drivers and libraries say."""
+_OF_PEERS = ("MemoryError: ", "OutOfMemoryError: ")  # ranks exchange the type and the message of an error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or its cause, says that an accelerator or the machine is out of memory."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(seen, RuntimeError | OSError | CheckpointError) and _OUT_OF_MEMORY.search(str(seen)):
+            return True
+        if isinstance(seen, CheckpointError) and any(words in str(seen) for words in _OF_PEERS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+@contextmanager
+def telling_of_memory(describe: Callable[[Exception], str]) -> Iterator[None]:
+    """Raise an `OutOfMemoryError` with a description where the block runs out of memory."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(describe(error)) from error
+
+
+def memory_told(job: Job, rank: Rank, step: int, error: BaseException) -> str:
+    """Describe what happened in which step (0: in none) on which rank, and what to try."""
+    where = "" if isinstance(error, CheckpointError) else f" on rank {rank.index}"  # which names the ranks itself
+    when = f"in step {step}" if step else "outside of a step"
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    lines = [
+        f"out of memory{where} {when} on {rank.device}: {reason}",
+        f"  peak so far: {peak_told(rank.device)}",
+        f"  try: {'; '.join(ways_out(job, step))}",
+        f"  {plan_command(job, rank.count)}   says what would fit",
+    ]
+    return "\n".join(lines)
+
+
+def ways_out(job: Job, step: int) -> list[str]:
+    """List what may need less memory, the cheapest first."""
+    options, ways = job.options, []
+    if job.batch.micro > 1:
+        less = job.batch.micro // 2
+        ways.append(f"--micro-batch-size {less} --global-batch-size {job.batch.total} (the same steps)")
+    if options.training.recompute_granularity is None:
+        ways.append("--recompute-granularity full")
+    if job.engine == "megatron_fsdp" and job.ddp.data_parallel_sharding_strategy != "optim_grads_params":
+        ways.append("--data-parallel-sharding-strategy optim_grads_params")
+    if step == 0 and not options.parallel.init_model_with_meta_device:
+        ways.append("--init-model-with-meta-device")
+    return [*ways, "more ranks"]
+
+
+def plan_command(job: Job, ranks: int) -> str:
+    """Return the command line that plans this run."""
+    preset = next((said.split()[1] for said in job.options.origins.values() if said.startswith("preset ")), None)
+    model = job.options.model.hf_config or job.options.model.hf_model or preset or "MODEL"
+    return (
+        f"mfsdp plan {model} --ranks {ranks} --sequence-length {job.seq_length} --micro-batch-size {job.batch.micro} "
+        f"--strategy auto --dtype {str(job.dtype).removeprefix('torch.')}"
+    )
+
+
+def peak_told(device: torch.device) -> str:
+    """Describe the peak memory of this process."""
+    if device.type != "cpu":
+        return f"{in_bytes(torch.accelerator.max_memory_allocated(device))} allocated on the device"
+    import resource  # not on every system
+
+    return f"{in_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} resident"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -20,8 +19,7 @@ from megatron_fsdp.train.checkpoints import RunCheckpoints
 from megatron_fsdp.train.data.batches import Batch, Feed, held_out_batches
 from megatron_fsdp.train.data.preparation import TokenData
 from megatron_fsdp.train.engines.trained import Trained
-from megatron_fsdp.train.failures import NonFiniteStepError
-from megatron_fsdp.train.faults import memory_told, telling_of_memory
+from megatron_fsdp.train.failures import NonFiniteStepError, memory_told, telling_of_memory
 from megatron_fsdp.train.measure import Evaluation, ExposedCommunication, Progress, Speed, StepRecord, peak_bytes
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank, reduce_values
@@ -170,18 +168,6 @@ def _measured(run: Run, records: Sequence[StepRecord], exposed_share: float) -> 
     return [*found[:-1], replace(found[-1], exposed_share=exposed_share)]
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation without gradients inside the block, then restore its mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
 def evaluate(job: Job, trained: Trained, data: TokenData, times: int = 1) -> float:
     """Return the mean loss over `times` `--eval-iters` global batches of held-out text, in nats per token; collective.
 
@@ -189,11 +175,12 @@ def evaluate(job: Job, trained: Trained, data: TokenData, times: int = 1) -> flo
     """
     samples = times * job.options.training.eval_iters * job.batch.total
     batches = held_out_batches(data, job.seq_length, samples, job.batch, trained.data_index)
-    found = []
-    with evaluating(trained.model):
-        for batch in batches:
-            weights = batch.weights.to(trained.device)
-            found.append(torch.stack([(trained.token_losses(batch) * weights).sum(), weights.sum()]))
+    found, was_training = [], trained.model.training
+    trained.model.eval()
+    for batch in batches:
+        weights = batch.weights.to(trained.device)
+        found.append(torch.stack([(trained.token_losses(batch) * weights).sum(), weights.sum()]))
+    trained.model.train(was_training)
     # Ranks that share a batch count it alike, above and below the line. Exact sums are the same in any order.
     everyone = torch.tensor(gather_objects(torch.stack(found).tolist())).flatten(0, 1)
     total, count = (math.fsum(column) for column in everyone.T.tolist())

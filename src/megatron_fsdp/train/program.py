@@ -30,6 +30,7 @@ from megatron_fsdp.train.failures import (
     EXIT_FAILED,
     EXIT_TERMINATED,
     EXIT_USAGE,
+    MEETING_VARIABLE,
     find_cause,
     report_failure,
     tell,
@@ -39,7 +40,7 @@ from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.options.resolve import check_backend, resolve
-from megatron_fsdp.train.ranks import MEETING_VARIABLE, join_ranks, loopback_interface, restarts_so_far
+from megatron_fsdp.train.ranks import join_ranks, loopback_interface, restarts_so_far
 
 CPU_RANKS = 2
 MODULE = "megatron_fsdp.train"

@@ -18,8 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.failures import MEETING_VARIABLE as MEETING_VARIABLE
-from megatron_fsdp.train.failures import OutOfMemoryError
+from megatron_fsdp.train.failures import MEETING_VARIABLE, OutOfMemoryError
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _MEETING = timedelta(minutes=30)

@@ -64,20 +64,13 @@ def applied_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Spe
     peak = "not known; --peak-tflops tells it, for MFU"
     if not math.isnan(speed.peak_tflops):
         peak = f"{speed.peak_tflops:.3g} TFLOP/s per rank"
-    sizes, found = asdict(job.sizes), job.precision
-    dtypes = {
-        "compute": found.compute,
-        "main weights": found.main_params,
-        "main gradients": found.main_grads,
-        "gradient communication": found.grad_comm,
-    }
-    cut = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+    cut = " x ".join(f"{name} {size}" for name, size in asdict(job.sizes).items() if size > 1 or name == "data")
     said = [(origin, words) for origin, words in _said(job.options).items() if not origin.startswith(_PRESET)]
     return [
         ("engine", engine_words(job)),
         ("ranks", f"{rank.count} on {rank.device.type}" + ("" if job.sizes.is_data_only else f": {cut}")),
         ("batch", _batch_words(job.batch)),
-        ("dtypes", ", ".join(f"{name} {_word(dtype)}" for name, dtype in dtypes.items())),
+        ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in job.dtypes.items())),
         ("text", str(job.options.data.data_path or "source of the Python standard library")),
         ("tokens", f"{data.training.count:,} to train on, {data.held_out.count:,} held out"),
         ("steps", f"{job.train_iters:,} of {job.tokens_per_step:,} tokens{flops}"),

@@ -37,7 +37,7 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
             {**DECODER, "recompute_granularity": "full", "recompute_num_layers": 3},
             "--recompute-num-layers 3 is more than --num-layers 2",
         ),
-        ({**DECODER, "fp16": True, "check_for_nan_in_loss_and_grad": True}, "--fp16 finds the scale of the loss by"),
+        ({**DECODER, "fp16": True, "check_for_nan_in_loss_and_grad": True}, "--fp16 .* contradicts --check-for-nan-in"),
         ({**DECODER, "pipeline_model_parallel_size": 2}, "the decoder of this package is not cut"),
         ({**DECODER, "tensor_model_parallel_size": 2}, "the decoder of this package is not cut"),
         ({**MIXTRAL, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "give one of the two"),

@@ -1,6 +1,7 @@
 """Defaults, a preset, a configuration file and flags: who wins, what a file may say, and where each value came from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,7 @@ def test_the_same_said_twice_in_the_same_way_is_the_same(write: Write) -> None:
         "preset: tiny\nbf16: true\nddp_average_in_collective: true\ndata_parallel_sharding_strategy: 1\nseed: 3\n"
     )
     by_file, by_flags = read(path), parse_options(words.split())
-    assert by_file.sections() == by_flags.sections()
-    assert by_file.ddp == by_flags.ddp
+    assert replace(by_file, origins={}) == replace(by_flags, origins={})
     assert by_file.origins.keys() == by_flags.origins.keys()
 
 

@@ -184,7 +184,7 @@ class Feed:
         loader: DataLoader[Batch] = DataLoader(
             self._microbatches,
             batch_size=None,
-            sampler=_places(first_sample, plan),
+            sampler=((step, i) for step in itertools.count(first_sample, plan.total) for i in range(plan.microbatches)),
             num_workers=workers,
             pin_memory=self._pins,
             worker_init_fn=_outlive_interrupts,
@@ -221,12 +221,6 @@ def held_out_batches(
     for i in range(whole.microbatches):
         places = whole.positions(data_index, i)
         yield cut_samples(tokens, [None if place is None else starts[place] for place in places], length)
-
-
-def _places(first: int, plan: BatchPlan) -> Iterator[Place]:
-    """Yield the places of all steps from `first` on, without an end."""
-    for step in itertools.count(first, plan.total):
-        yield from ((step, microbatch) for microbatch in range(plan.microbatches))
 
 
 def _outlive_interrupts(_worker: int) -> None:

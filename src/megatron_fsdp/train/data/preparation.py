@@ -18,6 +18,7 @@ from megatron_fsdp.comm.agreement import by_value, gather_objects, together
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data.sources import Piece, Source, Texts, find_source
 from megatron_fsdp.train.data.token_file import (
+    Indexed,
     TokenFile,
     bin_of,
     digest,
@@ -34,7 +35,7 @@ from megatron_fsdp.train.data.tokenizer import (
     tokenizer_files,
     train_bpe,
 )
-from megatron_fsdp.train.faults import telling_of_memory
+from megatron_fsdp.train.failures import telling_of_memory
 from megatron_fsdp.train.options.job import Job, Split, parse_split
 from megatron_fsdp.train.options.options import Options
 from megatron_fsdp.train.ranks import Rank, work_on_machines
@@ -140,7 +141,7 @@ def _write(options: Options, source: Source, folder: Path) -> None:
             count = len(texts.skipped)
             words = "file is" if count == 1 else "files are"
             notes.append(f"{count} {words} no UTF-8 text and left out, first {texts.skipped[0]}")
-    checksum = digest(all_tokens(source, folder), vocab_size)
+    checksum = digest(open_tokens(source, folder)[0], vocab_size)
     said = {"checksum": checksum, "vocab_size": vocab_size, "end_id": end_id, "notes": notes}
     (folder / SIDE_FILE).write_text(json.dumps(said, indent=2), encoding="utf-8")
 
@@ -238,18 +239,18 @@ def read_data(job: Job, folder: Path) -> TokenData:
     return TokenData(training, held_out, vocab_size, end_id, checksum, tuple(notes))
 
 
-def all_tokens(source: Source, folder: Path) -> TokenFile:
-    """Return the ids of a source, or those that were made of it in a folder."""
+def open_tokens(source: Source, folder: Path) -> tuple[TokenFile, Indexed | None]:
+    """Return the ids of a source, or those that were made of it in a folder, and their pair of files."""
     if source.kind == "npy":
-        return npy_tokens(source.root)
-    return open_indexed(source.root if source.has_ids else folder / PREFIX).tokens
+        return npy_tokens(source.root), None
+    pair = open_indexed(source.root if source.has_ids else folder / PREFIX)
+    return pair.tokens, pair
 
 
 def split_tokens(source: Source, folder: Path, split: Split) -> tuple[TokenFile, TokenFile]:
     """Hold out the last documents, or the end of an .npy or of a single document; what is set aside comes after it."""
-    whole = all_tokens(source, folder)
-    if source.kind != "npy":
-        pair = open_indexed(source.root if source.has_ids else folder / PREFIX)
+    whole, pair = open_tokens(source, folder)
+    if pair is not None:
         cut, stop = round(pair.documents * split.training), round(pair.documents * (1 - split.aside))
         if 0 < cut < stop:
             places = pair.document_start(cut), pair.document_start(stop)

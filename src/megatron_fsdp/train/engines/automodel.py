@@ -49,7 +49,6 @@ from megatron_fsdp.train.engines.trained import (
     Place,
     Trained,
     build_optimizer,
-    call_transformers,
     seed_dropout,
     to_device,
     token_losses,
@@ -103,7 +102,7 @@ class PipelineModel(Trained):
         connected = connect_optimizer(pipeline, optimizer) if stage is None else DistributedOptimizer(optimizer, stage)
         super().__init__(job, place, part if stage is None else stage, connected)
         self._pipeline, self._loss, self._stage = pipeline, loss, stage
-        self._measured = pipeline
+        self._own, self._measured = None, pipeline
         self._fewest = pipeline.pp_mesh.size() if pipeline.config.pp_schedule == "1f1b" else 1
         if stage is not None and self.defers:
             pipeline.finish_gradients = stage.finish_grad_sync
@@ -134,11 +133,9 @@ class PipelineModel(Trained):
 
     def _run(self, step: Callable[..., Tensor], batches: Sequence[Batch]) -> Tensor:
         cut, device = self._place.cut, self.device
-        inputs = cut.take(torch.cat([to_device(batch.inputs, device) for batch in batches]))
+        whole = torch.cat([to_device(batch.inputs, device) for batch in batches])
         targets = cut.take(torch.cat([to_device(batch.targets, device) for batch in batches]))
-        positions = cut.positions(inputs.shape[0], batches[0].inputs.shape[1], device)
-        others: dict[str, Any] = {} if positions is None else {"position_ids": positions}
-        return step(inputs, shift_labels=targets, num_label_tokens=1, **others)
+        return step(cut.take(whole), shift_labels=targets, num_label_tokens=1, **cut.position_ids(whole))
 
 
 # ---- this package's engine -------------------------------------------------------------------------------------------
@@ -258,7 +255,7 @@ def _fill(
 def place_in(context: MeshContext) -> Place:
     """Return the position of this rank, for a model of transformers."""
     cut = ContextCut(context.axis("cp")) if context.sizes.cp > 1 else ContextCut()
-    return Place(context.device, context.data_rank, context.sizes.dp, call_transformers, cut)
+    return Place(context.device, context.data_rank, context.sizes.dp, True, cut)
 
 
 def backend_of(rank: Rank) -> str:
@@ -304,35 +301,29 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Traine
     config = transformers_config(job.options.model, vocab_size)
     check_fits(config, vocab_size, job.seq_length)
     torch.manual_seed(job.options.training.seed)
-    loss = LossInOrder()
-    model = _build(job, rank, config, loss)
-    for part in model.parts if job.sizes.pipeline > 1 else [model]:
-        recompute_layers(part, job.options.training)
-        _reshard_as_told(part, job)
-    place = place_in(model.mesh_context)
-    if job.sizes.pipeline > 1:
-        return PipelineModel(job, place, model, loss)
-    return trained_by_microbatches(job, place, model)
-
-
-def _build(job: Job, rank: Rank, config: Any, loss: LossInOrder) -> Any:
-    sizes, parallel = job.sizes, job.options.parallel
+    loss, sizes, folder = LossInOrder(), job.sizes, job.options.model.hf_model
     arguments: dict[str, Any] = {
         "distributed_config": FSDP2Config(
-            sequence_parallel=parallel.sequence_parallel, mp_policy=policy_of(job), backend=backend_of(rank)
+            sequence_parallel=job.options.parallel.sequence_parallel, mp_policy=policy_of(job), backend=backend_of(rank)
         ),
         "tp_size": sizes.tensor,
         "pp_size": sizes.pipeline,
         "cp_size": sizes.context,
         "ep_size": sizes.expert,
+        "pipeline_config": pipeline_config(job, loss) if sizes.pipeline > 1 else None,
         "dtype": torch.float32,
     }
-    if sizes.pipeline > 1:
-        arguments["pipeline_config"] = pipeline_config(job, loss)
-    folder = job.options.model.hf_model
     if folder is not None:
-        return AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    return AutoModelForCausalLM.from_config(config, **arguments)
+        model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    else:
+        model = AutoModelForCausalLM.from_config(config, **arguments)
+    for part in model.parts if sizes.pipeline > 1 else [model]:
+        recompute_layers(part, job.options.training)
+        _reshard_as_told(part, job)
+    place = place_in(model.mesh_context)
+    if sizes.pipeline > 1:
+        return PipelineModel(job, place, model, loss)
+    return trained_by_microbatches(job, place, model)
 
 
 def _reshard_as_told(model: nn.Module, job: Job) -> None:

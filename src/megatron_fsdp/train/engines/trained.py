@@ -7,7 +7,7 @@ is clipped and measured by automodel, which is imported then, and with it transf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -27,25 +27,8 @@ from megatron_fsdp.train.models.decoder import split_for_decay
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.options.options import OptimizerOptions
 
-Call = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
-"""From a model, token ids [samples, length] and their positions (None: from 0) to logits."""
-
 GROWTH_INTERVAL = 1000
 """Steps without overflow after which the loss scale is doubled; Megatron-LM's `--loss-scale-window`."""
-
-
-def call_decoder(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the logits of this package's decoder, [samples, length, vocabulary]; positions always start at 0."""
-    assert positions is None
-    logits: Tensor = model(tokens)
-    return logits
-
-
-def call_transformers(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the logits of a causal language model of transformers, [samples, length, vocabulary]."""
-    where = {} if positions is None else {"position_ids": positions}
-    logits: Tensor = model(input_ids=tokens, use_cache=False, **where).logits
-    return logits
 
 
 @dataclass
@@ -106,11 +89,12 @@ class ContextCut:
 
         return SequenceLayout(self.size).cut(whole, self.index, 1)
 
-    def positions(self, samples: int, length: int, device: torch.device) -> Tensor | None:
-        """Return positions in the whole sequence, [samples, length / ranks]; None if nothing is cut."""
+    def position_ids(self, whole: Tensor) -> dict[str, Tensor]:
+        """Return the argument with positions in `whole`, [samples, length / ranks]; none if nothing is cut."""
         if self.mesh is None:
-            return None
-        return self.take(torch.arange(length, device=device).expand(samples, length)).contiguous()
+            return {}
+        positions = torch.arange(whole.shape[1], device=whole.device).expand(whole.shape)
+        return {"position_ids": self.take(positions).contiguous()}
 
     def join(self, part: Tensor) -> Tensor:
         """Return the whole [samples, length] of parts [samples, length / ranks], on every rank."""
@@ -129,12 +113,12 @@ class ContextCut:
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank among the data-parallel ones, and how its model is called."""
+    """The position of a rank among the data-parallel ones, and whether its model is one of transformers."""
 
     device: torch.device
     data_index: int
     data_size: int
-    call: Call = call_decoder
+    is_transformers: bool = False
     cut: ContextCut = field(default_factory=ContextCut)
 
 
@@ -159,7 +143,8 @@ class Trained:
         self.device, self.data_index, self.data_size = place.device, place.data_index, place.data_size
         self.scale = LossScale(max(1.0, training.initial_loss_scale)) if training.fp16 else None
         self._place = place
-        self._measured: Any = model  # what is clipped and measured: the parts of a pipeline together
+        self._own = self.inside  # clips and measures itself; where it is None, automodel does
+        self._measured: Any = model  # by automodel: of a pipeline the parts together
 
     def accumulate(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> Tensor:
         """Run forward and backward of all microbatches of a step, and reduce gradients.
@@ -191,9 +176,15 @@ class Trained:
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale gradients to at most this norm (0: only measure); return the norm before, the same on all ranks."""
-        if self.scale is not None and self.scale.value != 1.0:
-            self._scale_gradients(1.0 / self.scale.value)
-        return self._clip(max_norm if max_norm > 0 else float("inf"))
+        limit, scale = max_norm or math.inf, 1.0 if self.scale is None else self.scale.value
+        if self._own is not None:
+            if scale != 1.0:
+                self._own.scale_gradients(1.0 / scale)
+            return self._own.clip_grad_norm_(limit)
+        if scale != 1.0:
+            self._gradients.gather_gradients(self._measured).scale(1.0 / scale)
+        found: Tensor = self._gradients.clip_grad_norm_(self._measured, limit)
+        return found
 
     def update(self) -> None:
         """Step the optimizer and clear the gradients; the loss scale may grow."""
@@ -210,27 +201,15 @@ class Trained:
 
     def norm_of_parameters(self) -> float:
         """Return the 2-norm of all weights, the same on all ranks."""
-        if self.inside is not None and self._measured is self.inside:
-            return self.inside.parameter_statistics().total.norm
+        if self._own is not None:
+            return self._own.parameter_statistics().total.norm
         return float(self._gradients.norm_of_parameters(self._measured))
 
     def count_zero_gradients(self) -> int:
         """Return how many elements of all gradients are zero, the same on all ranks."""
-        if isinstance(self.optimizer, DistributedOptimizer) and self._measured is self.inside:
+        if self._own is not None and isinstance(self.optimizer, DistributedOptimizer):
             return self.optimizer.count_zeros()
         return int(self._gradients.count_zero_gradients(self._measured))
-
-    def _scale_gradients(self, factor: float) -> None:
-        if self.inside is not None and self._measured is self.inside:
-            self.inside.scale_gradients(factor)
-        else:
-            self._gradients.gather_gradients(self._measured).scale(factor)
-
-    def _clip(self, max_norm: float) -> Tensor:
-        if self.inside is not None and self._measured is self.inside:
-            return self.inside.clip_grad_norm_(max_norm)
-        found: Tensor = self._gradients.clip_grad_norm_(self._measured, max_norm)
-        return found
 
     @property
     def _gradients(self) -> ModuleType:
@@ -256,11 +235,12 @@ class Trained:
 
     def _losses(self, batch: Batch) -> Tensor:
         """Return the loss of each token of this rank, [samples, length / context-parallel ranks]."""
-        place = self._place
-        samples, length = batch.inputs.shape
-        positions = place.cut.positions(samples, length, self.device)
-        logits = place.call(self.model, place.cut.take(to_device(batch.inputs, self.device)), positions)
-        return token_losses(logits, place.cut.take(to_device(batch.targets, self.device)))
+        cut, whole = self._place.cut, to_device(batch.inputs, self.device)
+        if self._place.is_transformers:
+            logits = self.model(input_ids=cut.take(whole), use_cache=False, **cut.position_ids(whole)).logits
+        else:
+            logits = self.model(whole)
+        return token_losses(logits, cut.take(to_device(batch.targets, self.device)))
 
 
 def sums_over_ranks(job: Job) -> bool:
@@ -306,21 +286,16 @@ def build_optimizer(
 
     `undecayed` are further names without weight decay, such as a head that is a copy of the embeddings.
     """
-    parameters = dict(model.named_parameters())
-    decay, keep = split_for_decay(model)
-    groups = _groups([parameters[name] for name in decay if name not in undecayed], options.weight_decay)
-    groups += _groups([parameters[name] for name in [*keep, *(n for n in decay if n in undecayed)]], 0.0)
+    parameters, groups = dict(model.named_parameters()), list[dict[str, Any]]()
+    for names, weight_decay in zip(split_for_decay(model, undecayed), (options.weight_decay, 0.0), strict=True):
+        by_mesh: dict[Hashable, list[Tensor]] = {}  # fused steps do not mix meshes, and experts have one of their own
+        for name in names:
+            parameter: Tensor = parameters[name]
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+        groups += [{"params": found, "weight_decay": weight_decay} for found in by_mesh.values()]
     rate = 0.0 if options.lr is None else options.lr
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=options.sgd_momentum)
     betas = (options.adam_beta1, options.adam_beta2)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=options.adam_eps, fused=True)
-
-
-def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Make one group per mesh, since fused steps do not mix meshes; experts have a mesh of their own."""
-    by_mesh: dict[Hashable, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(parameter)
-    return [{"params": found, "weight_decay": weight_decay} for found in by_mesh.values()]

@@ -5,6 +5,7 @@ keys (Henry et al. 2020) and a SwiGLU feed-forward layer (Shazeer 2020); groups 
 (Ainslie et al. 2023).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,33 +120,25 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
-class GatedFeedForward(nn.Module):
-    """SwiGLU feed-forward layer."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        """Make the matrices for `shape`; gate and value are one matrix."""
-        super().__init__()
-        self.gate_and_value = nn.Linear(shape.dim, 2 * shape.hidden_dim, bias=shape.has_bias)
-        self.output = ResidualLinear(shape.hidden_dim, shape.dim, bias=shape.has_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output, shaped as `x`."""
-        gate, value = self.gate_and_value(x).chunk(2, dim=-1)
-        return self.output(functional.silu(gate) * value)
-
-
 class FeedForward(nn.Module):
-    """GELU feed-forward layer."""
+    """Feed-forward layer: SwiGLU, whose gate and value are one matrix, or GELU."""
 
     def __init__(self, shape: ModelShape) -> None:
         """Make the matrices for `shape`."""
         super().__init__()
-        self.input = nn.Linear(shape.dim, shape.hidden_dim, bias=shape.has_bias)
+        self.is_gated = shape.is_gated
+        if self.is_gated:
+            self.gate_and_value = nn.Linear(shape.dim, 2 * shape.hidden_dim, bias=shape.has_bias)
+        else:
+            self.input = nn.Linear(shape.dim, shape.hidden_dim, bias=shape.has_bias)
         self.output = ResidualLinear(shape.hidden_dim, shape.dim, bias=shape.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, shaped as `x`."""
-        return self.output(functional.gelu(self.input(x)))
+        if not self.is_gated:
+            return self.output(functional.gelu(self.input(x)))
+        gate, value = self.gate_and_value(x).chunk(2, dim=-1)
+        return self.output(functional.silu(gate) * value)
 
 
 class Block(nn.Module):
@@ -158,7 +151,7 @@ class Block(nn.Module):
         self.attention_norm = shape.norm(shape.dim)
         self.attention = Attention(shape)
         self.feed_forward_norm = shape.norm(shape.dim)
-        self.feed_forward = GatedFeedForward(shape) if shape.is_gated else FeedForward(shape)
+        self.feed_forward = FeedForward(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream [batch, length, dim] after this block."""
@@ -233,14 +226,14 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def split_for_decay(model: nn.Module) -> tuple[list[str], list[str]]:
+def split_for_decay(model: nn.Module, undecayed: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """Return the names of the parameters with weight decay, and of those without.
 
-    Norms and biases (fewer than two dimensions) and embeddings are not decayed.
+    Norms and biases (fewer than two dimensions) and embeddings are not decayed, nor what `undecayed` names.
     """
     embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     decay: list[str] = []
     keep: list[str] = []
     for name, parameter in model.named_parameters():
-        (keep if parameter.ndim < 2 or name in embeddings else decay).append(name)
+        (keep if parameter.ndim < 2 or name in embeddings or name in undecayed else decay).append(name)
     return decay, keep

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from megatron_fsdp.errors import ConfigurationError
@@ -17,12 +16,7 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 _ONLY_ROTARY = "--transformer-impl transformers builds Llama, Qwen3, Mixtral and Qwen3-MoE, which have"
 
-SHAPE = frozenset(field.name for field in fields(ModelOptions)) - {
-    "seq_length",
-    "transformer_impl",
-    "hf_config",
-    "hf_model",
-}
+SHAPE = ModelOptions.__dataclass_fields__.keys() - {"seq_length", "transformer_impl", "hf_config", "hf_model"}
 """Options that a configuration of transformers sets."""
 
 NEEDS: Mapping[str, str] = {
@@ -44,6 +38,7 @@ NEEDS: Mapping[str, str] = {
 """Options -> the flag (or its values) without which they have no effect: the user's are refused, a preset's dropped."""
 
 _COUNTED = "training is counted in samples"
+_OVERFLOWS = "the scale of the loss is found by gradients that overflow, which the check would end the run for"
 
 ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("bf16", "fp16", "the model computes in one dtype"),
@@ -57,6 +52,11 @@ ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("use_torch_fsdp2", "use_megatron_fsdp", "one engine shards the model"),
     ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32", "gradients travel in one dtype"),
     ("grad_reduce_in_bf16", "megatron_fsdp_grad_comm_dtype", "both say the dtype that gradients travel in"),
+    ("calculate_per_token_loss", "ddp_average_in_collective", "the one adds up, the other averages"),
+    ("deterministic", "ddp_average_in_collective", "a back end that averages adds up in an order of its own"),
+    ("deterministic", "use_torch_fsdp2", "FSDP2 leaves the order of sums to the back end"),
+    ("fp16", "check_for_nan_in_loss_and_grad", _OVERFLOWS),
+    ("fp16", "check_for_large_grads", _OVERFLOWS),
 )
 """(option, option, why): contradictory pairs; where a preset has one and the user the other, the user's holds."""
 
@@ -78,15 +78,10 @@ _TOLD: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
 
 
 def check_options(options: Options) -> None:
-    """Check that options fit together, and that none is given that has no effect."""
-    parts = (_idle, _contradictory, _wrong_data, _wrong_ids, _wrong_training, _wrong_model, _wrong_recomputation)
-    for problems in parts:
-        _raise_first(problems(options))
-
-
-def _raise_first(problems: Iterator[str]) -> None:
-    for problem in problems:
-        raise ConfigurationError(problem)
+    """Check that options fit together, and that none is given that has no effect; raise the first problem."""
+    for check in (_idle, _contradictory, _wrong_data, _wrong_checkpoints, _wrong_model, _wrong_recomputation):
+        for problem in check(options):
+            raise ConfigurationError(problem)
 
 
 def idle_notices(options: Options, train_iters: int) -> Iterator[str]:
@@ -130,8 +125,8 @@ def _contradictory(options: Options) -> Iterator[str]:
             )
 
 
-def _wrong_training(options: Options) -> Iterator[str]:
-    training, checkpoint = options.training, options.checkpoint
+def _wrong_checkpoints(options: Options) -> Iterator[str]:
+    checkpoint = options.checkpoint
     if checkpoint.finetune and checkpoint.is_same_folder:
         yield (
             f"--finetune with one folder for --load and --save ({checkpoint.save}) would tune again from what it has "
@@ -146,21 +141,6 @@ def _wrong_training(options: Options) -> Iterator[str]:
         yield (
             f"--export-hf {checkpoint.export_hf}: transformers has no class for the decoder of this package; give "
             "--transformer-impl transformers, --hf-config or --hf-model, or leave it out"
-        )
-    if training.calculate_per_token_loss and options.ddp.average_in_collective:
-        yield (
-            "--calculate-per-token-loss contradicts --ddp-average-in-collective: the one adds up, the other averages; "
-            "give one of them"
-        )
-    if training.deterministic is not None and options.ddp.average_in_collective:
-        yield (
-            "--deterministic world adds gradients up in a fixed order, which --ddp-average-in-collective leaves to the "
-            "back end: give one of them"
-        )
-    if training.fp16 and (options.ddp.check_for_nan_in_grad or options.ddp.check_for_large_grads):
-        yield (
-            "--fp16 finds the scale of the loss by gradients that overflow, which --check-for-nan-in-grad and "
-            "--check-for-large-grads end the run for: leave them out"
         )
 
 
@@ -179,15 +159,9 @@ def _wrong_data(options: Options) -> Iterator[str]:
         yield f"--vocab-size {size} is less than the 256 bytes and the end of a text: give {_SMALLEST_BPE} or more"
     if size is not None and size > _MOST_IDS:
         yield f"invalid --vocab-size {size}: give at most {_MOST_IDS}"
-
-
-def _wrong_ids(options: Options) -> Iterator[str]:
-    """Refuse what token ids alone cannot give: text, or a known end of one."""
-    if options.data.tokenizer_type != "NullTokenizer":
-        return
-    if options.data.data_path is None:
+    if kind == "NullTokenizer" and data.data_path is None:
         yield "--tokenizer-type NullTokenizer needs --data-path: give the prefix of a .bin and .idx, or an .npy"
-    if options.data.eod_mask_loss:
+    if kind == "NullTokenizer" and data.eod_mask_loss:
         yield (
             "--eod-mask-loss does nothing with --tokenizer-type NullTokenizer, which knows no end of a text: leave it "
             "out, or give the tokenizer that made the ids"
@@ -242,8 +216,7 @@ def _wrong_model(options: Options) -> Iterator[str]:
 
 def _shape_beside_configuration(options: Options) -> Iterator[str]:
     source = flag_for("hf_config" if options.model.hf_config is not None else "hf_model")
-    said = [flag_for(field.name) for field in fields(ModelOptions) if field.name in SHAPE]
-    said = [flag for flag in said if options.is_chosen(flag[2:].replace("-", "_"))]
+    said = [flag_for(name) for name in ModelOptions.__dataclass_fields__ if name in SHAPE and options.is_chosen(name)]
     if said:
         yield (
             f"{', '.join(said)}: the shape is that of {source}, so these would do nothing; leave them out, or change "
@@ -297,48 +270,46 @@ def check_sizes(options: Options, sizes: Sizes) -> None:
 
     What only the configuration of a model of transformers tells, such as its heads, is checked when the model is cut.
     """
-    _raise_first(_wrong_sizes(options, sizes))
-
-
-def _wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
     model, length, cuts_sequence = options.model, options.model.seq_length, options.parallel.sequence_parallel
     if cuts_sequence and sizes.tensor == 1:
-        yield "--sequence-parallel does nothing with --tensor-model-parallel-size 1: give both or neither"
+        raise ConfigurationError(
+            "--sequence-parallel does nothing with --tensor-model-parallel-size 1: give both or neither"
+        )
     if sizes.is_data_only:
         return
     if not uses_transformers(model):
-        yield (
+        raise ConfigurationError(
             "the decoder of this package is not cut over tensor-, pipeline-, context- or expert-parallel ranks: give "
             "--transformer-impl transformers, --hf-config or --hf-model"
         )
     if sizes.expert > 1 and sizes.tensor > 1:
-        yield (
+        raise ConfigurationError(
             f"--expert-model-parallel-size {sizes.expert} does not go with --tensor-model-parallel-size "
             f"{sizes.tensor}, whose ranks share out the experts by themselves: give one of the two"
         )
     if options.ddp.num_distributed_optimizer_instances > 1 and max(sizes.context, sizes.expert) > 1:
-        yield (
+        raise ConfigurationError(
             "--num-distributed-optimizer-instances cuts the data-parallel ranks, which context-parallel ones "
             f"({sizes.context}) are among and expert-parallel ones ({sizes.expert}) lie across: give one instance, or "
             "no such ranks"
         )
     if length is not None and length % (2 * sizes.context) and sizes.context > 1:
-        yield (
+        raise ConfigurationError(
             f"--seq-length {length} is no multiple of twice --context-parallel-size {sizes.context}, since ranks take "
             f"two pieces of a sequence each: give a multiple of {2 * sizes.context}"
         )
     if cuts_sequence and length is not None and length % sizes.tensor:
-        yield (
+        raise ConfigurationError(
             f"--seq-length {length} is no multiple of --tensor-model-parallel-size {sizes.tensor}, over which "
             "--sequence-parallel cuts it: give a multiple"
         )
     if model.source is None and model.num_layers is not None and model.num_layers < sizes.pipeline:
-        yield (
+        raise ConfigurationError(
             f"--pipeline-model-parallel-size {sizes.pipeline} is more than --num-layers {model.num_layers}: every "
             "stage needs a layer"
         )
     if model.source is None and sizes.expert > 1 and (model.num_experts is None or model.num_experts % sizes.expert):
-        yield (
+        raise ConfigurationError(
             f"--expert-model-parallel-size {sizes.expert} does not divide --num-experts {model.num_experts}: give a "
             "number of experts that it divides"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -59,32 +60,24 @@ _DECODER: Mapping[str, Any] = {
 _HALF: Mapping[str, Any] = {"bf16": True, "grad_reduce_in_bf16": True}
 
 
-def _preset(
-    shape: tuple[int, int, int, int], seq_length: int, micro_batch: int, steps: int, lr: float
-) -> Mapping[str, Any]:
-    """Make a preset of a number of layers, width, heads and inner width."""
-    num_layers, hidden_size, num_attention_heads, ffn_hidden_size = shape
-    return {
-        **_DECODER,
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
-        "num_attention_heads": num_attention_heads,
-        "ffn_hidden_size": ffn_hidden_size,
-        "seq_length": seq_length,
-        "micro_batch_size": micro_batch,
-        "train_iters": steps,
-        "lr": lr,
-        "min_lr": lr / 10,
-        "lr_warmup_fraction": 0.1,
-        "eval_interval": max(1, steps // 5),
-    }
+_SIZES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
+    *("seq_length", "micro_batch_size", "train_iters", "lr"),
+)
+
+
+def _preset(*sizes: Any) -> Mapping[str, Any]:
+    """Make a preset of the values of `_SIZES`."""
+    given = dict(zip(_SIZES, sizes, strict=True))
+    steps = {"lr_warmup_fraction": 0.1, "eval_interval": max(1, given["train_iters"] // 5)}
+    return {**_DECODER, **given, "min_lr": given["lr"] / 10, **steps}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": _preset((2, 64, 2, 176), 64, 4, 30, 3e-3),
-    "cpu-small": _preset((4, 448, 7, 1216), 256, 4, 300, 2e-3),
-    "gpu-125m": {**_preset((12, 896, 14, 2688), 1024, 16, 600, 1e-3), **_HALF},
-    "gpu-1b": {**_preset((20, 2048, 16, 5504), 2048, 4, 600, 4e-4), **_HALF},
+    "tiny": _preset(2, 64, 2, 176, 64, 4, 30, 3e-3),
+    "cpu-small": _preset(4, 448, 7, 1216, 256, 4, 300, 2e-3),
+    "gpu-125m": {**_preset(12, 896, 14, 2688, 1024, 16, 600, 1e-3), **_HALF},
+    "gpu-1b": {**_preset(20, 2048, 16, 5504, 2048, 4, 600, 4e-4), **_HALF},
 }
 
 
@@ -308,7 +301,7 @@ def assemble(layers: tuple[Layer, ...], problems: Iterable[str] = ()) -> Options
     if wrong:
         raise ConfigurationError("\nerror: ".join(wrong))
     sections = {
-        attribute: cls(**{option.name: values[option.name] for option in options_of(cls) if option.name in values})
+        attribute: cls(**{name: values[name] for name in inspect.signature(cls).parameters if name in values})
         for attribute, cls in SECTIONS.items()
     }
     return Options(**sections, ddp=ddp, origins=origins, explained=tuple(notices))

@@ -201,6 +201,18 @@ class Job:
         return resolve_precision(policy, self.dtype)
 
     @property
+    def dtypes(self) -> dict[str, str]:
+        """The names of the dtypes that decide rounding, by what has them."""
+        found = self.precision
+        dtypes = {
+            "compute": found.compute,
+            "main weights": found.main_params,
+            "main gradients": found.main_grads,
+            "gradient communication": found.grad_comm,
+        }
+        return {what: str(dtype).removeprefix("torch.") for what, dtype in dtypes.items()}
+
+    @property
     def fsdp2_reduce_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 reduces gradients."""
         return torch.bfloat16 if self.options.training.grad_reduce_in_bf16 else torch.float32

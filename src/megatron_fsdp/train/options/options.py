@@ -471,21 +471,6 @@ class RecoveryOptions:
     max_failed_saves: Whole = 3
 
 
-SECTIONS: Mapping[str, type] = {
-    "model": ModelOptions,
-    "parallel": ParallelOptions,
-    "training": TrainingOptions,
-    "optimizer": OptimizerOptions,
-    "data": DataOptions,
-    "checkpoint": CheckpointOptions,
-    "reporting": ReportingOptions,
-    "recovery": RecoveryOptions,
-}
-"""The attributes of `Options` with their classes, but for `ddp`."""
-
-OPTIONS: Mapping[str, Option] = {option.name: option for cls in SECTIONS.values() for option in options_of(cls)}
-"""Every option of the sections, by its name."""
-
 DDP_FIELDS: Mapping[str, str] = {
     destination_of(name): name for name in DistributedDataParallelConfig.__dataclass_fields__
 }
@@ -526,11 +511,16 @@ class Options:
         """Return the value of an option, by its name."""
         if name in DDP_FIELDS:
             return getattr(self.ddp, DDP_FIELDS[name])
-        return next(getattr(section, name) for section in self.sections() if hasattr(section, name))
+        return next(getattr(section, name) for section in vars(self).values() if hasattr(section, name))
 
-    def sections(self) -> tuple[object, ...]:
-        """Return all sections except `ddp`."""
-        return tuple(getattr(self, attribute) for attribute in SECTIONS)
+
+SECTIONS: Mapping[str, type] = {
+    name: cls for name, cls in typing.get_type_hints(Options).items() if cls.__module__ == __name__
+}
+"""The attributes of `Options` with their classes, but for `ddp`."""
+
+OPTIONS: Mapping[str, Option] = {option.name: option for cls in SECTIONS.values() for option in options_of(cls)}
+"""Every option of the sections, by its name."""
 
 
 def flag_for(name: str) -> str:

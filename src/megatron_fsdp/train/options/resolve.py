@@ -162,11 +162,6 @@ def _engine_config(
     """Complete the configuration of sharding and reduction; refuse or report what has no effect with this engine."""
     config = options.ddp
     if engine == "torch_fsdp2":
-        if options.training.deterministic is not None:
-            raise ConfigurationError(
-                "--deterministic world does nothing with --use-torch-fsdp2: leave it out, or shard with "
-                "--use-megatron-fsdp"
-            )
         for name in options.origins:
             if name in DDP_FIELDS and name != "use_megatron_fsdp" and options.is_chosen(name):
                 raise ConfigurationError(
