@@ -17,7 +17,7 @@ from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import FlatAxis, GroupPlan
 from megatron_fsdp.engine.tensor_parallel import TensorParallelPart, part_of
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
@@ -39,6 +39,7 @@ class Domain:
         tensor_parallel: The tensor-parallel mesh, one-dimensional; None where there is none.
         described_mesh: The mesh of the sharded parameters' DTensors: the axes and, last, the tensor-parallel dimension.
         foreign_groups: For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
+        flat: All data-parallel ranks of a hybrid mesh as one axis, where gradients are added rank by rank; else None.
     """
 
     axes: tuple[Axis, ...]
@@ -47,6 +48,7 @@ class Domain:
     tensor_parallel: DeviceMesh | None
     described_mesh: DeviceMesh
     foreign_groups: tuple[dist.ProcessGroup, ...] = field(default=())
+    flat: FlatAxis | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -62,7 +64,11 @@ class Domain:
 
 @real_values()
 def make_domain(
-    index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False, sums_locally: bool = False
+    index: FSDPDistributedIndex,
+    traffic: Mapping[str, Traffic],
+    is_expert: bool = False,
+    sums_locally: bool = False,
+    one_by_one: bool = False,
 ) -> Domain:
     """Build the domain of one kind of parameters from an index."""
     assert index.dp_shard_dim is not None
@@ -71,14 +77,34 @@ def make_domain(
     tensor_parallel = index.get_submesh((index.tp_dim,), is_expert) if index.tp_dim is not None else None
     described = names if index.tp_dim is None else (*names, index.tp_dim)
     num_ranks = prod(axis.num_ranks for axis in axes)
+    group = index.get_dp_group(is_expert) if num_ranks > 1 else None
     return Domain(
         axes=axes,
         names=names,
-        group=index.get_dp_group(is_expert) if num_ranks > 1 else None,
+        group=group,
         tensor_parallel=tensor_parallel,
         described_mesh=index.get_submesh(described, is_expert),
         foreign_groups=_foreign_groups(index) if is_expert else (),
+        flat=_flat_axis(index, axes, group) if one_by_one else None,
     )
+
+
+def _flat_axis(index: FSDPDistributedIndex, axes: Sequence[Axis], group: dist.ProcessGroup | None) -> FlatAxis | None:
+    """Make one axis of both axes of a hybrid mesh; None where the outer one has one rank, or there is none."""
+    if group is None or len(axes) == 1 or axes[0].num_ranks == 1:
+        return None
+    assert index.dp_outer_dim is not None
+    assert index.dp_shard_dim is not None
+    table = index.get_submesh((index.dp_outer_dim, index.dp_shard_dim)).mesh.tolist()
+    columns = list(zip(*table, strict=True))
+    place = {  # the ranks of an axis are in the order of its group, which is ascending
+        rank: sorted(row).index(rank) * len(table) + sorted(column).index(rank)
+        for row in table
+        for rank, column in zip(row, columns, strict=True)
+    }
+    ranks = dist.get_process_group_ranks(group)
+    axis = Axis(group, dist.get_rank(group), len(ranks), axes[-1].traffic, sums_locally=True)
+    return FlatAxis(axis, tuple(place[rank] for rank in ranks))
 
 
 def _axis(index: FSDPDistributedIndex, name: str, traffic: Traffic, is_expert: bool) -> Axis:
@@ -207,11 +233,16 @@ class Sharding:
     def over_own_groups(self) -> tuple[Sharding, OwnGroups]:
         """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
         experts = self.experts.axes if self.experts is not None else ()
-        own = OwnGroups((*self.dense.axes, *experts))
+        flat = self.dense.flat
+        own = OwnGroups((*self.dense.axes, *experts, *(() if flat is None else (flat.axis,))))
         cut = len(self.dense.axes)
-        dense = replace(self.dense, axes=own.axes[:cut])
+        dense = replace(
+            self.dense, axes=own.axes[:cut], flat=None if flat is None else replace(flat, axis=own.axes[-1])
+        )
         return replace(
-            self, dense=dense, experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut:])
+            self,
+            dense=dense,
+            experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut : cut + len(experts)]),
         ), own
 
     def parts_of(
@@ -243,6 +274,7 @@ class Sharding:
             parts,
             layouts,
             domain.foreign_groups,
+            domain.flat,
         )
 
     def plan_training(self, plan: GroupPlan) -> GroupPlan:
@@ -284,13 +316,16 @@ class Sharding:
         """Plan the layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
         name = spec.key.weight_format
         block_numel = 1 if name is None else WEIGHT_FORMATS[name].block_numel
+        multiple = self.options.numel_multiple if spec.key.requires_grad else 1
+        if self.dense.flat is not None:
+            multiple = lcm(multiple, self.dense.flat.axis.num_ranks)  # each rank adds up an equal part
 
         def plan(shapes: Sequence[Sequence[int]]) -> Layout:
             return plan_layout(
                 shapes,
                 num_shards,
                 alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
-                numel_multiple=self.options.numel_multiple if spec.key.requires_grad else 1,
+                numel_multiple=multiple,
             )
 
         layout = plan([info.shape for info in spec.parameters])

@@ -24,6 +24,19 @@ from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, 
 
 
 @dataclass(frozen=True)
+class FlatAxis:
+    """All ranks of a hybrid mesh as one axis.
+
+    Attributes:
+        axis: The axis; a rank's place on it is the number of its microbatch.
+        parts: For each rank, which of as many equal parts of a flat buffer is its own (see `held_region`).
+    """
+
+    axis: Axis
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """Everything that was decided for one group before memory is allocated.
 
@@ -40,6 +53,7 @@ class GroupPlan:
         parts: For each parameter how tensor parallelism cut it before; None where it did not.
         layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
         foreign_groups: For experts, groups of ranks that hold other experts.
+        flat: Both axes of a hybrid mesh as one, where gradients are added rank by rank; else None.
     """
 
     spec: ParameterGroupSpec
@@ -53,6 +67,7 @@ class GroupPlan:
     parts: tuple[TensorParallelPart | None, ...]
     layouts_by_part: tuple[Layout, ...] = ()
     foreign_groups: tuple[dist.ProcessGroup, ...] = ()
+    flat: FlatAxis | None = None
 
     @property
     def axis(self) -> Axis:
