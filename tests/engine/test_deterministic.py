@@ -1,7 +1,7 @@
 """`deterministic="world"`: the bits of one plain process on any number of ranks; norms; what cannot hold is refused."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Job:
     dtype: torch.dtype = FP32
     auto_sync: bool = True
     units: bool = True
+    mesh: tuple[int, int] | None = None  # outer and inner ranks
+    outer: int = 0  # the strategy across
     options: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> nn.Module:
@@ -99,7 +101,11 @@ def in_one_process(job: Job) -> list[Step]:
 
 
 def wrapped(job: Job) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    module = job.build()
+    module, places = job.build(), dict[str, Any]()
+    if job.mesh is not None:
+        mesh = init_device_mesh("cpu", job.mesh, mesh_dim_names=("outer", "inner"))
+        group = mesh._flatten("both").get_group()
+        places = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
     return fully_shard(
         module,
         torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=True),
@@ -109,6 +115,8 @@ def wrapped(job: Job) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
         calculate_per_token_loss=True,
         sync_model_each_microbatch=job.auto_sync,
         deterministic="world",
+        outer_dp_sharding_strategy=job.outer,
+        **places,
         **dict(job.options),
     )
 
@@ -217,6 +225,38 @@ def test_low_precision_has_the_bits_of_one_rank(run_ranks: RunRanks, num_ranks: 
         compare([of_rank[position] for of_rank in results], alone[position], f"{job} on {num_ranks} ranks")
 
 
+HYBRID = (
+    Job(),
+    Job(outer=1),
+    Job("unused", strategy=2, auto_sync=False),
+    Job("odd_shapes", strategy=1, outer=1, auto_sync=False),
+    Job("tied", strategy=1),
+    Job("scalars", outer=1, auto_sync=False),
+    Job("partly_frozen", auto_sync=False),
+    Job("odd_shapes", strategy=0),
+    Job(units=False, outer=1, options=(("report_nan_in_param_grad", True),)),
+)
+
+
+@pytest.mark.full(short=["(2, 2)"])
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (3, 1), (2, 2), (3, 2), (2, 3), (6, 1)], ids=str)
+def test_hybrid_meshes_have_the_bits_of_one_process(run_ranks: RunRanks, mesh: tuple[int, int]) -> None:
+    """With HSDP and HFSDP, in every factorisation."""
+    jobs = tuple(replace(job, mesh=mesh) for job in HYBRID)
+    results = run_ranks(mesh[0] * mesh[1], on_a_rank, jobs)
+    for position, job in enumerate(HYBRID):
+        compare([of_rank[position] for of_rank in results], in_one_process(job), f"{job} on {mesh} ranks")
+
+
+@pytest.mark.full
+def test_low_precision_on_a_hybrid_mesh_has_the_bits_of_one_rank(run_ranks: RunRanks) -> None:
+    alone = run_ranks(1, on_a_rank, LOW)[0]
+    for outer in (0, 1):
+        results = run_ranks(4, on_a_rank, tuple(replace(job, mesh=(2, 2), outer=outer) for job in LOW))
+        for position, job in enumerate(LOW):
+            compare([of_rank[position] for of_rank in results], alone[position], f"{job}, {outer} across")
+
+
 @pytest.mark.full(short=["(2, 3)"])
 @pytest.mark.parametrize("others", [(2, 3), (4, 0), (1, 1)], ids=str)
 def test_a_run_goes_on_with_other_ranks_and_another_strategy(
@@ -272,8 +312,6 @@ def test_what_cannot_hold_is_refused() -> None:
     assert "divides by the number of ranks" in refusal(calculate_per_token_loss=False)
     assert "deterministic='rank' does not exist; give \"world\"" in refusal(deterministic="rank")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    hybrid = {"dp_outer_dim": "a", "dp_shard_dim": "b", "hybrid_fsdp_group": mesh._flatten("ab").get_group()}
-    assert "a hybrid mesh" in refusal(device_mesh=mesh, **hybrid)
     assert "tensor parallelism" in refusal(device_mesh=mesh, dp_shard_dim="a", tp_dim="b")
     model, _ = wrapped(Job())
     with pytest.raises(ConfigurationError, match="no_sync cannot be used"), model.no_sync():

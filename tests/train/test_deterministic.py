@@ -43,6 +43,18 @@ CASES = {
     "three": (3, (*UNITS, "optim_grads")),
     "buckets": (2, ("--use-distributed-optimizer",)),
     "whole": (3, ()),
+    "hybrid": (4, (*UNITS, "optim_grads_params", "--num-distributed-optimizer-instances", "2")),
+    "fully hybrid": (
+        4,
+        (
+            *UNITS,
+            "optim_grads_params",
+            "--num-distributed-optimizer-instances",
+            "2",
+            "--outer-dp-sharding-strategy",
+            "optim",
+        ),
+    ),
 }
 
 
@@ -77,8 +89,8 @@ def test_a_run_goes_on_with_the_same_bits_on_other_ranks(run_ranks: RunRanks, tm
         (("--ddp-average-in-collective",), "since a back end that averages adds up in an order of its own"),
         (("--use-torch-fsdp2",), "contradicts --use-torch-fsdp2 (from the command line), since FSDP2 leaves"),
         (
-            (*UNITS, "optim_grads_params", "--num-distributed-optimizer-instances", "2"),
-            "a hybrid mesh adds inner ranks up before outer ones",
+            (*UNITS, "optim_grads_params", "--transformer-impl", "transformers", "--tensor-model-parallel-size", "2"),
+            "--deterministic world holds for data parallelism alone",
         ),
     ],
 )

@@ -27,7 +27,7 @@ from megatron_fsdp.comm.lanes import Lane, Ticket
 from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.buffer import FlatBuffer, full_view, padding_ranges, piece_view
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import FlatAxis, local_part
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.layout import Layout
@@ -283,10 +283,11 @@ class GradientBuffers:
         precision: ResolvedPrecision,
         reduction: GradientReduction,
         device: torch.device,
+        flat: FlatAxis | None = None,
     ) -> None:
         self.layout = layout
         self.precision = precision
-        self.reducer = GradientReducer(layout.numel, axes, placement, reduction)
+        self.reducer = GradientReducer(layout.numel, axes, placement, reduction, flat)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         self.main = MainGradient(layout, self.reducer.main_region, precision.main_grads, device)
@@ -416,12 +417,29 @@ class GradientBuffers:
             return lane.submit(stage.launch, lambda: self._accumulate(stage)), stage.memory
         if self._inner_sum is None:
             self._inner_sum = self._zeros(self.reducer.inner_region.numel)
+            if self.reducer.reduction.one_by_one:
+                self._move_into(self._inner_sum, params)
         pending = self._inner_sum
+        rows = stage.rows if self.reducer.reduction.one_by_one else None
 
         def add_to_pending() -> None:
-            pending.add_(stage.result())
+            for row in rows or (stage.result(),):
+                pending.add_(row)
 
         return lane.submit(stage.launch, add_to_pending), stage.memory
+
+    def _move_into(self, pending: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
+        """Move this rank's part of the main gradient into a sum, so that what comes is added to that one by one."""
+        self._take_back(params)
+        pending.fill_(-0.0)  # which leaves every number that is added to it as it is, 0.0 too
+        if any(each.counts for each in self.of_parameter):
+            self._zero_what_does_not_count()
+            pending.copy_(self.main.local[self.reducer.inner_region.within(self.main.region)])
+        for each in self.of_parameter:
+            each.counts = False
+
+    def _zero_what_does_not_count(self) -> None:
+        _zero([self.main.piece(index) for index, each in enumerate(self.of_parameter) if not each.counts])
 
     def reduce_outer(
         self, lane: Lane, params: Sequence[nn.Parameter], crossing: Sequence[torch.Tensor] = ()
@@ -439,7 +457,9 @@ class GradientBuffers:
         pending, self._inner_sum = self._inner_sum, None
         assert pending is not None
         self._take_back(params)
-        if crossing:
+        if self.reducer.reduction.one_by_one:
+            stage = self.reducer.reduce_outer(pending)  # a sum already, which must not be rounded
+        elif crossing:
             stage = self.reducer.reduce_outer(crossing[0].copy_(pending), crossing[1] if len(crossing) > 1 else None)
         else:
             stage = self.reducer.reduce_outer(pending.to(self.precision.grad_comm))
@@ -451,7 +471,7 @@ class GradientBuffers:
         main, factor = self.main.local, self.reducer.factor
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
         if any(each.counts for each in self.of_parameter):
-            _zero([self.main.piece(index) for index, each in enumerate(self.of_parameter) if not each.counts])
+            self._zero_what_does_not_count()
             rows = rows or (stage.result(),)
         elif rows:
             put_scaled(rows[0], factor, main)

@@ -166,6 +166,19 @@ def _partition_dim(param: torch.Tensor) -> int | None:
 
 
 @dataclass(frozen=True)
+class FlatAxis:
+    """All ranks of a hybrid mesh as one axis.
+
+    Attributes:
+        axis: The axis; a rank's place on it is the number of its microbatch.
+        parts: For each rank, which of as many equal parts of a flat buffer is its own (see `held_region`).
+    """
+
+    axis: Axis
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """Everything that was decided for one group before memory is allocated.
 
@@ -182,6 +195,7 @@ class GroupPlan:
         parts: For each parameter how tensor parallelism cut it before; None where it did not.
         layouts_by_part: The layout on each tensor-parallel rank, where their parts differ in shape; else empty.
         foreign_groups: For experts, groups of ranks that hold other experts.
+        flat: Both axes of a hybrid mesh as one, where gradients are added rank by rank; else None.
     """
 
     spec: ParameterGroupSpec
@@ -195,6 +209,7 @@ class GroupPlan:
     parts: tuple[TensorParallelPart | None, ...]
     layouts_by_part: tuple[Layout, ...] = ()
     foreign_groups: tuple[dist.ProcessGroup, ...] = ()
+    flat: FlatAxis | None = None
 
     @property
     def axis(self) -> Axis:
@@ -381,6 +396,7 @@ class Domain:
         tensor_parallel: The tensor-parallel mesh, one-dimensional; None where there is none.
         described_mesh: The mesh of the sharded parameters' DTensors: the axes and, last, the tensor-parallel dimension.
         foreign_groups: For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
+        flat: All data-parallel ranks of a hybrid mesh as one axis, where gradients are added rank by rank; else None.
     """
 
     axes: tuple[Axis, ...]
@@ -389,6 +405,7 @@ class Domain:
     tensor_parallel: DeviceMesh | None
     described_mesh: DeviceMesh
     foreign_groups: tuple[dist.ProcessGroup, ...] = field(default=())
+    flat: FlatAxis | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -404,7 +421,11 @@ class Domain:
 
 @real_values()
 def make_domain(
-    index: FSDPDistributedIndex, traffic: Mapping[str, Traffic], is_expert: bool = False, sums_locally: bool = False
+    index: FSDPDistributedIndex,
+    traffic: Mapping[str, Traffic],
+    is_expert: bool = False,
+    sums_locally: bool = False,
+    one_by_one: bool = False,
 ) -> Domain:
     """Build the domain of one kind of parameters from an index."""
     assert index.dp_shard_dim is not None
@@ -413,14 +434,34 @@ def make_domain(
     tensor_parallel = index.get_submesh((index.tp_dim,), is_expert) if index.tp_dim is not None else None
     described = names if index.tp_dim is None else (*names, index.tp_dim)
     num_ranks = prod(axis.num_ranks for axis in axes)
+    group = index.get_dp_group(is_expert) if num_ranks > 1 else None
     return Domain(
         axes=axes,
         names=names,
-        group=index.get_dp_group(is_expert) if num_ranks > 1 else None,
+        group=group,
         tensor_parallel=tensor_parallel,
         described_mesh=index.get_submesh(described, is_expert),
         foreign_groups=_foreign_groups(index) if is_expert else (),
+        flat=_flat_axis(index, axes, group) if one_by_one else None,
     )
+
+
+def _flat_axis(index: FSDPDistributedIndex, axes: Sequence[Axis], group: dist.ProcessGroup | None) -> FlatAxis | None:
+    """Make one axis of both axes of a hybrid mesh; None where the outer one has one rank, or there is none."""
+    if group is None or len(axes) == 1 or axes[0].num_ranks == 1:
+        return None
+    assert index.dp_outer_dim is not None
+    assert index.dp_shard_dim is not None
+    table = index.get_submesh((index.dp_outer_dim, index.dp_shard_dim)).mesh.tolist()
+    columns = list(zip(*table, strict=True))
+    place = {  # the ranks of an axis are in the order of its group, which is ascending
+        rank: sorted(row).index(rank) * len(table) + sorted(column).index(rank)
+        for row in table
+        for rank, column in zip(row, columns, strict=True)
+    }
+    ranks = dist.get_process_group_ranks(group)
+    axis = Axis(group, dist.get_rank(group), len(ranks), axes[-1].traffic, sums_locally=True)
+    return FlatAxis(axis, tuple(place[rank] for rank in ranks))
 
 
 def _axis(index: FSDPDistributedIndex, name: str, traffic: Traffic, is_expert: bool) -> Axis:
@@ -551,11 +592,16 @@ class Sharding:
     def over_own_groups(self) -> tuple[Sharding, OwnGroups]:
         """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
         experts = self.experts.axes if self.experts is not None else ()
-        own = OwnGroups((*self.dense.axes, *experts))
+        flat = self.dense.flat
+        own = OwnGroups((*self.dense.axes, *experts, *(() if flat is None else (flat.axis,))))
         cut = len(self.dense.axes)
-        dense = replace(self.dense, axes=own.axes[:cut])
+        dense = replace(
+            self.dense, axes=own.axes[:cut], flat=None if flat is None else replace(flat, axis=own.axes[-1])
+        )
         return replace(
-            self, dense=dense, experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut:])
+            self,
+            dense=dense,
+            experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut : cut + len(experts)]),
         ), own
 
     def parts_of(
@@ -587,6 +633,7 @@ class Sharding:
             parts,
             layouts,
             domain.foreign_groups,
+            domain.flat,
         )
 
     def plan_training(self, plan: GroupPlan) -> GroupPlan:
@@ -628,6 +675,9 @@ class Sharding:
         """Plan the layout on this rank, and those of all tensor-parallel ranks where their parts differ in shape."""
         form = spec.key.weight_format
         block_numel = 1 if form is None else form.block_numel
+        multiple = self.options.numel_multiple if spec.key.requires_grad else 1
+        if self.dense.flat is not None:
+            multiple = lcm(multiple, self.dense.flat.axis.num_ranks)  # each rank adds up an equal part
         rows_only = {"max_waste": float(num_shards)} if form is not None and form.is_guest else {}
 
         def plan(shapes: Sequence[Sequence[int]]) -> Layout:
@@ -635,7 +685,7 @@ class Sharding:
                 shapes,
                 num_shards,
                 alignment_numel=lcm(max(1, _ALIGNMENT_BYTES // spec.key.dtype.itemsize), block_numel),
-                numel_multiple=self.options.numel_multiple if spec.key.requires_grad else 1,
+                numel_multiple=multiple,
                 **rows_only,
             )
 

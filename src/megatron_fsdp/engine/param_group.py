@@ -335,7 +335,7 @@ class ParameterGroup:
     def _make_gradients(self) -> GradientBuffers:
         plan = self.plan
         return GradientBuffers(
-            plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device
+            plan.layout, plan.axes, plan.placements.main_grad, plan.precision, plan.reduction, plan.device, plan.flat
         )
 
     @staticmethod

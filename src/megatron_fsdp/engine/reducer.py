@@ -2,6 +2,9 @@
 
 bucket (full)  -> inside ->  an inner rank's part (or the full gradient)  -> across ->  what the optimizer sees
 
+Where the gradients of a hybrid mesh are added rank by rank, the first stage goes over all ranks at once, and leaves
+each its own part of every rank's gradient; the second one gathers the sums where outer ranks hold the same.
+
 A stage is a launch, which starts the collective, and a function that returns its result once that is done.
 """
 
@@ -16,6 +19,7 @@ import torch
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.lanes import Launch
 from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
+from megatron_fsdp.engine.group_plan import FlatAxis
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction
 from megatron_fsdp.sharding.placement import Placement, held_region
 
@@ -55,19 +59,29 @@ class GradientReducer:
     """
 
     def __init__(
-        self, numel: int, axes: Sequence[Axis], placement: Sequence[Placement], reduction: GradientReduction
+        self,
+        numel: int,
+        axes: Sequence[Axis],
+        placement: Sequence[Placement],
+        reduction: GradientReduction,
+        flat: FlatAxis | None = None,
     ) -> None:
         self._outer = axes[0] if len(axes) > 1 else None
         self._inner = axes[-1]
-        inner_only = [Placement.REPLICATE] * (len(axes) - 1) + [placement[-1]]
+        self._flat = flat
+        first = [Placement.REPLICATE] * (len(axes) - 1) + [placement[-1]]
+        if flat is not None:
+            first = [Placement.SHARD if Placement.SHARD in placement else Placement.REPLICATE] * len(axes)
         self._numel = numel
-        self.inner_region = held_region(numel, inner_only, axes)
+        self.inner_region = held_region(numel, first, axes)
         self.main_region = held_region(numel, placement, axes)
         self.reduction = reduction
 
     @property
     def reduces_outer(self) -> bool:
         """Whether there is a second stage."""
+        if self._flat is not None:
+            return self.inner_region.numel < self.main_region.numel
         return self._outer is not None and self._outer.num_ranks > 1
 
     @property
@@ -110,9 +124,17 @@ class GradientReducer:
             scratch: The same again where `exchanges_inner`, else None.
 
         Returns:
-            A stage whose result is (inner_region.numel,).
+            A stage whose result is (inner_region.numel,), as are its rows.
         """
         axis, average = self._inner, self._averages
+        if self._flat is not None:
+            axis = self._flat.axis
+            if self.scatters_inner:
+                parts = bucket.view(axis.num_ranks, -1)
+                sent = torch.cat([parts[part] for part in self._flat.parts])  # in the order of those who add them up
+                received = torch.empty_like(sent) if scratch is None else scratch
+                stage = _in_rows(axis, received, partial(axis.exchange, received, sent))
+                return stage._replace(memory=(sent, received))
         if not self.scatters_inner:
             if self.reduction.one_by_one and axis.num_ranks > 1:
                 received = bucket.new_empty(axis.num_ranks * bucket.numel())
@@ -135,6 +157,9 @@ class GradientReducer:
         """
         axis, average = self._outer, self._averages
         assert axis is not None
+        if self._flat is not None:
+            whole = wire.new_empty(self.main_region.numel)
+            return Stage(partial(axis.gather_rows, whole, wire), lambda: whole, (wire, whole))
         if not self.scatters_outer:
             return Stage(partial(axis.all_reduce, wire, average), lambda: wire, (wire,))
         if axis.exchanges_pairwise:

@@ -323,11 +323,12 @@ def _sharding(options: EngineOptions, index: FSDPDistributedIndex, device: torch
             f'outer_dp_sharding_strategy="{options.outer_strategy.name}" needs an outer axis; pass dp_outer_dim and '
             "hybrid_fsdp_group, or leave it out"
         )
-    sums_locally = options.reduce_scatter_with_fp32_accumulation or options.deterministic is not None
+    one_by_one = options.deterministic is not None
+    sums_locally = options.reduce_scatter_with_fp32_accumulation or one_by_one
     placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses impossible combinations
     return Sharding(
         options,
-        make_domain(index, traffic, sums_locally=sums_locally),
+        make_domain(index, traffic, sums_locally=sums_locally, one_by_one=one_by_one),
         make_domain(index, traffic, is_expert=True, sums_locally=sums_locally)
         if index.expt_device_mesh is not None
         else None,
@@ -407,10 +408,6 @@ def _check_deterministic(options: EngineOptions, sharding: Sharding) -> None:
         (
             not options.calculate_per_token_loss,
             "the mean divides by the number of ranks; pass calculate_per_token_loss=True and divide losses yourself",
-        ),
-        (
-            len(dense.axes) > 1 and dense.axes[0].num_ranks > 1,
-            "a hybrid mesh adds inner ranks up before outer ones; use a mesh with one data-parallel axis",
         ),
         (
             dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1,
